@@ -1,0 +1,60 @@
+# Everything a developer needs; `make help` lists it. Two environments: the newest supported transformers in
+# .venv, the oldest in .venv-5.17. A stamp file in each says that it is complete; it is renewed when
+# pyproject.toml or its constraints change.
+PYTHON ?= python3
+VENV   ?= .venv
+OLDEST ?= .venv-5.17
+ARGS   ?=
+
+# Tests run in two processes, so each gets one thread; nothing is fetched from a hub.
+TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST   = -m pytest -n 2 --dist loadgroup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-oldest lint format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.ready ## Create the environment in .venv (the other targets do it by themselves)
+
+demo: $(VENV)/.ready ## Answer the same prompts in full precision and through a packed cache (ARGS="--method int8")
+	@$(VENV)/bin/qattn demo $(ARGS)
+
+test: $(VENV)/.ready ## Run all tests (ARGS="-k cache" for some)
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(ARGS)
+
+test-oldest: $(OLDEST)/.ready ## Run the conformance suite with the oldest supported transformers
+	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) tests/conformance $(ARGS)
+
+lint: $(VENV)/.ready ## Check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.ready ## Put the code into the project's style
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean: ## Remove what was built or cached, keep the environments
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(call install,$(VENV),constraints.txt,dev)
+
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	$(call install,$(OLDEST),constraints-oldest.txt,test)
+
+# $(1) environment, $(2) constraints, $(3) extra. The build backend is installed first and used as it is, so that it
+# is pinned too. A half-made or broken environment is made anew.
+define install
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10 or newer is needed: install it, or name it with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed, '$(PYTHON)' is $$($(PYTHON) -V 2>&1): name another with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "'$(PYTHON)' cannot make environments: install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@echo "Setting up $(1) (some minutes and about 2 GB the first time)"
+	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) hatchling
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) --no-build-isolation -e '.[$(3)]'
+	@touch $@
+endef

@@ -1,0 +1,123 @@
+"""Run a measurement and keep what it printed: `python eval/record.py NAME -- COMMAND...`.
+
+The command prints one JSON object a line; other lines are shown and dropped. All rows go to `eval/results/NAME.json`
+with the command, the date, the versions and the device. `eval/tables.py` makes the README's tables of them.
+A command that fails or prints no row leaves the old file as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def portable(text: str) -> str:
+    """`text` with its absolute paths made relative to the repository, or cut to the file's name when far from it."""
+
+    def shorten(match: re.Match[str]) -> str:
+        path = os.path.relpath(match.group(), ROOT)
+        return os.path.basename(match.group().rstrip("/")) if path.startswith("../..") else path
+
+    return re.sub(r"(?<![\w./~:-])/(?:[\w.+-]+/)*[\w.+-]+/?", shorten, text)
+
+
+def portable_value(value: Any) -> Any:
+    """The same for every string inside a JSON value."""
+    if isinstance(value, dict):
+        return {key: portable_value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [portable_value(item) for item in value]
+    return portable(value) if isinstance(value, str) else value
+
+
+def run(command: list[str]) -> list[dict[str, Any]]:
+    """Run `command` with its output shown as it comes; return the JSON objects among its lines.
+
+    `python` means the interpreter that runs this script, so that the recorded versions are those of the command.
+    """
+    if command[0] in ("python", "python3"):
+        command = [sys.executable, *command[1:]]
+    rows = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+    if process.returncode:
+        sys.exit(f"record: the command ended with {process.returncode}; nothing was written")
+    if not rows:
+        sys.exit("record: the command printed no JSON row; nothing was written")
+    return rows
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what the figures stand on; None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "triton", "qattn-hf"):
+        try:
+            found[name.replace("-", "_")] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name.replace("-", "_")] = None
+    return found
+
+
+def device() -> str:
+    """Name of the GPU, else of the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"CPU, {name}, {torch.get_num_threads()} threads"
+
+
+def as_text(origin: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The result as JSON with one line a row, so that a change of figures is easy to see."""
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    return json.dumps(origin, indent=1).removesuffix("\n}") + ',\n "rows": [\n' + lines + "\n ]\n}\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Run a measurement and keep its JSON rows in eval/results/NAME.json.")
+    parser.add_argument("name", help="name of the result, for instance quality-tiny-llama-28m")
+    parser.add_argument("command", nargs="+", help="the command, after --")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    options = parser.parse_args(arguments)
+    if not re.fullmatch(r"[\w.-]+", options.name):
+        parser.error(f"NAME is a file name of letters, digits, '.', '_' and '-', not {options.name!r}")
+    rows = run(options.command)
+    command = [Path(options.command[0]).name, *options.command[1:]]
+    origin = {
+        "name": options.name,
+        "command": portable(" ".join(command)),
+        "date": datetime.date.today().isoformat(),
+        "device": device(),
+        "versions": versions(),
+    }
+    options.results.mkdir(parents=True, exist_ok=True)
+    target = options.results / f"{options.name}.json"
+    target.write_text(as_text(origin, portable_value(rows)), encoding="utf-8")
+    print(f"record: {len(rows)} rows in {portable(str(target))}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

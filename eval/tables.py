@@ -1,0 +1,172 @@
+"""Regenerate the README's tables from `eval/results/*.json`: `python eval/tables.py`, or `--check` to only compare.
+
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is a key of `TABLES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+README = ROOT / "README.md"
+
+# What the quality measurement reports of a method; every other key of a row is one of the method's settings.
+FIGURES = {
+    "model", "method", "kl", "same_top1", "ppl", "ppl_change_pct", "se_pct", "packed_tokens", "effective_bits",
+    "effective_bits_total", "kv_bytes", "impl", "sums", "recall", "sums_lost_won", "recall_lost_won", "head_dim",
+    "kv_heads", "tokens",
+}  # fmt: skip
+Result = dict[str, Any]
+
+
+def load(results: Path, prefix: str) -> list[Result]:
+    """Recorded results whose name starts with `prefix`, by name."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"{prefix}*.json"))]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def label(row: dict[str, Any]) -> str:
+    """`turbo`, or `turbo (k_bits 4, v_bits 2)`."""
+    if row["method"] == "fp":
+        return "full precision"
+    settings = ", ".join(f"{key} {value}" for key, value in row.items() if key not in FIGURES)
+    return f"`{row['method']}`" + (f" ({settings})" if settings else "")
+
+
+def origin(result: Result) -> str:
+    """One line under a table: how its figures came about."""
+    used = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
+    return f"`{result['command']}`, {result['date']}, {result['device']}, {used}."
+
+
+def quality_table(results: Path) -> str:
+    """Damage by the cache: KL to full precision and what follows from it, per model and method."""
+
+    def figure(row: dict[str, Any], key: str, form: str) -> str:
+        return format(row[key], form) if key in row else ""
+
+    parts = []
+    for result in load(results, "quality-"):
+        scores = [name for name in ("sums", "recall") if any(name in row for row in result["rows"])]
+        header = ["cache", "KL", "same top-1", "perplexity", "change", *scores, "bits, closed blocks", "bits, all"]
+        rows = [
+            [
+                label(row),
+                figure(row, "kl", ".6f"),
+                figure(row, "same_top1", ".4f"),
+                figure(row, "ppl", ".3f"),
+                f"{row['ppl_change_pct']:+.2f} % ({row['se_pct']:.2f})" if "ppl_change_pct" in row else "",
+                *(figure(row, name, ".3f") for name in scores),
+                figure(row, "effective_bits", ".3f"),
+                figure(row, "effective_bits_total", ".3f"),
+            ]
+            for row in result["rows"]
+        ]
+        model = result["rows"][0]["model"]
+        parts.append(f"**{model}**\n\n{markdown(header, rows)}\n\nHow: {origin(result)}")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def bits_table(results: Path) -> str:
+    """Bits of one cached value: in closed blocks, and of the whole cache (open tokens and spare room counted)."""
+    parts = []
+    for result in load(results, "bits"):
+        lengths = sorted({row["tokens"] for row in result["rows"]})
+        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+        for row in result["rows"]:
+            groups.setdefault((label(row), row["head_dim"]), {})[row["tokens"]] = row
+        header = ["cache", "head dim", "closed blocks", *(f"all, {length} tokens" for length in lengths)]
+        rows = [
+            [
+                name,
+                str(head_dim),
+                f"{by_length[max(by_length)]['effective_bits']:.3f}",
+                *(f"{by_length[n]['effective_bits_total']:.3f}" if n in by_length else "" for n in lengths),
+            ]
+            for (name, head_dim), by_length in groups.items()
+        ]
+        parts.append(f"{markdown(header, rows)}\n\nHow: {origin(result)}")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def methods_table(results: Path) -> str:
+    """Every method found, with its summary and its settings; nothing recorded is needed."""
+    from qattn_hf.methods import Method, get_method, list_methods
+
+    def names(fields: Iterable[str]) -> str:
+        return ", ".join(f"`{field}`" for field in fields)
+
+    rows = []
+    for name in list_methods():
+        method = get_method(name)
+        summary = (method.__doc__ or "").strip().splitlines()[0]
+        rows.append([f"`{name}`", summary, names(key for key in method.model_fields if key not in Method.model_fields)])
+    rows.append(["every method", "", names(Method.model_fields)])
+    return markdown(["method", "what it does", "settings"], rows)
+
+
+def report_example(results: Path) -> str:
+    """What `qattn report` prints for the embedded model; nothing recorded is needed."""
+    from qattn_hf.cli import main as qattn
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            qattn(["report", "--tokens", "1000", "--device", "cpu"])
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    return f"```text\n{printed.getvalue().rstrip()}\n```"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "methods": methods_table,
+    "report": report_example,
+    "quality": quality_table,
+    "bits": bits_table,
+}
+
+
+def fill(text: str, results: Path) -> str:
+    """`text` with every marked table made anew.
+
+    Raises:
+        KeyError: a marker names a table that nobody makes.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match['begin']}\n{TABLES[match['name']](results)}\n{match['end']}"
+
+    pattern = r"(?P<begin><!-- table:(?P<name>[\w-]+) -->)\n.*?(?P<end><!-- /table -->)"
+    return re.sub(pattern, table, text, flags=re.DOTALL)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Regenerate the tables of the README from eval/results/*.json.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is stale")
+    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    old = options.readme.read_text(encoding="utf-8")
+    new = fill(old, options.results)
+    if options.check and new != old:
+        sys.exit(f"{options.readme.name} is stale: run `python eval/tables.py`")
+    if not options.check:
+        options.readme.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

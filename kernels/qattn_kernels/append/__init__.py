@@ -1,0 +1,1 @@
+"""Write new tokens: into the ring or the arena, and close the blocks that are full."""

@@ -1,0 +1,59 @@
+"""Append and close in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.rows import Region, bool_to_bits
+from qattn_kernels.spec import LayerSpec
+from qattn_kernels.state import State, side_of
+from qattn_kernels.stores import Block, Operand, Store
+from qattn_kernels.stores.base import write_rows
+
+
+def append(state: State, spec: LayerSpec, region: Region, count: torch.Tensor, columns: int) -> None:
+    """Write the region of a call into the state, in place.
+
+    Args:
+        state: the layer's tensors.
+        spec: the layer's formats.
+        region: open and new tokens (`build_region`).
+        count: int32 `[B]` real new tokens.
+        columns: new columns, padding included.
+    """
+    capacity = state["block_len"].shape[1]
+    for j in range(region.pos.shape[1]):
+        index = (region.closed + j).clamp(max=capacity - 1).long()
+        closes, reached = j < region.closing, region.valid[:, j, 0]
+        write_rows(state["dropped"], index, reached, bool_to_bits(region.valid[:, None, j] & ~region.keep[:, :, j]))
+        for side, store, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
+            block = Operand(tokens.x[:, :, j], None if tokens.scale is None else tokens.scale[:, :, j])
+            where = closes if store.windowed else reached
+            store.write(side_of(state, side), Block(block, region.keep[:, :, j], index, where))
+        for name, value in (("block_pos", region.pos[:, j, 0]), ("block_len", closes.int() * spec.window.block)):
+            write_rows(state[name][:, None], index, closes, value[:, None])
+    length = state["length"] + count
+    for side, store, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
+        if store.windowed:
+            _fill_ring(side_of(state, side), store, tokens, state, length)
+    state["length"].copy_(length)
+    state["longest"].copy_(torch.maximum(state["longest"], length))
+    state["closed"].add_(region.closing)
+    state["open_start"].add_(region.closing * spec.window.block)
+    state["seen"].add_(columns)
+    state["padded"].copy_(torch.where((count < columns).any(), state["seen"], state["padded"]))
+
+
+def _fill_ring(side: State, store: Store, tokens: Operand, state: State, length: torch.Tensor) -> None:
+    """Each slot takes the newest token whose row position falls on it, if that token is new."""
+    slots = side["ring"].shape[2]
+    last = length[:, None] - 1
+    pos = last - (last - torch.arange(slots, device=last.device)) % slots
+    new = (pos >= state["length"][:, None])[:, None]
+    index = (pos - state["open_start"][:, None]).clamp(0, tokens.x.shape[2] * tokens.x.shape[3] - 1).long()[:, None]
+    flat = tokens.x.flatten(2, 3)
+    picked = flat.gather(2, index[..., None].expand(-1, flat.shape[1], -1, flat.shape[3]))
+    side["ring"].copy_(torch.where(new[..., None], picked, side["ring"]))
+    if tokens.scale is not None:
+        picked = tokens.scale.flatten(2).gather(2, index.expand(-1, flat.shape[1], -1))
+        side["ring_scale"].copy_(torch.where(new, picked, side["ring_scale"]))

@@ -1,0 +1,44 @@
+"""Decode attention in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.online import FOREVER, Attended, Scores, Tiles, attend
+from qattn_kernels.prefill.reference import packed_tiles
+from qattn_kernels.rows import Region
+from qattn_kernels.spec import LayerSpec
+from qattn_kernels.state import State
+
+
+def decode(
+    q: torch.Tensor, q_pos: torch.Tensor, state: State, spec: LayerSpec, region: Region, scores: Scores
+) -> Attended:
+    """Attention of a short call, after its tokens were appended.
+
+    A query at row position p reads a block that this call closed from its codes if single steps would: the block's
+    last token lies before p, and the step that closed it is not after p. Otherwise it reads the ring, which still
+    holds that block. Drafted tokens are so verified with the numbers of single steps.
+
+    Args:
+        q: `[B, Hq, T, D]`, real tokens first. q_pos: int32 `[B, T]` row positions, negative for padding.
+        state: the layer's tensors after the append. region: what the call appended.
+    """
+    window = spec.window
+    n = torch.arange(region.pos.shape[1], device=q.device)
+    closes = n < region.closing[:, None]
+    start = region.pos[:, 0, 0][:, None]
+    end = start + (n + 1) * window.block - 1
+    step = start + (n * window.block // window.span + 1) * window.span - 1 + window.residual
+    packed_since = torch.where(closes, torch.maximum(end + 1, step), FOREVER).int()
+
+    packed = packed_tiles(state, spec, region.closed + region.closing)
+    index = torch.arange(packed.pos.shape[1], device=q.device)
+    j = index - region.closed[:, None]
+    late = packed_since.gather(1, j.clamp(0, len(n) - 1).long())
+    since = torch.where((j >= 0)[..., None], torch.maximum(late[..., None], packed.since), packed.since)
+    packed = packed._replace(since=since)
+    until = torch.where(closes, packed_since - 1, FOREVER).int()[..., None].expand_as(region.pos)
+    since = torch.where(region.valid, region.pos, FOREVER)
+    ring = Tiles(region.k, region.v, region.pos, since, until, region.keep)
+    return attend(q, q_pos, packed.joined(ring), scores, spec.compute, spec.sparsity, prefill=False)

@@ -1,0 +1,180 @@
+"""Attention over tiles of stored tokens: the arithmetic that prefill and decode share.
+
+A tile is a block of keys and values in the form of its store. Each stored token says which queries see it, so packed
+blocks, the ring and new tokens need no cases here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from qattn_kernels.softmax import sas_exp
+from qattn_kernels.spec import Compute, Sparsity
+from qattn_kernels.stores import Operand
+from qattn_kernels.stores.base import INT8_LEVELS, int8_tokens
+
+FOREVER = 2**31 - 1  # a row position that no query reaches
+
+
+class Tiles(NamedTuple):
+    """`n` tiles of tokens in order of their row positions.
+
+    `k`, `v` `[B, Hkv, n, block, D]`; `pos`, `since`, `until` int32 `[B, n, block]`: the token's row position, and the
+    first and last query position that sees this copy of it; `keep` bool `[B, Hkv, n, block]`, false for masked tokens.
+    """
+
+    k: Operand
+    v: Operand
+    pos: torch.Tensor
+    since: torch.Tensor
+    until: torch.Tensor
+    keep: torch.Tensor
+
+    def joined(self, other: Tiles) -> Tiles:
+        """These tiles, then the others'."""
+
+        def cat(a: Any, b: Any, dim: int) -> Any:
+            return None if a is None else torch.cat([a, b], dim)
+
+        def side(a: Operand, b: Operand) -> Operand:
+            return Operand(cat(a.x, b.x, 2), cat(a.scale, b.scale, 2))
+
+        pos, since, until = (cat(a, b, 1) for a, b in zip(self[2:5], other[2:5], strict=True))
+        return Tiles(side(self.k, other.k), side(self.v, other.v), pos, since, until, cat(self.keep, other.keep, 2))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model asks of the scores.
+
+    Attributes:
+        scale: of `q . k`, usually `1 / sqrt(D)`.
+        softcap: `cap * tanh(score / cap)`; 0 is none.
+        window: a query sees only this many tokens, itself included; 0 is all.
+        sinks: fp32 `[Hq]`, a learned logit a head that takes weight and gives no value; or None.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    sinks: torch.Tensor | None = None
+
+
+class Attended(NamedTuple):
+    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen), `seen`, `skipped` `[B, Hkv]`."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    seen: torch.Tensor
+    skipped: torch.Tensor
+
+
+def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
+    """Which tokens each query sees: bool `[B, Hkv, T, n, block]`; `q_pos` int32 `[B, T]`, negative for padding."""
+    q = q_pos[:, :, None, None]
+    see = (tiles.since[:, None] <= q) & (q <= tiles.until[:, None]) & (q >= 0)
+    if window:
+        see &= tiles.pos[:, None] > q - window
+    return see[:, None] & tiles.keep[:, :, None]
+
+
+def quantize_query(q: torch.Tensor, block_q: int) -> Operand:
+    """INT8 queries `[B, Hq, T, D]`, one scale for `block_q` tokens of a head (1: each its own)."""
+    if block_q == 1:
+        return int8_tokens(q)
+    pad = -q.shape[2] % block_q
+    blocks = torch.nn.functional.pad(q, (0, 0, 0, pad)).unflatten(2, (-1, block_q))
+    coded = int8_tokens(blocks.flatten(3))
+    codes = coded.x.unflatten(3, (block_q, -1)).flatten(2, 3)
+    return Operand(codes[:, :, : q.shape[2]], coded.scales.repeat_interleave(block_q, 2)[:, :, : q.shape[2]])
+
+
+def _scores(q: torch.Tensor, tiles: Tiles, scores: Scores, int8: bool, block_q: int) -> torch.Tensor:
+    """fp32 `[B, Hkv, G, T, n, block]`, scaled and capped, not masked."""
+    heads = tiles.k.x.shape[1]
+    if int8:
+        k = tiles.k if tiles.k.scale is not None else int8_tokens(tiles.k.x.float())
+        coded = quantize_query(q * scores.scale, block_q)
+        left, right = coded.x.float(), k.x.float()  # sums of 8-bit products are exact in fp32 up to D = 1024
+    else:
+        left, right = q * scores.scale, tiles.k.undone()
+    s = torch.einsum("bhgtd,bhnkd->bhgtnk", left.unflatten(1, (heads, -1)), right)
+    if int8:
+        s = s * coded.scales.unflatten(1, (heads, -1))[..., None, None] * k.scales[:, :, None, None]
+    return scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
+
+
+def _weighted_values(p: torch.Tensor, v: Operand, int8: bool, tile_rows: int) -> torch.Tensor:
+    """`sum_k p v` of each tile: `p` `[B, Hkv, G, T, n, block]` to fp32 `[B, Hkv, G, T, n, Dv]`.
+
+    INT8: a value's token scale is multiplied into its weight, then the weights of a row in a tile are scaled by their
+    maximum / 119 and rounded; `tile_rows` > 1 shares that maximum among so many queries (the paper's tile).
+    """
+    if not int8:
+        return torch.einsum("bhgtnk,bhnkd->bhgtnd", p, v.undone())
+    v = v if v.scale is not None else int8_tokens(v.x.float())
+    w = p * v.scales[:, :, None, None]
+    top = w.amax(-1)
+    if tile_rows > 1:
+        pad = -top.shape[3] % tile_rows
+        tiles = torch.nn.functional.pad(top, (0, 0, 0, pad)).unflatten(3, (-1, tile_rows))
+        top = tiles.amax(4).repeat_interleave(tile_rows, 3)[:, :, :, : p.shape[3]]
+    scale = top / INT8_LEVELS
+    codes = torch.round(w / torch.where(scale == 0, 1.0, scale)[..., None])
+    return torch.einsum("bhgtnk,bhnkd->bhgtnd", codes, v.x.float()) * scale[..., None]
+
+
+def _skip(p: torch.Tensor, share: torch.Tensor, sparsity: Sparsity) -> torch.Tensor:
+    """Sparse V: weights below `tau` of the row's sum, in order, while what they drop stays within the budget."""
+    weight = (p * share[..., None]).flatten(-2)
+    small = (weight < sparsity.tau) & (weight > 0)
+    dropped = torch.where(small, weight, 0.0).cumsum(-1)
+    return (small & (dropped <= sparsity.budget)).unflatten(-1, p.shape[-2:])
+
+
+def attend(
+    q: torch.Tensor,
+    q_pos: torch.Tensor,
+    tiles: Tiles,
+    scores: Scores,
+    compute: Compute,
+    sparsity: Sparsity,
+    prefill: bool,
+) -> Attended:
+    """Attention of queries `[B, Hq, T, D]` at row positions `q_pos` `[B, T]` over tiles, in fp32.
+
+    Each tile's weights are taken against its own row maximum (`sas`: against the running one, tiles in order, because
+    the cut depends on it) and merged by exact exponentials, TurboAttention Algorithms 1 and 2. Row sums are of the
+    unrounded weights.
+    """
+    int8 = (compute.prefill if prefill else compute.decode) == "int8"
+    heads, group = tiles.k.x.shape[1], q.shape[1] // tiles.k.x.shape[1]
+    see = visible(tiles, q_pos, scores.window)[:, :, None]
+    s = _scores(q.float(), tiles, scores, int8, compute.block_q if prefill else 1).masked_fill(~see, -torch.inf)
+    top = s.amax(-1)
+    sas = compute.softmax == "sas"
+    top = top.cummax(-1).values if sas else top
+    base = torch.where(top.isneginf(), 0.0, top)
+    p = s - base[..., None]
+    p = sas_exp(p, compute.sas_threshold) if sas else torch.exp(p)
+    sums = p.sum(-1)
+
+    last = top.amax(-1)
+    sinks = None if scores.sinks is None else scores.sinks.float().view(1, heads, group, 1)
+    last = last if sinks is None else torch.maximum(last, sinks)
+    last = torch.where(last.isneginf(), 0.0, last)
+    share = torch.exp(top - last[..., None])
+    total = (sums * share).sum(-1)
+    total = total if sinks is None else total + torch.exp(sinks - last)
+    seen = skipped = q.new_zeros((q.shape[0], heads), dtype=torch.int64)
+    if sparsity.tau > 0 and not prefill:
+        skip = _skip(p, share / torch.where(total == 0, 1.0, total)[..., None], sparsity)
+        seen, skipped = (see.expand_as(skip).sum((2, 3, 4, 5)), skip.sum((2, 3, 4, 5)))
+        p = torch.where(skip, 0.0, p)
+    rows = compute.block_q if prefill and compute.p_scale == "tile" else 1
+    out = (_weighted_values(p, tiles.v, int8, rows) * share[..., None]).sum(-2)
+    out = out / torch.where(total == 0, 1.0, total)[..., None]
+    return Attended(out.flatten(1, 2), (last + total.log()).flatten(1, 2), seen, skipped)

@@ -1,0 +1,103 @@
+"""The registered operator: append, close and attend in one call, the only writer of a layer's state."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.append.reference import append
+from qattn_kernels.decode.reference import decode
+from qattn_kernels.online import Scores
+from qattn_kernels.prefill.reference import prefill
+from qattn_kernels.rows import build_region, columns_back, real_first
+from qattn_kernels.spec import SHORT_CALL, LayerSpec, decode_spec
+from qattn_kernels.state import Geometry, State, layer_tensors
+
+
+class CapacityError(ValueError):
+    """A call would not fit the capacity of its cache; nothing was written."""
+
+
+def state_names(spec: LayerSpec) -> list[str]:
+    """Names of the state tensors in the order in which the operator takes them."""
+    heads = max(getattr(spec.k, "n_low", 0), getattr(spec.v, "n_low", 0), 1)
+    return list(layer_tensors(Geometry(1, heads, 8, 8, 1, torch.float32), spec))
+
+
+def _check_capacity(state: State, spec: LayerSpec, count: torch.Tensor) -> None:
+    """On a CPU lengths are at hand; on a GPU the caller keeps an upper bound, since asking would stall the stream."""
+    if count.device.type != "cpu":
+        return
+    block = spec.window.block
+    need = int((state["closed"] * block + state["length"] - state["open_start"] + count).max())
+    have = state["block_len"].shape[1] * block
+    if need > have:
+        raise CapacityError(
+            f"the cache holds {have} tokens a row and this call needs {need}; nothing was written. "
+            "Make it with a larger max_cache_len, or without one so that it grows"
+        )
+
+
+def reference_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole step in plain PyTorch; arguments as in `attend`."""
+    span = span.expand(q.shape[0], 2)
+    count = span[:, 1].contiguous()
+    _check_capacity(state, spec, count)
+    tokens = torch.arange(q.shape[2], device=q.device)
+    q_pos = torch.where(tokens < count[:, None], state["length"][:, None] + tokens, -1).int()
+    q, k, v = (real_first(x, span) for x in (q, k, v))
+    region = build_region(state, spec, k, v, count)
+    append(state, spec, region, count, q.shape[2])
+    attention = decode if q.shape[2] <= SHORT_CALL else prefill
+    result = attention(q, q_pos, state, spec, region, scores)
+    state["v_read"].add_(result.seen)
+    state["v_skipped"].add_(result.skipped)
+    return columns_back(result.out.to(q.dtype), span), columns_back(result.lse, span)
+
+
+@torch.library.custom_op("qattn::attend", mutates_args={"state"})
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    state: list[torch.Tensor],
+    spec: str,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the new keys and values, close full blocks, and attend.
+
+    Args:
+        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, T, D]`.
+        span: int32 `[B or 1, 2]`, first real column of the new tokens and how many real ones follow.
+        state: the layer's tensors in the order of `state_names`, changed in place.
+        spec: `LayerSpec.encode()`.
+        scale, softcap, window, sinks: see `Scores`.
+
+    Returns:
+        `[B, Hq, T, Dv]` in the query's dtype, zeros for padding; fp32 log-sum-exp `[B, Hq, T]`.
+
+    Raises:
+        CapacityError: on a CPU, if the tokens do not fit; nothing was written.
+    """
+    layer = decode_spec(spec)
+    if layer.impl != "reference":
+        raise ValueError(f"qattn: no implementation {layer.impl!r}; use impl='reference'")
+    named = dict(zip(state_names(layer), state, strict=True))
+    return reference_step(query, key, value, span, named, layer, Scores(scale, softcap, window, sinks))
+
+
+@attend.register_fake
+def _(query, key, value, span, state, spec, scale, softcap, window, sinks):
+    shape = (*query.shape[:3], value.shape[3])
+    return query.new_empty(shape), query.new_empty(query.shape[:3], dtype=torch.float32)

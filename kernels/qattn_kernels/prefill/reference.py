@@ -1,0 +1,56 @@
+"""Prefill attention in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.online import FOREVER, Attended, Scores, Tiles, attend
+from qattn_kernels.rows import Region, bits_to_bool
+from qattn_kernels.spec import LayerSpec
+from qattn_kernels.state import State, side_of
+from qattn_kernels.stores import Operand, Store
+
+
+def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
+    """The first `closed` `[B]` blocks of each row as tiles, seen by every query."""
+    start, length = state["block_pos"][..., None], state["block_len"][..., None]
+    offset = torch.arange(spec.window.block, device=start.device, dtype=torch.int32)
+    index = torch.arange(start.shape[1], device=start.device)
+    valid = (offset < length) & (index < closed[:, None])[..., None]
+    since = torch.where(valid, 0, FOREVER).int()
+    keep = ~bits_to_bool(state["dropped"])
+    k, v = spec.k.read(side_of(state, "k")), spec.v.read(side_of(state, "v"))
+    return Tiles(k, v, start + offset, since, torch.full_like(since, FOREVER), keep)
+
+
+def _seen(store: Store, tokens: Operand, full: torch.Tensor) -> Operand:
+    """Blocks that the call fills in the form of the store's prefill, the unfinished tail as it stands open."""
+    formed = store.seen(tokens)
+    full = full[:, None, :, None]
+    x = torch.where(full[..., None], formed.x, tokens.x)
+    return Operand(x, None if tokens.scale is None else torch.where(full, formed.scales, tokens.scale))
+
+
+def prefill(
+    q: torch.Tensor, q_pos: torch.Tensor, state: State, spec: LayerSpec, region: Region, scores: Scores
+) -> Attended:
+    """Attention of a long call, TurboAttention Algorithm 1; before or after its tokens are appended.
+
+    Args:
+        q: `[B, Hq, T, D]`, real tokens first. q_pos: int32 `[B, T]` row positions, negative for padding.
+        state: the layer's tensors; only blocks closed before the call are read.
+        region: the open tokens before the call and the new ones.
+    """
+    closes = torch.arange(region.pos.shape[1], device=q.device) < region.closing[:, None]
+    since = torch.where(region.valid, region.pos, FOREVER)
+    k, v = _seen(spec.k, region.k, closes), _seen(spec.v, region.v, closes)
+    fresh = Tiles(k, v, region.pos, since, torch.full_like(since, FOREVER), region.keep)
+    tiles = packed_tiles(state, spec, region.closed).joined(fresh)
+    rows = spec.compute.block_q
+    parts = [  # blocks of queries one after another: the scores of all of them at once would not fit a long prompt
+        attend(a, b, tiles, scores, spec.compute, spec.sparsity, prefill=True)
+        for a, b in zip(q.split(rows, 2), q_pos.split(rows, 1), strict=True)
+    ]
+    return Attended(
+        torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2), parts[0].seen, parts[0].skipped
+    )

@@ -1,0 +1,104 @@
+"""What a layer stores and how it computes: frozen, hashable, and written as text so that an operator can carry it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from qattn_kernels.stores import Store, get_store
+
+SHORT_CALL = 32  # calls of at most this many tokens append first and read the cache as single steps would
+
+
+@dataclass(frozen=True)
+class Window:
+    """What surrounds the packed blocks of a row.
+
+    Attributes:
+        block: tokens of a packed block.
+        span: tokens that stand open before their blocks close together; a multiple of `block`.
+        residual: newest tokens that are never packed (KIVI's `R`).
+        horizon: tokens that `crop` can take back bit for bit; the ring holds that many more than are open.
+    """
+
+    block: int = 64
+    span: int = 64
+    residual: int = 0
+    horizon: int = 64
+
+    @property
+    def ring(self) -> int:
+        """Slots of the ring of open tokens; a token's slot is its row position modulo this."""
+        return self.span + self.residual + self.horizon
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Arithmetic of the attention over what is stored.
+
+    Attributes:
+        prefill, decode: `int8` (products of 8-bit integers) or `model` (floating point over the undone store).
+        softmax: `exact` or `sas` (algorithm SAS of TurboAttention, cut at `sas_threshold`).
+        p_scale: INT8 weights of a prefill are scaled by `row` of a block or by `tile` (the paper's).
+        block_q: queries of a prefill that share one INT8 scale.
+    """
+
+    prefill: str = "int8"
+    decode: str = "int8"
+    softmax: str = "exact"
+    sas_threshold: float = -6.0
+    p_scale: str = "row"
+    block_q: int = 64
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """Sparse V: skip values whose weight is below `tau`, up to a dropped mass of `budget` a row. `tau = 0` is off."""
+
+    tau: float = 0.0
+    budget: float = 1e-4
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The four choices of one layer: store of K and of V, window, compute, sparsity; and who computes it."""
+
+    k: Store
+    v: Store
+    window: Window = field(default_factory=Window)
+    compute: Compute = field(default_factory=Compute)
+    sparsity: Sparsity = field(default_factory=Sparsity)
+    impl: str = "reference"
+
+    def encode(self) -> str:
+        """One line of JSON that `decode_spec` reads back: operators take text where they cannot take objects."""
+
+        def plain(part: Any) -> dict[str, Any]:
+            return (
+                {"name": part.name, **dataclasses.asdict(part)} if isinstance(part, Store) else dataclasses.asdict(part)
+            )
+
+        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps({k: v if isinstance(v, str) else plain(v) for k, v in parts.items()}, sort_keys=True)
+
+
+def _store(settings: dict[str, Any]) -> Store:
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    return get_store(settings.pop("name"))(**settings)
+
+
+@lru_cache(maxsize=1024)
+def decode_spec(text: str) -> LayerSpec:
+    """The inverse of `LayerSpec.encode`."""
+    parts = json.loads(text)
+    return LayerSpec(
+        k=_store(parts["k"]),
+        v=_store(parts["v"]),
+        window=Window(**parts["window"]),
+        compute=Compute(**parts["compute"]),
+        sparsity=Sparsity(**parts["sparsity"]),
+        impl=parts["impl"],
+    )

@@ -1,0 +1,77 @@
+"""The device tensors of one layer: what there is, of which shape, and which dimension is batch or capacity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from qattn_kernels.spec import LayerSpec
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a layer: batch rows, KV heads, head dims of K and of V, blocks of capacity, and the model's dtype."""
+
+    batch: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    blocks: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and role of one state tensor: `batch_dim` is None for what all rows share, `block_dim` grows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None = 0
+    block_dim: int | None = None
+
+    def empty_state(self, device: torch.device) -> torch.Tensor:
+        """Zeros: the state of a row that has seen nothing."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
+    """Bookkeeping that every layer has.
+
+    `length` real tokens; `closed` blocks; `open_start` row position of the first open token; `origin` row position
+    where the present run of full blocks began (moved by far crops); `longest` length since then, for the horizon;
+    `ring_from` oldest row position that the ring is known to hold, if it is not too far back anyway;
+    `seen` columns, padding included; `padded` columns up to the last call that had padding;
+    `block_pos`, `block_len` first row position and tokens of each closed block;
+    `dropped` one bit a token slot whose score is masked; `nonfinite` how many there were; `v_read`, `v_skipped`
+    weights that sparse V looked at and skipped.
+    """
+    i32, i64, u8 = torch.int32, torch.int64, torch.uint8
+    names = ("length", "closed", "open_start", "origin", "longest", "ring_from")
+    tensors = {name: TensorSpec((geo.batch,), i32) for name in names}
+    tensors["seen"] = tensors["padded"] = TensorSpec((), i64, batch_dim=None)
+    tensors["block_pos"] = tensors["block_len"] = TensorSpec((geo.batch, geo.blocks), i32, block_dim=1)
+    tensors["dropped"] = TensorSpec((geo.batch, geo.heads, geo.blocks, spec.window.block // 8), u8, block_dim=2)
+    for name in ("nonfinite", "v_read", "v_skipped"):
+        tensors[name] = TensorSpec((geo.batch, geo.heads), i64)
+    return tensors
+
+
+def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
+    """All state tensors of a layer by name, in the order in which operators take them."""
+    tensors = row_tensors(geo, spec)
+    for side, store, dim in (("k", spec.k, geo.k_dim), ("v", spec.v, geo.v_dim)):
+        found = store.tensors(geo, spec.window, dim)
+        if store.windowed:
+            found |= store.ring_tensors(geo, spec.window, dim)
+        tensors |= {f"{side}.{name}": tensor for name, tensor in found.items()}
+    return dict(sorted(tensors.items()))
+
+
+def side_of(state: State, side: str) -> State:
+    """The tensors of one store: `k.codes` becomes `codes`. The tensors are the same objects, not copies."""
+    return {name.removeprefix(f"{side}."): t for name, t in state.items() if name.startswith(f"{side}.")}

@@ -1,0 +1,131 @@
+"""The contract of a store: how keys or values of a layer stand in memory, closed in blocks or open in a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from qattn_kernels.spec import Window
+    from qattn_kernels.state import Geometry, State, TensorSpec
+
+INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be undone without leaving INT8
+
+
+class Operand(NamedTuple):
+    """Keys or values in the form that a product takes: `x * scale[..., None]` are the numbers.
+
+    `x` is INT8 with one fp32 `scale` a token, or floating point with `scale` None.
+    """
+
+    x: torch.Tensor
+    scale: torch.Tensor | None
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """The token scales of an INT8 operand."""
+        assert self.scale is not None
+        return self.scale
+
+    def undone(self) -> torch.Tensor:
+        """The numbers in fp32."""
+        x = self.x.float()
+        return x if self.scale is None else x * self.scale[..., None]
+
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Operand:
+        """Move codes and scales alike; `move` sees `[..., tokens, D]` and `[..., tokens, 1]`."""
+        return Operand(move(self.x), None if self.scale is None else move(self.scale[..., None])[..., 0])
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The new tokens of a call: real tokens first in each row, and what the row was before.
+
+    `x` fp32 `[B, H, T, D]` with zeros where `real` `[B, T]` is false; `length`, `count` `[B]`.
+    """
+
+    x: torch.Tensor
+    real: torch.Tensor
+    length: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of every row on its way into the arena.
+
+    `tokens` in open form `[B, H, block, D]`; `keep` `[B, H, block]` false for tokens that must not bend a scale;
+    `index` `[B]` block of the arena; `write` `[B]` rows in which it is written.
+    """
+
+    tokens: Operand
+    keep: torch.Tensor
+    index: torch.Tensor
+    write: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Store:
+    """A format of keys or values. Frozen: its fields are its settings, its tensors live in the layer's state.
+
+    A `windowed` store keeps tokens in an open form in a ring until their block closes; any other writes each token
+    in its final form at once.
+    """
+
+    name: ClassVar[str]
+    windowed: ClassVar[bool] = False
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        """The tensors this store adds to the layer's state, `dim` being the head dim of its side."""
+        raise NotImplementedError
+
+    def ring_tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        """The ring of open tokens, for windowed stores."""
+        raise NotImplementedError
+
+    def open(self, new: Arrival, state: State) -> Operand:
+        """The open form of new tokens `[B, H, T, D]`; it may fix scales of the row in `state`."""
+        raise NotImplementedError
+
+    def seen(self, tokens: Operand) -> Operand:
+        """The form in which a prefill sees full blocks `[B, H, n, block, D]`: by default the open one."""
+        return tokens
+
+    def write(self, state: State, block: Block) -> None:
+        """Store one block of every row for which `block.write` holds."""
+        raise NotImplementedError
+
+    def read(self, state: State) -> Operand:
+        """All blocks `[B, Hkv, NB, block, D]`, undone as far as a product needs it."""
+        raise NotImplementedError
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        """Code bits of each head, for each row: `[B][Hkv]`."""
+        raise NotImplementedError
+
+    def cropped(self, state: State, length: torch.Tensor, closed: torch.Tensor) -> None:
+        """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left."""
+
+
+def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
+    """Symmetric INT8 with one scale a token: `scale = max|x| / levels`, `code = round(x / scale)`.
+
+    A token of zeros has scale 0, so that it never raises the scale of a block; zeros undo to zeros all the same.
+    """
+    scale = x.abs().amax(-1) / levels
+    scale = torch.where(
+        scale < torch.finfo(torch.float32).tiny, 0.0, scale
+    )  # a denormal scale would overflow its codes
+    divisor = torch.where(scale == 0, 1.0, scale)
+    return Operand(torch.round(x / divisor[..., None]).clamp(-levels, levels).to(torch.int8), scale)
+
+
+def write_rows(arena: torch.Tensor, index: torch.Tensor, write: torch.Tensor, values: torch.Tensor) -> None:
+    """`arena[b, :, index[b]] = values[b]` for the rows where `write` holds. arena `[B, H, NB, ...]`."""
+    rows = torch.arange(arena.shape[0], device=arena.device)
+    kept = arena[rows, :, index]
+    mask = write.view(-1, *[1] * (values.dim() - 1))
+    arena[rows, :, index] = torch.where(mask, values.to(arena.dtype), kept)

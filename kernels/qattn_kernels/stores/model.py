@@ -1,0 +1,40 @@
+"""Model precision: the control beside every packed format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from qattn_kernels.state import Geometry, State, TensorSpec
+from qattn_kernels.stores.base import Arrival, Block, Operand, Store, write_rows
+
+if TYPE_CHECKING:
+    from qattn_kernels.spec import Window
+
+
+@dataclass(frozen=True)
+class ModelStore(Store):
+    """Keys or values as the model made them."""
+
+    name = "model"
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((geo.batch, geo.heads, geo.blocks, window.block, dim), geo.dtype, block_dim=2)}
+
+    def open(self, new: Arrival, state: State) -> Operand:
+        return Operand(new.x.to(state["x"].dtype), None)
+
+    def write(self, state: State, block: Block) -> None:
+        write_rows(state["x"], block.index, block.write, block.tokens.x)
+
+    def read(self, state: State) -> Operand:
+        return Operand(state["x"], None)
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        bits = torch.finfo(state["x"].dtype).bits
+        return [[bits] * heads for _ in range(state["x"].shape[0])]
+
+
+STORE = ModelStore

@@ -1,0 +1,87 @@
+"""The packed cache: a transformers `Cache` whose layers are `QAttnLayer`s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.recipe import Recipe, find_recipe
+from qattn_kernels.spec import LayerSpec
+
+
+class QAttnCache(Cache):
+    """Packed keys and values of a model; pass it as `past_key_values`, or let a patched model make it.
+
+    Args:
+        specs: what each layer stores and how it computes (`Recipe.layer_specs`).
+        recipe: where they come from, for the report.
+        max_cache_len: fixed capacity in tokens a row; None grows as needed.
+        device_type: the device type that the recipe's `impl` was resolved for.
+    """
+
+    def __init__(
+        self, specs: list[LayerSpec], recipe: Recipe, max_cache_len: int | None = None, device_type: str | None = None
+    ):
+        super().__init__(layers=[QAttnLayer(spec, max_cache_len, device_type) for spec in specs])
+        self.recipe = recipe
+
+    @classmethod
+    def for_model(
+        cls,
+        model: PreTrainedModel,
+        method: str | None = None,
+        *,
+        recipe: str | Path | Recipe | None = None,
+        max_cache_len: int | None = None,
+        **settings: Any,
+    ) -> QAttnCache:
+        """A cache for `model`, by the recipe it was patched with or by another one.
+
+        Args:
+            model: the model that will use the cache.
+            method, recipe, settings: as in `patch`; none of them takes the patched model's own recipe.
+            max_cache_len: fixed capacity in tokens a row; a call beyond it raises `CapacityError` and writes nothing.
+                None lets the cache grow.
+
+        Raises:
+            RecipeError: if there is no such recipe, or it does not fit the model.
+        """
+        patched = getattr(model, "_qattn", None)
+        if patched is not None and method is None and recipe is None and not settings:
+            return patched.new_cache(max_cache_len)
+        chosen = find_recipe(method, recipe, settings)
+        return cls(chosen.layer_specs(model.config), chosen, max_cache_len, model.device.type)
+
+    def plan(self, tokens: int) -> None:
+        """Make room for `tokens` columns in all, layer by layer, and keep that capacity."""
+        for layer in self.layers:
+            layer.plan(tokens)
+
+    def raise_horizon(self, tokens: int) -> None:
+        """Let `crop` take back `tokens` tokens bit for bit from here on."""
+        for layer in self.layers:
+            layer.raise_horizon(tokens)
+
+    def state_tensors(self) -> dict[str, Any]:
+        """Every tensor of every layer: `{"0.k.codes4": (tensor, batch_dim), ...}`."""
+        return {f"{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.state_tensors().items()}
+
+
+class LastCache:
+    """The last cache of a model, for its report; copies and pickles of the model forget it.
+
+    It is held until the next one is made or the model is unpatched, and let go before the next one allocates.
+    """
+
+    def __init__(self) -> None:
+        self.cache: QAttnCache | None = None
+
+    def __deepcopy__(self, memo: Any) -> LastCache:
+        return LastCache()
+
+    def __reduce__(self) -> Any:
+        return LastCache, ()

@@ -1,0 +1,56 @@
+"""The command line `qattn`: one file a command; this one ties them together and turns errors into one line."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from qattn_hf.cli.demo import demo
+from qattn_hf.cli.generate import generate
+from qattn_hf.cli.methods import methods
+from qattn_hf.cli.report import report
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+for command in (demo, generate, report, methods):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def qattn(
+    context: typer.Context,
+    debug: bool = typer.Option(False, "--debug", help="Show the whole traceback of an error."),
+    version: bool = typer.Option(False, "--version", help="Show the version and stop."),
+) -> None:
+    """Packed KV caches for Hugging Face models.
+
+    Start with `qattn demo`: it needs no download. `qattn COMMAND --help` explains a command.
+    """
+    if version:
+        from qattn_hf._version import __version__
+
+        print(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def one_line(error: BaseException) -> str:
+    """The first paragraph of an error's message as one line; its kind when it has no message."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    return " ".join(message.strip().split("\n\n")[0].split()) or type(error).__name__
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run `qattn`; an error becomes one line on stderr and exit code 1, unless `--debug` asks for the traceback."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(arguments, prog_name="qattn", standalone_mode=False)
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        print(f"qattn: {one_line(error)}", file=sys.stderr)
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,112 @@
+"""What the commands share: their options, loading a model, words about bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+if TYPE_CHECKING:
+    from qattn_hf.recipe import Recipe
+
+DEFAULT_METHOD = "turbo"
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Folder or hub name of a causal LM.", show_default="embedded model"),
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option("--method", help="How the cache is packed; `qattn methods` lists them.", show_default=DEFAULT_METHOD),
+]
+RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="YAML file with a method and its settings.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting of the method, such as bits=2; may be repeated."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="Where to run, such as cpu or cuda:0.", show_default="a GPU if any")
+]
+
+
+class Loaded(NamedTuple):
+    name: str
+    model: Any
+    tokenizer: Any
+
+
+def parse_settings(items: list[str] | None) -> dict[str, Any]:
+    """`["k_bits=4", "softmax=sas"]` -> `{"k_bits": 4, "softmax": "sas"}`: JSON, else YAML, which takes `1e-4` for text.
+
+    Raises:
+        ValueError: an item has no `=`.
+    """
+    import yaml
+
+    settings = {}
+    for item in items or []:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--set takes KEY=VALUE, such as bits=2, not {item!r}")
+        try:
+            settings[key.strip()] = json.loads(value)
+        except ValueError:
+            settings[key.strip()] = yaml.safe_load(value)
+    return settings
+
+
+def load(name: str | None, device: str | None) -> Loaded:
+    """The model and its tokenizer, in the model's own precision; None is the embedded demo model.
+
+    Raises:
+        FileNotFoundError: `name` is a path that does not exist.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from qattn_hf.assets import demo_model_dir
+
+    source = name or str(demo_model_dir())
+    path = Path(source).expanduser()
+    # A hub name has one slash at most; asking the hub for a mistyped path would end in a puzzling message.
+    if (path.is_absolute() or source[0] in ".~" or source.count("/") > 1) and not path.is_dir():
+        raise FileNotFoundError(f"--model {source}: no such folder")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    source = str(path) if path.is_dir() else source
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return Loaded("embedded demo model" if name is None else name, model, tokenizer)
+
+
+def chosen_recipe(method: str | None, recipe: Path | None, settings: list[str] | None) -> Recipe:
+    """What the options ask for, `turbo` when they name neither a method nor a recipe; checked before a model loads."""
+    from qattn_hf.recipe import find_recipe
+
+    if method is None and recipe is None:
+        method = DEFAULT_METHOD
+    return find_recipe(method, recipe, parse_settings(settings))
+
+
+def size(n_bytes: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n_bytes < 1024 or unit == "GiB":
+            break
+        n_bytes /= 1024
+    return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+
+
+def summary(report: dict[str, Any]) -> str:
+    """One line about what a cache holds, from `Report.to_dict()`."""
+    held, full = report["kv_bytes"], report["kv_bytes_full_precision"]
+    text = f"{report['method']}: {report['packed_tokens']} tokens packed, {report['open_tokens']} open; "
+    text += f"{size(held)} instead of {size(full)}"
+    if report["effective_bits"] is not None and report["packed_tokens"]:
+        text += f"; {report['effective_bits']:.2f} bits a value where packed"
+    text += f", {report['effective_bits_total']:.2f} in all"
+    return text + (" (in a short context the open tokens and spare room weigh most)" if held > full else "")

@@ -1,0 +1,172 @@
+"""`qattn demo`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qattn_hf.cli._common import (
+    DeviceOption,
+    Loaded,
+    MethodOption,
+    ModelOption,
+    RecipeOption,
+    SetOption,
+    chosen_recipe,
+    load,
+    size,
+)
+
+if TYPE_CHECKING:
+    from qattn_hf.cli._compare import Comparison
+    from qattn_hf.cli._prompts import Prompt
+    from qattn_hf.recipe import Recipe
+
+
+def demo(
+    model: ModelOption = None,
+    method: MethodOption = None,
+    recipe: RecipeOption = None,
+    settings: SetOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="The longest answer, in tokens.")] = 96,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
+    device: DeviceOption = None,
+) -> None:
+    """Answer the same prompts in full precision and through a packed cache, side by side.
+
+    Without options it takes the embedded model and 4-bit TurboAttention. Examples:
+
+    qattn demo --method turbo --set bits=2
+
+    qattn demo --model Qwen/Qwen3-0.6B --method int8
+    """
+    from qattn_hf.cli._prompts import demo_prompts
+
+    chosen = chosen_recipe(method, recipe, settings)
+    loaded = load(model, device)
+    prompts = [dataclasses.replace(p, max_new_tokens=min(p.max_new_tokens, max_new_tokens)) for p in demo_prompts()]
+    label = cache_label(chosen)
+    comparisons = run(loaded, prompts, chosen)
+    show(comparisons, loaded.name, label)
+    if json_file is not None:
+        rows = [dataclasses.asdict(comparison) for comparison in comparisons]
+        data = {"model": loaded.name, "cache": label, "prompts": rows, "total": totals(comparisons)}
+        json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if not any(comparison.packed_tokens for comparison in comparisons):
+        raise RuntimeError(f"{label} packed nothing: the prompts are shorter than one of its blocks")
+    print(verdict(comparisons, label))
+    print(f"Next: {next_step(model, method or recipe or settings)}")
+
+
+def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Comparison]:
+    """All prompts first in full precision, then packed. Shows its progress on stderr."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from qattn_hf import patch
+    from qattn_hf.cli._compare import answer, compare, forced_logits
+
+    _, lm, tokenizer = loaded
+    ids = [torch.tensor([tokenizer(prompt.text).input_ids], device=lm.device) for prompt in prompts]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        steps = sum(prompt.max_new_tokens for prompt in prompts)
+        task = progress.add_task("", total=3 * steps)
+
+        def each(what: str, work: Callable[..., Any]) -> list[Any]:
+            done = []
+            for i, prompt in enumerate(prompts):
+                progress.update(task, description=f"{what}: {prompt.name}", refresh=True)
+                before = progress.tasks[0].completed
+                done.append(work(i, prompt))
+                progress.update(task, completed=before + prompt.max_new_tokens)  # an answer may stop early
+            return done
+
+        def advance() -> None:
+            progress.advance(task)
+
+        full = each("full precision", lambda i, prompt: answer(lm, tokenizer, ids[i], prompt, advance))
+        patch(lm, recipe=recipe)
+        packed = each("packed", lambda i, prompt: answer(lm, tokenizer, ids[i], prompt, advance))
+        forced = each("comparing", lambda i, _: forced_logits(lm, ids[i], full[i].tokens, advance))
+    return [compare(*parts) for parts in zip(prompts, ids, full, packed, forced, strict=True)]
+
+
+def cache_label(recipe: Recipe) -> str:
+    """`turbo`, or `turbo bits=2` when a setting differs from its default."""
+    changed = [f"{key}={value}" for key, value in recipe.settings.model_dump(exclude_defaults=True).items()]
+    return " ".join([recipe.method, *changed])
+
+
+def show(comparisons: list[Comparison], model: str, label: str) -> None:
+    """The answers side by side, then the figures."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    marks = {True: " [right]", False: " [wrong]", None: ""}
+    for item in comparisons:
+        asked = item.prompt.text.strip().splitlines()[-1 if item.prompt.gold is None else -2]
+        heading = Text(f"{item.prompt.name} ({item.prompt_tokens} tokens): ...{asked[-56:]}", "bold")
+        table = Table(title=heading, title_justify="left", expand=True)
+        for name in ("full precision", label):
+            table.add_column(name, ratio=1)
+        table.add_row(
+            Text(item.full_precision + marks[item.full_precision_right]), Text(item.packed + marks[item.packed_right])
+        )
+        console.print(table)
+    figures = Table(title=Text(f"{model}: {label} against full precision", "bold"), title_justify="left")
+    figures.add_column("")
+    for name in ("same\ntokens", "first\nother", "KL", "KV full,\npacked", "bits packed,\nall", "tok/s full,\npacked"):
+        figures.add_column(name, justify="right")
+    for item in comparisons:
+        bits = "-" if item.effective_bits is None else f"{item.effective_bits:.2f}"
+        figures.add_row(
+            item.prompt.name,
+            f"{item.agreement:.0%}",
+            "-" if item.first_difference is None else str(item.first_difference),
+            f"{item.kl:.5f}",
+            f"{size(item.kv_bytes_full_precision)},\n{size(item.kv_bytes)}",
+            f"{bits},\n{item.effective_bits_total:.2f}",
+            f"{item.tokens_per_second_full_precision:.0f},\n{item.tokens_per_second:.0f}",
+        )
+    console.print(figures)
+
+
+def totals(comparisons: list[Comparison]) -> dict[str, float]:
+    """Figures over all prompts; agreement and KL per token of the answers."""
+    tokens = sum(item.answer_tokens for item in comparisons)
+    return {
+        "answer_tokens": tokens,
+        "agreement": sum(item.agreement * item.answer_tokens for item in comparisons) / tokens,
+        "same_top1": sum(item.same_top1 * item.answer_tokens for item in comparisons) / tokens,
+        "kl": sum(item.kl * item.answer_tokens for item in comparisons) / tokens,
+        "kv_bytes": sum(item.kv_bytes for item in comparisons),
+        "kv_bytes_full_precision": sum(item.kv_bytes_full_precision for item in comparisons),
+    }
+
+
+def verdict(comparisons: list[Comparison], label: str) -> str:
+    """What the figures come to, in one line."""
+    total = totals(comparisons)
+    held, full = total["kv_bytes"], total["kv_bytes_full_precision"]
+    return (
+        f"Verdict: {label} picks full precision's next token in {total['same_top1']:.1%} of "
+        f"{total['answer_tokens']:.0f} steps, mean KL {total['kl']:.5f}, with {size(held)} of KV cache instead of "
+        f"{size(full)} ({full / held:.1f}x smaller)."
+    )
+
+
+def next_step(model: str | None, changed: object) -> str:
+    """The most useful command after this one."""
+    if not changed:
+        return "`qattn demo --set bits=2` packs tighter; `qattn methods` lists all methods and settings."
+    if model is None:
+        return "`qattn demo --model PATH_OR_HUB_NAME` does the same with your model."
+    return "`qattn report --tokens 4096` with the same options shows what a longer context costs, layer by layer."

@@ -1,0 +1,71 @@
+"""What a packed layer hands to attention in place of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from qattn_hf.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from qattn_hf.layer import QAttnLayer
+
+
+class Handle:
+    """Stands in for the key AND the value of one call: nothing is written yet, the attention function will do it.
+
+    The model may only carry it there. Whatever else it does with it (arithmetic, slicing, reading a shape) fails with
+    a message, because a model that changes keys or values after the cache would otherwise run silently wrong.
+    """
+
+    __slots__ = ("key", "layer", "value")
+
+    def __init__(self, layer: QAttnLayer, key: torch.Tensor, value: torch.Tensor):
+        self.layer, self.key, self.value = layer, key, value
+
+    def to(self, *args: Any, **kwargs: Any) -> Handle:
+        """Layers that share keys and values move them between devices; a handle stays where it is."""
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # probes of the interpreter, as of copy and inspect
+            raise AttributeError(name)
+        _refuse(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _refuse(getattr(func, "__name__", str(func)))
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UnsupportedError(
+        f"this model uses `{what}` on keys or values between its cache and its attention, which a packed cache cannot "
+        "serve: unpatch(model) and use a stock cache. A QAttnCache needs a model prepared by qattn_hf.patch"
+    )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def method(self: Handle, *args: Any) -> NoReturn:
+        _refuse(name)
+
+    return method
+
+
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "matmul",
+    "rmatmul",
+    "neg",
+    "getitem",
+    "len",
+    "iter",
+):
+    setattr(Handle, f"__{_name}__", _refusing(f"__{_name}__"))

@@ -1,0 +1,91 @@
+"""What every method offers: the settings that act on any store, and the step from settings to a layer's spec."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from qattn_kernels.spec import Compute, LayerSpec, Sparsity, Window
+from qattn_kernels.stores import Store
+
+Arithmetic = Literal["int8", "model"]
+
+
+class Method(BaseModel):
+    """Base of all methods; a subclass adds its settings and names its stores.
+
+    Fields are the keys of a YAML recipe and the keywords of `patch`. Types are strict, unknown keys are refused.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    variants: ClassVar[
+        tuple[dict[str, Any], ...]
+    ] = ()  # what the conformance suite checks beside the defaults
+
+    compute: Arithmetic | None = Field(None, description="arithmetic of prefill and decode; sets both")
+    prefill_compute: Arithmetic | None = Field(
+        None, description="INT8 products, or floating point over the undone store"
+    )
+    decode_compute: Arithmetic | None = Field(None, description="the same for calls of at most 32 tokens")
+    softmax: Literal["exact", "sas"] = Field("exact", description="exponential, or TurboAttention's approximation")
+    sas_threshold: float = Field(-6.0, lt=0, description="SAS gives 0 below this")
+    sparse_v_tau: float = Field(0.0, ge=0, lt=1, description="decode skips values whose weight is below; 0 is off")
+    sparse_v_budget: float = Field(
+        1e-4, gt=0, description="a row drops at most this share of its weights; .inf is the paper"
+    )
+    crop_horizon: int = Field(64, ge=32, le=4096, description="tokens that crop takes back bit for bit")
+    decode: Literal["eager", "compile"] = Field("eager", description="how generate runs its decode steps")
+    impl: Literal["auto", "reference", "triton"] = Field(
+        "auto", description="who computes; auto takes the best there is"
+    )
+
+    @classmethod
+    def name(cls) -> str:
+        """Name of the method: its file's."""
+        return cls.__module__.rsplit(".", 1)[-1]
+
+    @classmethod
+    def default_compute(cls) -> Arithmetic:
+        """Arithmetic where no setting says otherwise."""
+        return "int8"
+
+    @model_validator(mode="after")
+    def _one_compute(self) -> Method:
+        for key in ("prefill_compute", "decode_compute"):
+            own = getattr(self, key)
+            if self.compute is not None and own is not None and own != self.compute:
+                raise ValueError(
+                    f"compute={self.compute!r} sets both, but {key}={own!r}: give compute, or the two apart"
+                )
+        if self.impl == "triton":
+            raise ValueError("impl = 'triton': there are no Triton kernels yet; allowed: 'auto', 'reference'")
+        return self
+
+    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+        """The stores of K and of V of one layer with `heads` KV heads; ValueError if a setting does not fit."""
+        raise NotImplementedError
+
+    def window(self) -> Window:
+        """What surrounds the packed blocks."""
+        return Window(horizon=self.crop_horizon)
+
+    def arithmetic(self) -> Compute:
+        """How attention computes."""
+        both = self.compute or self.default_compute()
+        return Compute(
+            prefill=self.prefill_compute or both,
+            decode=self.decode_compute or both,
+            softmax=self.softmax,
+            sas_threshold=self.sas_threshold,
+        )
+
+    def layer_spec(self, layer: int, layers: int, heads: int) -> LayerSpec:
+        """The four choices of one layer."""
+        k, v = self.stores(layer, layers, heads)
+        sparsity = Sparsity(self.sparse_v_tau, self.sparse_v_budget)
+        return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity, impl=self.resolved_impl())
+
+    def resolved_impl(self) -> str:
+        """The implementation that runs: `auto` is the reference until there are kernels."""
+        return "reference" if self.impl == "auto" else self.impl

@@ -1,0 +1,21 @@
+"""Keys and values as the model made them, in the packed cache's own frame."""
+
+from __future__ import annotations
+
+from qattn_hf.methods.base import Arithmetic, Method
+from qattn_kernels.stores import Store
+from qattn_kernels.stores.model import ModelStore
+
+
+class Unpacked(Method):
+    """Model precision in the same cache and attention: the control beside every method, for judging the rest alone."""
+
+    @classmethod
+    def default_compute(cls) -> Arithmetic:
+        return "model"
+
+    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+        return ModelStore(), ModelStore()
+
+
+METHOD = Unpacked

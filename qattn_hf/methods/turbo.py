@@ -1,0 +1,113 @@
+"""TurboAttention: FlashQ storage, INT8 attention, SAS softmax (papers: TurboAttention, Kang et al.)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from qattn_hf.methods.base import Method
+from qattn_kernels.spec import Compute, Window
+from qattn_kernels.stores import Store
+from qattn_kernels.stores.flashq import FlashQStore
+
+Bits = Literal[4, 2, "mixed"]
+HeadLists = list[list[int]]
+
+
+class Turbo(Method):
+    """TurboAttention: 4- or 2-bit blocks behind an INT8 buffer, INT8 prefill and decode, head-wise mixed precision."""
+
+    variants = (
+        {"bits": "mixed"},
+        {"k_bits": 4, "v_bits": 2, "softmax": "sas"},
+        {"block_kv": 32, "buffer_size": 64, "p_scale": "tile"},
+        {"compute": "model", "sparse_v_tau": 1e-3},
+    )
+
+    bits: Bits = Field(4, description="of K and V: 4, 2, or mixed, where the least sensitive heads get 2")
+    k_bits: Bits | None = Field(None, description="of K alone")
+    v_bits: Bits | None = Field(None, description="of V alone")
+    n_h: int | None = Field(None, ge=0, description="2-bit heads of a layer in mixed; default half")
+    priority: Literal["priority", "min_max", "variation", "entropy", "random"] = Field(
+        "priority", description="what ranks the heads when a row's first block closes; lowest get 2 bits"
+    )
+    scope: Literal["separate", "joint"] = Field(
+        "separate", description="K and V heads ranked apart, or by a list together"
+    )
+    k_low_heads: HeadLists | None = Field(None, description="2-bit K heads of each layer, the same for all rows")
+    v_low_heads: HeadLists | None = Field(None, description="2-bit V heads of each layer")
+    block_kv: Literal[32, 64, 128] = Field(64, description="tokens of a packed block")
+    block_q: Literal[32, 64, 128] = Field(64, description="queries of a prefill that share a scale")
+    buffer_size: int = Field(64, gt=0, le=1024, description="tokens of the INT8 buffer, a multiple of block_kv")
+    buffer_scale: Literal["token", "universal"] = Field(
+        "token",
+        description="a scale a token, or the paper's one, fixed by a row's first call, later values clamped",
+    )
+    p_scale: Literal["row", "tile"] = Field(
+        "row", description="INT8 weights of a prefill scaled by row, or by tile as in the paper"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Turbo:
+        if self.buffer_size % self.block_kv:
+            raise ValueError(f"buffer_size={self.buffer_size} must be a multiple of block_kv={self.block_kv}")
+        lists = (self.k_low_heads, self.v_low_heads)
+        if self.n_h is not None and any(given is not None for given in lists):
+            raise ValueError("n_h clashes with k_low_heads, v_low_heads: the lists say how many heads get 2 bits")
+        if self.scope == "joint" and None in lists:
+            raise ValueError(
+                "scope='joint' needs k_low_heads and v_low_heads: counts of K and V would vary from row to row"
+            )
+        for side, given in zip("kv", lists, strict=True):
+            if given is not None and self._side_bits(side) != "mixed":
+                raise ValueError(f"{side}_low_heads needs {side}_bits='mixed', which is {self._side_bits(side)!r}")
+        if self.n_h is not None and "mixed" not in (self._side_bits("k"), self._side_bits("v")):
+            raise ValueError("n_h acts in bits='mixed' only")
+        return self
+
+    def _side_bits(self, side: str) -> Bits:
+        own = self.k_bits if side == "k" else self.v_bits
+        return self.bits if own is None else own
+
+    def _low(self, side: str, layer: int, layers: int, heads: int) -> tuple[int, tuple[int, ...] | None]:
+        """Number of 2-bit heads of a side in a layer, and their list if a recipe gives it."""
+        bits, lists = self._side_bits(side), self.k_low_heads if side == "k" else self.v_low_heads
+        if bits != "mixed":
+            return (0 if bits == 4 else heads), None
+        if lists is None:
+            low = heads // 2 if self.n_h is None else self.n_h
+            if low > heads:
+                raise ValueError(f"n_h = {low}: the model has {heads} KV heads")
+            return low, None
+        if len(lists) != layers:
+            raise ValueError(f"{side}_low_heads has {len(lists)} layers, the model has {layers}")
+        chosen = tuple(sorted(set(lists[layer])))
+        if len(chosen) != len(lists[layer]) or any(not 0 <= head < heads for head in chosen):
+            raise ValueError(f"{side}_low_heads, layer {layer} = {lists[layer]}: heads are 0 to {heads - 1}, each once")
+        return len(chosen), chosen
+
+    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+        made = []
+        for side in "kv":
+            low, chosen = self._low(side, layer, layers, heads)
+            made.append(
+                FlashQStore(
+                    n_low=low,
+                    priority=self.priority,
+                    low_heads=chosen,
+                    transposed=side == "v",
+                    buffer_scale=self.buffer_scale,
+                )
+            )
+        return made[0], made[1]
+
+    def window(self) -> Window:
+        return Window(block=self.block_kv, span=self.buffer_size, horizon=self.crop_horizon)
+
+    def arithmetic(self) -> Compute:
+        return dataclasses.replace(super().arithmetic(), block_q=self.block_q, p_scale=self.p_scale)
+
+
+METHOD = Turbo

@@ -1,0 +1,98 @@
+"""`patch` and `unpatch`: select packed attention on one model instance, and put everything back."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from qattn_hf import _compat, attention, hooks
+from qattn_hf.errors import QAttnError
+from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.support import check_model, check_selected
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def patch(
+    model: Model, method: str | None = None, *, recipe: str | Path | Recipe | None = None, **settings: Any
+) -> Model:
+    """Let a model generate with a packed KV cache.
+
+    Touches this instance only; importing the package changes nothing, and a model built from the same config object
+    stays as it is. A second patch replaces the first.
+
+    Args:
+        model: a decoder of transformers, on the device where it will run, in eval mode when it runs.
+        method: a method's name (`list_methods()`), default `turbo`.
+        recipe: a YAML file, the name of a recipe of this package, or a `Recipe`.
+        settings: settings of the method, by the YAML's names; they win over the recipe's.
+
+    Returns:
+        the same object.
+
+    Raises:
+        RecipeError: a recipe or setting that cannot be. UnsupportedError: a model that cannot be served, with the
+        reason and what to do instead. In both cases the model is as it was.
+    """
+    check_model(model)
+    _compat.warn_if_untested()
+    chosen = find_recipe(method, recipe, settings)
+    specs = chosen.layer_specs(model.config)
+    if hasattr(model, "_qattn"):
+        unpatch(model)
+    attention.register()
+    _own_config(model)
+    before = [c._attn_implementation for c in _configs(model.config)]
+    try:
+        _select(model)
+        check_selected(model)
+    except Exception:
+        _restore(model, before)
+        raise
+    hooks.install(model, hooks.Patched(chosen, specs, model.device.type, before))
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Undo `patch`: the model computes bit for bit what it did before.
+
+    Raises:
+        QAttnError: if the model is not patched.
+    """
+    if not hasattr(model, "_qattn"):
+        raise QAttnError("this model is not patched")
+    before = model._qattn.attn_implementations
+    hooks.uninstall(model)
+    _restore(model, before)
+    return model
+
+
+def _configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """A config and its sub-configs, in a fixed order."""
+    subs = [getattr(config, name, None) for name in config.sub_configs]
+    return [config, *(c for sub in subs if isinstance(sub, PretrainedConfig) for c in _configs(sub))]
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Give the model a copy of its config: two models built from one config object share it."""
+    old = _configs(model.config)
+    copied = copy.deepcopy(model.config)
+    new = {id(a): b for a, b in zip(old, _configs(copied), strict=True)}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if id(config) in new:
+            module.config = new[id(config)]
+
+
+def _select(model: PreTrainedModel) -> None:
+    text = model.config.get_text_config(decoder=True)
+    names = [n for n in model.config.sub_configs if getattr(model.config, n, None) is text]
+    model.set_attn_implementation({names[0]: attention.NAME} if names else attention.NAME)
+
+
+def _restore(model: PreTrainedModel, before: list[str | None]) -> None:
+    for config, name in zip(_configs(model.config), before, strict=True):
+        config._attn_implementation_internal = name

@@ -1,0 +1,202 @@
+"""What is really packed: read from the tensors of a cache, never from what a recipe promises."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from qattn_hf.cache import QAttnCache
+from qattn_hf.errors import QAttnError
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.recipe import Recipe
+from qattn_kernels.state import side_of
+
+
+def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
+    """What a cache holds, or the last cache of a patched model; a model that has not run reports no layers.
+
+    Raises:
+        QAttnError: for a model that is not patched, or another kind of cache.
+    """
+    if isinstance(model_or_cache, QAttnCache):
+        cache = model_or_cache
+        return Report(cache.recipe, [_layer_row(i, layer) for i, layer in enumerate(cache.layers)])
+    patched = getattr(model_or_cache, "_qattn", None)
+    if patched is None:
+        raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
+    return report(patched.last.cache) if patched.last.cache is not None else Report(patched.recipe, [])
+
+
+def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
+    spec = layer.spec
+    row: dict[str, Any] = {
+        "layer": index,
+        "kind": "full_attention",
+        "k_format": spec.k.name,
+        "v_format": spec.v.name,
+        "kernels": spec.impl,
+        "packed_tokens": 0,
+        "open_tokens": 0,
+        "bytes": 0,
+        "bytes_full_precision": 0,
+    }
+    if not layer.is_initialized:
+        return row
+    state, geo = layer.state, layer.geometry
+    values = geo.heads * (geo.k_dim + geo.v_dim)
+    tokens, closed = int(state["length"].sum()), int(state["block_len"].sum())
+    windowed = spec.k.windowed or spec.v.windowed
+    packed = closed if windowed else tokens
+    specs = layer.state_tensors()
+    row["bytes"] = sum(t.numel() * t.element_size() for t, _ in specs.values())
+    row |= {
+        "packed_tokens": packed,
+        "open_tokens": tokens - packed,
+        "bytes_full_precision": tokens * values * layer.dtype.itemsize,
+        "effective_bits": _block_bits(layer, values),
+        "effective_bits_total": 8 * row["bytes"] / (tokens * values) if tokens else None,
+        "capacity": layer.capacity,
+        "short_blocks": int(((state["block_len"] > 0) & (state["block_len"] < spec.window.block)).sum()),
+        "nonfinite": int(state["nonfinite"].sum()),
+        "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
+        "skip_rate": int(state["v_skipped"].sum()) / max(1, int(state["v_read"].sum())),
+        "bits_per_head": {side: _bits(layer, side) for side in "kv"},
+    }
+    return row
+
+
+def _block_bits(layer: QAttnLayer, values: int) -> float | None:
+    """Bits a value of the closed blocks, everything counted that grows with them; None while none is closed."""
+    state, block = layer.state, layer.spec.window.block
+    blocks, tokens = int((state["block_len"] > 0).sum()), int(state["block_len"].sum())
+    if tokens == 0:
+        return None
+    grows = [t for name, t in state.items() if layer._tensors()[name].block_dim is not None]
+    slot = sum(t.numel() * t.element_size() for t in grows) / (layer.geometry.batch * layer.blocks * block)
+    return 8 * slot * block * blocks / (tokens * values)
+
+
+def _bits(layer: QAttnLayer, side: str) -> list[list[int]]:
+    """Code bits of each head for each row; one list if all rows agree."""
+    store = layer.spec.k if side == "k" else layer.spec.v
+    rows = store.bits_per_head(side_of(layer.state, side), layer.geometry.heads)
+    return rows[:1] if all(r == rows[0] for r in rows) else rows
+
+
+@dataclass(frozen=True)
+class Report:
+    """`str()` is a table for people, `to_dict()` data for programs."""
+
+    recipe: Recipe
+    layers: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Totals and layers.
+
+        `packed_tokens`, `open_tokens`: tokens of all rows, packed in the layer that packed least, and the rest of them.
+        `kv_bytes`: all state tensors, spare capacity and ring included; `kv_bytes_full_precision`: the same tokens in
+        the model's precision. `effective_bits`: a value of the closed blocks, mean over layers; `effective_bits_total`:
+        `kv_bytes` over all values. `decode`, `impl`: what runs.
+        """
+        settings = self.recipe.settings
+        total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
+        bits = [row["effective_bits"] for row in self.layers if row.get("effective_bits") is not None]
+        per_layer = [(r["packed_tokens"], r["open_tokens"]) for r in self.layers]
+        packed, left = min(per_layer, default=(0, 0))
+        itemsize_bits = [r["effective_bits_total"] for r in self.layers if r.get("effective_bits_total")]
+        return {
+            "method": self.recipe.method,
+            "recipe": settings.model_dump(),
+            "recipe_origin": self.recipe.origin,
+            "impl": settings.resolved_impl(),
+            "decode": settings.decode,
+            "packed_tokens": packed,
+            "open_tokens": left,
+            "kv_bytes": total,
+            "kv_bytes_full_precision": full,
+            "effective_bits": sum(bits) / len(bits) if bits else None,
+            "effective_bits_total": sum(itemsize_bits) / len(itemsize_bits) if itemsize_bits else None,
+            "layers": self.layers,
+        }
+
+    def __str__(self) -> str:
+        data = self.to_dict()
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        console.print(
+            f"{data['method']} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}"
+        )
+        if not data["kv_bytes"]:
+            console.print("nothing cached yet: run the model first")
+        else:
+            console.print(
+                f"{_bytes(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
+                f"a layer; in model precision {_bytes(data['kv_bytes_full_precision'])}"
+            )
+            console.print(
+                f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
+                f"{_number(data['effective_bits_total'])} with ring and spare capacity"
+            )
+            console.print(self._table())
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for name in ("layers", "K", "V", "packed", "open", "bytes", "bits", "notes"):
+            table.add_column(name, justify="left" if name in ("K", "V", "notes") else "right")
+        for first, last, row in _grouped(self.layers):
+            table.add_row(
+                str(first) if first == last else f"{first}-{last}",
+                _format(row, "k"),
+                _format(row, "v"),
+                str(row["packed_tokens"]),
+                str(row["open_tokens"]),
+                _bytes(row["bytes"]),
+                _number(row.get("effective_bits")),
+                _notes(row),
+            )
+        return table
+
+
+def _grouped(rows: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
+    """Runs of layers that differ in nothing but their number."""
+    runs: list[tuple[int, int, dict[str, Any]]] = []
+    for row in rows:
+        if runs and {**runs[-1][2], "layer": None} == {**row, "layer": None}:
+            runs[-1] = (runs[-1][0], row["layer"], runs[-1][2])
+        else:
+            runs.append((row["layer"], row["layer"], row))
+    return runs
+
+
+def _format(row: dict[str, Any], side: str) -> str:
+    """`flashq 4` or, head by head, `flashq 4422`; `row by row` where the rows of the batch differ."""
+    bits = row.get("bits_per_head", {}).get(side, [])
+    if len(bits) != 1:
+        return f"{row[side + '_format']} {'row by row' if bits else ''}".strip()
+    one = set(bits[0])
+    return f"{row[side + '_format']} " + (str(bits[0][0]) if len(one) == 1 else "".join(str(b) for b in bits[0]))
+
+
+def _notes(row: dict[str, Any]) -> str:
+    notes = [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
+    return ", ".join(notes + ([f"{row['skip_rate']:.1%} of V skipped"] if row.get("skip_rate") else []))
+
+
+NOTES = {"short_blocks": "short blocks", "nonfinite": "tokens not finite, masked", "clamped": "values clamped"}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,82 @@
+"""Which models a packed cache can serve: what is refused at `patch`, with the reason and what to do instead."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from qattn_hf import _compat
+from qattn_hf.attention import NAME
+from qattn_hf.errors import UnsupportedError
+
+OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call")
+
+
+def check_model(model: object) -> None:
+    """Refuse models that a packed cache cannot serve; changes nothing.
+
+    Raises:
+        UnsupportedError: with the reason and what to do instead.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"patch takes a transformers model, not a {type(model).__name__}; patch the model inside it"
+        )
+    kind = model.config.model_type
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{kind} is an encoder-decoder, which is not supported; use a stock cache")
+    if not type(model)._can_set_attn_implementation():
+        raise UnsupportedError(
+            f"{kind} does not use transformers' attention interface, so its keys and values cannot be reached; "
+            "use a stock cache, or a model of the same family that does"
+        )
+    _check_layers(model.config.get_text_config(decoder=True), kind)
+    if not hasattr(model, "_qattn"):
+        _check_untouched(model)
+
+
+def _check_layers(config: PretrainedConfig, kind: str) -> None:
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedError(f"{kind} keeps latent keys (MLA), which are not supported; use a stock cache")
+    types = _compat.layer_types(config)
+    other = sorted(set(types) - {"full_attention"})
+    if other:
+        where = [i for i, t in enumerate(types) if t != "full_attention"]
+        advice = (
+            "if your texts are shorter than the window, load it with config.sliding_window=None; else use a stock cache"
+            if any("sliding" in t for t in other)
+            else "use a stock cache"
+        )
+        raise UnsupportedError(
+            f"{kind} has {', '.join(other)} in layers {where[:4]}..., which is not supported yet; {advice}"
+        )
+    if getattr(config, "is_causal", True) is False:
+        raise UnsupportedError(f"{kind} is configured as bidirectional, which a cache cannot serve")
+
+
+def _check_untouched(model: PreTrainedModel) -> None:
+    """A model that somebody else patched may not do what we think it does."""
+    found = [name for name in OVERRIDES if name in vars(model)]
+    for name, module in model.named_modules():
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's dispatch is no patch
+            found.append(f"{name or type(module).__name__}.forward")
+    if found:
+        raise UnsupportedError(
+            f"this model is already patched by other means ({', '.join(found[:3])}); undo that, or load the model anew"
+        )
+
+
+def check_selected(model: PreTrainedModel) -> None:
+    """After selecting our attention: every attention module of the decoder must read it from its config."""
+    for name, module in model.get_decoder().named_modules():
+        config = getattr(module, "config", None)
+        if (
+            "attention" not in type(module).__name__.lower()
+            or not isinstance(module, torch.nn.Module)
+            or config is None
+        ):
+            continue
+        if config._attn_implementation != NAME:
+            raise UnsupportedError(
+                f"{type(module).__name__} at {name} does not follow the model's config; use a stock cache"
+            )

@@ -1,0 +1,260 @@
+"""The command line: what a newcomer reads, what comes out, and what an error looks like."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from qattn_hf import list_methods
+from qattn_hf.assets import demo_model_dir
+from qattn_hf.cli import main, one_line
+from qattn_hf.cli._common import parse_settings, size
+from qattn_hf.cli._prompts import PROSE, Prompt, demo_prompts, is_right
+from qattn_hf.methods import Method, get_method
+
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 64
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A tiny random Llama that reads with the demo model's tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir())
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        initializer_range=0.2,  # large enough for answers that are not one token over and over
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def qattn(capsys, monkeypatch):
+    """Run the command line in this process: `(exit code, stdout, stderr)`."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ((), ["demo", "generate", "report", "methods", "--debug"]),
+        (("demo",), ["--model", "--method", "--set", "--json", "full precision", "qattn demo --method"]),
+        (("generate",), ["PROMPT", "--model", "--method", "--recipe", "--set", "--max-new-tokens", "--chat"]),
+        (("report",), ["--model", "--method", "--recipe", "--set", "--text", "--tokens", "--json"]),
+        (("methods",), ["settings"]),
+    ],
+)
+def test_help_names_every_option(qattn, command, words):
+    code, out, err = qattn(*command, "--help")
+    assert code == 0 and err == ""
+    assert [word for word in words if word.lower() not in out.lower()] == []
+
+
+def test_no_command_shows_the_help(qattn):
+    code, out, _ = qattn()
+    assert code == 0 and "Usage: qattn" in out and "qattn demo" in out
+
+
+def test_methods_lists_what_is_found(qattn):
+    code, out, _ = qattn("methods")
+    assert code == 0
+    for name in list_methods():
+        assert f"{name}:" in out
+        assert all(setting in out for setting in get_method(name).model_fields)
+    assert Method.model_fields["softmax"].description in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "hi", "--method", "trubo"], "turbo"),
+        (["generate", "hi", "--set", "bitz=4"], "bitz"),
+        (["generate", "hi", "--set", "bits=3"], "bits"),
+        (["generate", "hi", "--set", "bits"], "KEY=VALUE"),
+        (["generate", "hi", "--recipe", "missing.yaml"], "missing.yaml"),
+        (["generate", "hi", "--model", "./missing"], "./missing"),
+        (["generate"], "prompt"),
+        (["report", "--text", "missing.txt"], "missing.txt"),
+        (["report", "--tokens", "none"], "--tokens"),
+        (["demo", "--method", "trubo"], "turbo"),
+        (["bogus"], "bogus"),
+    ],
+)
+def test_an_error_is_one_line(qattn, arguments, said):
+    code, out, err = qattn(*arguments)
+    assert code == 1 and out == ""
+    assert err.startswith("qattn: ") and err.count("\n") == 1 and err.endswith("\n")
+    assert said.lower() in err.lower()
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(ValueError, match="KEY=VALUE"):
+        main(["--debug", "generate", "hi", "--set", "bits"])
+
+
+def test_one_line_of_an_error():
+    assert one_line(ValueError("a\n  b\n\nsecond paragraph")) == "a b"
+    assert one_line(ValueError()) == "ValueError"
+    assert one_line(FileNotFoundError(2, "No such file", "x.txt")) == "x.txt: No such file"
+
+
+def test_settings_are_read_as_a_recipe_would():
+    assert parse_settings(["k_bits=4", "softmax=sas", "tau=1e-4", "budget=.inf", "n_h=null"]) == {
+        "k_bits": 4,
+        "softmax": "sas",
+        "tau": 1e-4,
+        "budget": float("inf"),
+        "n_h": None,
+    }
+    assert parse_settings(None) == {}
+
+
+def test_size_of_bytes():
+    assert [size(n) for n in (0, 1023, 1536, 3 * 2**20, 5 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 MiB",
+        "5120.0 GiB",
+    ]
+
+
+def test_generate_prints_the_models_answer(qattn, model_dir):
+    """`none` keeps the model's precision, so the answer is the stock model's."""
+    code, out, err = qattn("generate", PROSE, "--model", model_dir, "--method", "none", "--max-new-tokens", "8")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    ids = tokenizer(PROSE, return_tensors="pt").input_ids
+    stock = AutoModelForCausalLM.from_pretrained(model_dir).generate(ids, max_new_tokens=8, do_sample=False)
+    expected = tokenizer.decode(stock[0, ids.shape[1] :], skip_special_tokens=True)
+    assert (code, err) == (0, "")
+    assert out.startswith(expected) and len(expected) > 8
+    assert "[none: " in out.splitlines()[-1] and "tokens packed" in out.splitlines()[-1]
+
+
+def test_generate_takes_a_recipe_and_settings(qattn, model_dir, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("method: turbo\nbits: 2\n")
+    common = ["generate", PROSE, "--model", model_dir, "--recipe", str(recipe), "--max-new-tokens", "2"]
+    lines = [qattn(*common)[1].splitlines()[-1], qattn(*common, "--set", "bits=4")[1].splitlines()[-1]]
+    assert "2.27 bits a value where packed" in lines[0] and "4.27 bits" in lines[1]
+
+
+def test_report_counts_the_tokens_asked_for(qattn, model_dir):
+    code, out, _ = qattn("report", "--model", model_dir, "--method", "turbo", "--tokens", "200", "--json")
+    data = json.loads(out)
+    assert code == 0 and data["method"] == "turbo"
+    assert data["packed_tokens"] == 192 and data["open_tokens"] == 8
+    assert len(data["layers"]) == LAYERS
+    assert data["kv_bytes_full_precision"] == 200 * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
+
+
+def test_report_reads_a_text_and_prints_a_table(qattn, model_dir, tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text(PROSE)
+    n = len(AutoTokenizer.from_pretrained(model_dir)(PROSE).input_ids)
+    code, out, _ = qattn("report", "--model", model_dir, "--method", "turbo", "--text", str(text))
+    assert code == 0
+    assert f"{n // 64 * 64} packed and {n % 64} open" in out
+
+
+def test_report_of_an_empty_text_is_an_error(qattn, model_dir, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    code, _, err = qattn("report", "--model", model_dir, "--text", str(tmp_path / "empty.txt"))
+    assert code == 1 and "holds no text" in err
+
+
+@pytest.fixture(scope="module")
+def demo_output(model_dir, tmp_path_factory):
+    """What `qattn demo --method METHOD` prints and writes, run once a method."""
+    folder, seen = tmp_path_factory.mktemp("demo"), {}
+
+    def run(method: str):
+        if method not in seen:
+            target, out = folder / f"{method}.json", io.StringIO()
+            with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+                main(["demo", "--model", model_dir, "--method", method, "--max-new-tokens", "6", "--json", str(target)])
+            assert not ended.value.code
+            seen[method] = (out.getvalue(), json.loads(target.read_text()))
+        return seen[method]
+
+    return run
+
+
+def test_demo_compares_each_prompt(demo_output):
+    out, data = demo_output("turbo")
+    assert [row["prompt"]["name"] for row in data["prompts"]] == [p.name for p in demo_prompts()]
+    for row in data["prompts"]:
+        assert row["packed_tokens"] > 0 and row["effective_bits"] < 4.3
+        assert 0 <= row["agreement"] <= 1 and (row["agreement"] == 1) == (row["first_difference"] is None)
+        assert row["kl"] > 0, "a packed cache changes the logits; zero would mean that nothing was read from it"
+        cached = row["prompt_tokens"] + row["answer_tokens"] - 1
+        assert row["kv_bytes_full_precision"] == cached * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
+    verdict, following = out.splitlines()[-2:]
+    assert verdict.startswith("Verdict: turbo ") and following.startswith("Next: ")
+
+
+def test_demo_finds_no_difference_where_there_is_none(demo_output):
+    _, data = demo_output("none")
+    for row in data["prompts"]:
+        assert row["packed"] == row["full_precision"] and row["agreement"] == row["same_top1"] == 1
+        assert abs(row["kl"]) < 1e-6
+
+
+def test_demo_that_packs_nothing_fails(qattn, model_dir):
+    code, out, err = qattn("demo", "--model", model_dir, "--max-new-tokens", "2", "--set", "buffer_size=1024")
+    assert code == 1 and "packed nothing" in err
+    assert "Verdict" not in out
+
+
+def test_demo_prompts_are_the_same_every_time_and_marked():
+    assert demo_prompts() == demo_prompts() != demo_prompts(seed=1)
+    total = Prompt("sum", "...", 8, gold="41")
+    assert is_right(total, "14 / 2 = 7. 7 + 34 = 41.\n#### 41") and not is_right(total, "#### 40")
+    assert is_right(total, " 41.") and is_right(Prompt("prose", "...", 8), "anything") is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal, which Windows has not")
+def test_demo_shows_progress_on_a_terminal(model_dir):
+    import os
+    import pty
+
+    parent, child = pty.openpty()
+    program = "import sys; from qattn_hf.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", program, "demo", "--model", model_dir, "--max-new-tokens", "4"]
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environment) as process:
+        os.close(child)
+        shown = b""
+        with contextlib.suppress(OSError):  # reading fails when the command has ended and its terminal is gone
+            while chunk := os.read(parent, 65536):
+                shown += chunk
+    os.close(parent)
+    assert process.returncode == 0
+    text = shown.decode(errors="replace")
+    assert "full precision: sum 1" in text and "packed: prose" in text and "comparing: prose" in text
+    assert text.rstrip().splitlines()[-1].startswith("Next: ")

@@ -1,0 +1,138 @@
+"""The scripts that record measurements and make the README's tables of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def script(name: str) -> ModuleType:
+    """`eval/NAME.py` as a module; `eval/` is a folder of scripts, not a package."""
+    spec = importlib.util.spec_from_file_location(f"eval_{name}", ROOT / "eval" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+record, tables = script("record"), script("tables")
+
+
+def run_record(tmp_path: Path, code: str, *arguments: str, name: str = "sample") -> Path:
+    record.main([name, "--results", str(tmp_path / "results"), "--", "python", "-c", code, *arguments])
+    return tmp_path / "results" / f"{name}.json"
+
+
+def test_record_keeps_rows_and_says_how_they_came_about(tmp_path, capfd):
+    code = "import json; print('loading'); print(json.dumps({'kl': 0.5})); print('[1]'); print('{\"kl\": 1}')"
+    result = json.loads(run_record(tmp_path, code).read_text())
+    assert result["rows"] == [{"kl": 0.5}, {"kl": 1}]
+    assert result["command"].startswith("python -c ")
+    assert result["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert result["versions"]["torch"] and result["device"] and len(result["date"]) == 10
+    assert "loading" in capfd.readouterr().out, "the command's output is shown while it runs"
+
+
+def test_record_writes_no_absolute_path(tmp_path, monkeypatch):
+    root = tmp_path / "near" / "repository"
+    monkeypatch.setattr(record, "ROOT", root)
+    code = f'print(\'{{"model": "{tmp_path}/net"}}\')'
+    paths = (root / "eval" / "bits.py", root.parent / "data", tmp_path / "far")
+    text = run_record(tmp_path, code, *map(str, paths), f"--out={root}/x.json").read_text()
+    assert str(tmp_path) not in text
+    result = json.loads(text)
+    assert result["command"].endswith(" eval/bits.py ../data far --out=x.json")
+    assert result["rows"] == [{"model": "net"}]
+
+
+@pytest.mark.parametrize("code", ["print('{\"kl\": 1}'); raise SystemExit(3)", "print('no rows')"])
+def test_record_of_a_failure_keeps_the_old_result(tmp_path, code):
+    target = run_record(tmp_path, "print('{\"kl\": 1}')")
+    before = target.read_text()
+    with pytest.raises(SystemExit) as stopped:
+        run_record(tmp_path, code)
+    assert "nothing was written" in str(stopped.value)
+    assert target.read_text() == before
+
+
+def test_record_refuses_a_name_that_is_a_path(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run_record(tmp_path, "print('{}')", name="../outside")
+    assert "../outside" in capsys.readouterr().err
+
+
+def write_results(folder: Path) -> Path:
+    """One quality result and one of bits, as `record.py` writes them."""
+    origin = {"command": "python measure.py", "date": "2030-01-02", "device": "CPU", "versions": {"torch": "9.9"}}
+    quality = [
+        {"model": "net", "method": "fp", "ppl": 34.25, "recall": 0.975},
+        {"model": "net", "method": "turbo", "bits": "mixed", "kl": 0.0123, "same_top1": 0.9, "ppl": 34.5,
+         "ppl_change_pct": 0.73, "se_pct": 0.1, "packed_tokens": 9, "effective_bits": 3.2666,
+         "effective_bits_total": 3.5, "kv_bytes": 7, "impl": "reference", "recall": 0.5, "recall_lost_won": [3, 1]},
+    ]  # fmt: skip
+    bits = [
+        {"method": "int8", "head_dim": 64, "kv_heads": 8, "tokens": n, "packed_tokens": n, "effective_bits": 8.5,
+         "effective_bits_total": 8.5 + 64 / n}
+        for n in (4096, 512)
+    ]  # fmt: skip
+    folder.mkdir()
+    for name, rows in (("quality-net", quality), ("bits", bits)):
+        (folder / f"{name}.json").write_text(json.dumps({"name": name, **origin, "rows": rows}))
+    return folder
+
+
+README = (
+    "# Title\n\n<!-- table:quality -->\nold\n<!-- /table -->\n\nkept\n\n<!-- table:bits -->\n<!-- /table -->\nend\n"
+)
+
+
+def test_tables_hold_the_recorded_figures_and_their_conditions(tmp_path):
+    text = tables.fill(README, write_results(tmp_path / "results"))
+    assert "old" not in text and "\nkept\n" in text and text.endswith("<!-- /table -->\nend\n")
+    assert "| full precision |  |  | 34.250 |" in text
+    row = "| `turbo` (bits mixed) | 0.012300 | 0.9000 | 34.500 | +0.73 % (0.10) | 0.500 | 3.267 | 3.500 |"
+    assert row in text
+    assert "all, 512 tokens | all, 4096 tokens" in text
+    assert "| `int8` | 64 | 8.500 | 8.625 | 8.516 |" in text
+    assert text.count("`python measure.py`, 2030-01-02, CPU, torch 9.9.") == 2
+    assert tables.fill(text, tmp_path / "results") == text, "filling a filled file changes nothing"
+
+
+def test_tables_without_results_say_so(tmp_path):
+    assert tables.fill(README, tmp_path).count("Not measured yet.") == 2
+
+
+def test_tables_refuse_an_unknown_marker(tmp_path):
+    with pytest.raises(KeyError, match="speed"):
+        tables.fill("<!-- table:speed -->\n<!-- /table -->", tmp_path)
+
+
+def test_check_fails_on_a_stale_file_and_writes_nothing(tmp_path):
+    readme, results = tmp_path / "README.md", write_results(tmp_path / "results")
+    readme.write_text(README)
+    arguments = ["--readme", str(readme), "--results", str(results)]
+    with pytest.raises(SystemExit, match="stale"):
+        tables.main([*arguments, "--check"])
+    assert readme.read_text() == README
+    tables.main(arguments)
+    tables.main([*arguments, "--check"])
+
+
+def test_tables_of_our_readme_are_up_to_date():
+    tables.main(["--check"])
+
+
+def test_bits_come_from_filled_caches(capsys):
+    script("bits").main(["--tokens", "200", "--head-dims", "64"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    bits = {(row["method"], row.get("bits", "")): row["effective_bits"] for row in rows}
+    assert all(row["packed_tokens"] > 0 and row["effective_bits_total"] >= row["effective_bits"] for row in rows)
+    assert 4 < bits["turbo", ""] < 4.3 and 2 < bits["turbo", 2] < 2.3
+    assert bits["turbo", 2] < bits["turbo", "mixed"] < bits["turbo", ""] < bits["int8", ""] < bits["none", ""]

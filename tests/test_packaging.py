@@ -1,0 +1,143 @@
+"""Wheel, sdist and editable install: complete, and working from any directory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (".ci", "qattn_hf", "kernels", "configs", "eval", "examples", "tests")
+pytestmark = pytest.mark.xdist_group("packaging")  # one process builds, not each
+
+SMOKE = """
+import json, pathlib, sys
+import qattn_hf, qattn_kernels, qattn_kernels.spec
+from qattn_hf.assets import configs_dir, demo_model_dir
+from transformers import AutoConfig
+print(json.dumps({
+    "qattn_hf": qattn_hf.__file__,
+    "qattn_kernels": qattn_kernels.__file__,
+    "version": qattn_hf.__version__,
+    "recipe": qattn_hf.load_recipe("turbo").method,
+    "configs": sorted(p.name for p in configs_dir().glob("*.yaml")),
+    "layers": AutoConfig.from_pretrained(demo_model_dir()).num_hidden_layers,
+    "demo_model": sorted(p.name for p in demo_model_dir().iterdir()),
+}))
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Output of a command; its whole text is shown if it fails."""
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def source_files(folder: str, pattern: str = "*") -> set[str]:
+    """Files of the tree below `folder`, relative to the root, caches left out."""
+    found = (path for path in (ROOT / folder).rglob(pattern) if path.is_file())
+    return {path.relative_to(ROOT).as_posix() for path in found if "__pycache__" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """(sdist, wheel); the wheel is built from the sdist, so both are proved."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return next(folder.glob("*.tar.gz")), next(folder.glob("*.whl"))
+
+
+@pytest.fixture
+def fresh_environment(tmp_path) -> Path:
+    """The python of a new environment that finds torch and the rest in this one's site-packages."""
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    # A path added by a .pth file does not get its own .pth files read: an editable qattn_hf of ours stays out of sight.
+    (Path(site) / "these.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def install(python: Path, *what: str | Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet"]
+    run(*pip, "--no-build-isolation", "--disable-pip-version-check", *what, cwd=python.parent)
+
+
+def smoke(python: Path, cwd: Path) -> dict:
+    import json
+
+    cwd.mkdir()
+    return json.loads(run(python, "-c", SMOKE, cwd=cwd).splitlines()[-1])
+
+
+def test_installed_wheel_works_from_another_directory(built, fresh_environment, tmp_path):
+    install(fresh_environment, built[1])
+    found = smoke(fresh_environment, tmp_path / "elsewhere")
+    environment = str(tmp_path / "env")
+    assert found["qattn_hf"].startswith(environment) and found["qattn_kernels"].startswith(environment)
+    assert found["recipe"] == "turbo" and found["layers"] >= 1
+    assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert f"qattn_hf-{found['version']}-" in built[1].name
+    listed = run(fresh_environment.parent / "qattn", "methods", cwd=tmp_path)
+    assert "turbo:" in listed
+
+
+def test_editable_install_works_from_another_directory(fresh_environment, tmp_path):
+    install(fresh_environment, "--editable", ROOT)
+    found = smoke(fresh_environment, tmp_path / "elsewhere")
+    assert Path(found["qattn_hf"]) == ROOT / "qattn_hf" / "__init__.py"
+    assert Path(found["qattn_kernels"]) == ROOT / "kernels" / "qattn_kernels" / "__init__.py"
+    assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+
+
+def test_wheel_holds_the_packages_and_nothing_else(built):
+    with zipfile.ZipFile(built[1]) as wheel:
+        names = set(wheel.namelist())
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"qattn_hf", "qattn_kernels"}
+    expected = {name.removeprefix("kernels/") for name in source_files("qattn_hf") | source_files("kernels")}
+    expected |= {f"qattn_hf/{name}" for name in source_files("configs")}
+    assert expected - names == set() and {n for n in names if ".dist-info" not in n} - expected == set()
+    assert {"qattn_hf/py.typed", "qattn_kernels/py.typed", "qattn_hf/demo_model/model.safetensors"} <= names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_sdist_holds_what_a_developer_needs(built):
+    with tarfile.open(built[0]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    expected = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
+    expected |= {"constraints.txt", "constraints-oldest.txt"}
+    expected = expected.union(*(source_files(folder) for folder in FOLDERS))
+    assert expected - names == set()
+    assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^\.venv|^dist/|_cache/", name)]
+
+
+def test_kernels_is_a_folder_not_a_package():
+    """An importable `kernels` would shadow the package of that name that transformers imports."""
+    assert (ROOT / "kernels" / "qattn_kernels" / "__init__.py").is_file()
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    """Name and content of every text file that is published."""
+    names = {path.name for path in ROOT.iterdir() if path.is_file()}.union(*(source_files(name) for name in FOLDERS))
+    for name in sorted(names):
+        if not name.endswith((".safetensors", "tokenizer.json")):
+            yield name, (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_no_file_names_a_path_of_somebodys_machine():
+    pattern = re.compile(r"(?<![\w.])/(?:home|root|work|farm|mnt|opt|srv|Users)/\w")
+    found = [
+        f"{name}: {line.strip()}" for name, text in text_files() for line in text.splitlines() if pattern.search(line)
+    ]
+    assert found == []
