@@ -225,8 +225,9 @@ def test_demo_finds_no_difference_where_there_is_none(demo_output):
         assert abs(row["kl"]) < 1e-6
 
 
-def test_demo_that_packs_nothing_fails(qattn, model_dir):
-    code, out, err = qattn("demo", "--model", model_dir, "--max-new-tokens", "2", "--set", "buffer_size=1024")
+def test_demo_that_packs_nothing_fails(qattn, model_dir, monkeypatch):
+    monkeypatch.setattr("qattn_hf.cli._prompts.demo_prompts", lambda: [Prompt("short", "Once upon a time", 4)])
+    code, out, err = qattn("demo", "--model", model_dir)
     assert code == 1 and "packed nothing" in err
     assert "Verdict" not in out
 

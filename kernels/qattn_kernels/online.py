@@ -146,9 +146,9 @@ def attend(
 ) -> Attended:
     """Attention of queries `[B, Hq, T, D]` at row positions `q_pos` `[B, T]` over tiles, in fp32.
 
-    Each tile's weights are taken against its own row maximum (`sas`: against the running one, tiles in order, because
-    the cut depends on it) and merged by exact exponentials, TurboAttention Algorithms 1 and 2. Row sums are of the
-    unrounded weights.
+    Each tile's weights are taken against its own row maximum (`sas` and `p_scale: tile`: against the running one, tiles
+    in order, because the cut and the shared scale depend on it) and merged by exact exponentials, TurboAttention
+    Algorithms 1 and 2. Row sums are of the unrounded weights.
     """
     int8 = (compute.prefill if prefill else compute.decode) == "int8"
     heads, group = tiles.k.x.shape[1], q.shape[1] // tiles.k.x.shape[1]
@@ -156,7 +156,8 @@ def attend(
     s = _scores(q.float(), tiles, scores, int8, compute.block_q if prefill else 1).masked_fill(~see, -torch.inf)
     top = s.amax(-1)
     sas = compute.softmax == "sas"
-    top = top.cummax(-1).values if sas else top
+    tile = prefill and compute.p_scale == "tile"
+    top = top.cummax(-1).values if sas or tile else top
     base = torch.where(top.isneginf(), 0.0, top)
     p = s - base[..., None]
     p = sas_exp(p, compute.sas_threshold) if sas else torch.exp(p)
@@ -174,7 +175,6 @@ def attend(
         skip = _skip(p, share / torch.where(total == 0, 1.0, total)[..., None], sparsity)
         seen, skipped = (see.expand_as(skip).sum((2, 3, 4, 5)), skip.sum((2, 3, 4, 5)))
         p = torch.where(skip, 0.0, p)
-    rows = compute.block_q if prefill and compute.p_scale == "tile" else 1
-    out = (_weighted_values(p, tiles.v, int8, rows) * share[..., None]).sum(-2)
+    out = (_weighted_values(p, tiles.v, int8, compute.block_q if tile else 1) * share[..., None]).sum(-2)
     out = out / torch.where(total == 0, 1.0, total)[..., None]
     return Attended(out.flatten(1, 2), (last + total.log()).flatten(1, 2), seen, skipped)

@@ -79,6 +79,8 @@ def load(name: str | None, device: str | None) -> Loaded:
     source = str(path) if path.is_dir() else source
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    if name is None:
+        torch.set_num_threads(1)  # so small a model is slower with more
     model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Loaded("embedded demo model" if name is None else name, model, tokenizer)
 

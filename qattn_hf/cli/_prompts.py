@@ -38,7 +38,7 @@ def demo_prompts(seed: int = 0) -> list[Prompt]:
     rng = random.Random(seed)
     prompts = []
     for number in (1, 2):
-        text, answer = demo_tasks.few_shot(rng, shots=4)
+        text, answer = demo_tasks.few_shot(rng, shots=8)
         gold = demo_tasks.final_number(answer)
         prompts.append(Prompt(f"sum {number}", text, 96, stop="\n\n", gold=gold))
     for number in (1, 2):

@@ -90,9 +90,14 @@ def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Compariso
         def advance() -> None:
             progress.advance(task)
 
-        full = each("full precision", lambda i, prompt: answer(lm, tokenizer, ids[i], prompt, advance))
+        def answers(what: str) -> list[Any]:
+            first_calls_cost = dataclasses.replace(prompts[0], max_new_tokens=2)
+            answer(lm, tokenizer, ids[0], first_calls_cost, lambda: None)  # not to be timed
+            return each(what, lambda i, prompt: answer(lm, tokenizer, ids[i], prompt, advance))
+
+        full = answers("full precision")
         patch(lm, recipe=recipe)
-        packed = each("packed", lambda i, prompt: answer(lm, tokenizer, ids[i], prompt, advance))
+        packed = answers("packed")
         forced = each("comparing", lambda i, _: forced_logits(lm, ids[i], full[i].tokens, advance))
     return [compare(*parts) for parts in zip(prompts, ids, full, packed, forced, strict=True)]
 

@@ -1,0 +1,210 @@
+"""What every method's layer must do with the same keys and values, however they arrive."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import Case, attention_fp64, feed, make_layer, random_qkv, same_state
+
+from qattn_hf import CapacityError, UnsupportedError
+from qattn_kernels.online import Scores
+
+CUTS = {
+    "two calls": [150, 300],
+    "chunks of 61": [*range(61, 300, 61), 300],
+    "chunks of 20": list(range(20, 301, 20)),
+    "token by token": list(range(1, 301)),
+}
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+def test_state_depends_on_tokens_alone(case: Case, cuts: list[int]):
+    qkv = random_qkv(2, 300)
+    whole, cut = make_layer(case), make_layer(case)
+    feed(whole, *qkv, [300])
+    feed(cut, *qkv, cuts)
+    assert same_state(whole, cut) == []
+    assert whole.state["closed"].min() >= 4
+
+
+def test_padded_row_equals_row_alone_bit_for_bit(case: Case):
+    q, k, v = random_qkv(2, 200)
+    padded, alone = make_layer(case), make_layer(case)
+    both = feed(padded, q, k, v, [140, 160, *range(161, 201)], first=13)
+    one = feed(alone, *(x[:1, :, 13:] for x in (q, k, v)), [127, 147, *range(148, 188)])
+    assert same_state(padded, alone, rows=(0, 0)) == []
+    assert padded.state["length"].tolist() == [187, 200]
+    assert torch.equal(both[0, :, :13], torch.zeros_like(both[0, :, :13]))
+    torch.testing.assert_close(both[:1, :, 13:], one, atol=1e-5, rtol=0)  # fp32 sums of other batch shapes
+
+
+def test_short_calls_are_single_steps(case: Case):
+    qkv = random_qkv(1, 230)
+    steps, drafts = make_layer(case), make_layer(case)
+    one = feed(steps, *qkv, [110, *range(111, 231)])
+    many = feed(drafts, *qkv, [110, 142, 150, 181, 190, 222, 230])
+    torch.testing.assert_close(many, one, atol=1e-5, rtol=0)  # fp32 sums of other shapes; a code is 1e-2
+
+
+def test_packed_attention_is_near_full_precision_and_not_equal(case: Case):
+    q, k, v = random_qkv(2, 260)
+    out = feed(make_layer(case), q, k, v, [200, *range(201, 261)])
+    exact = attention_fp64(q, k, v)
+    error = ((out - exact).norm() / exact.norm()).item()
+    assert error < 0.5  # 2-bit values of random keys cost about 0.35
+    assert error > 1e-4 or case[0] == "none"
+
+
+def test_lse_merges_parts(case: Case):
+    """The log-sum-exp is that of the scores: weights of the last token over all keys sum to one."""
+    q, k, v = random_qkv(1, 130)
+    layer = make_layer((case[0], {**case[1], "compute": "model", "softmax": "exact"}))
+    feed(layer, q, k, v, [129])
+    handle, _ = layer.update(k[:, :, 129:], v[:, :, 129:])
+    _, lse = layer.attend(q[:, :, 129:], handle, torch.tensor([[0, 1]], dtype=torch.int32), Scores(32**-0.5))
+    scores = (q[:, :, 129:] @ k.repeat_interleave(2, 1).mT) * 32**-0.5
+    assert (lse - scores.logsumexp(-1)).abs().max() < (1e-4 if case[0] == "none" else 0.3)
+
+
+@pytest.mark.parametrize("taken", [1, 30, 64])
+@pytest.mark.parametrize("start", [100, 127, 128, 190])
+def test_crop_within_horizon_leaves_no_trace(case: Case, start: int, taken: int):
+    q, k, v = random_qkv(2, 330)
+    _, wrong_k, wrong_v = random_qkv(2, taken, seed=9)
+    cropped, never = make_layer(case), make_layer(case)
+    feed(cropped, q, k, v, [start])
+    feed(never, q, k, v, [start])
+    feed(cropped, q[:, :, :taken], wrong_k, wrong_v, [*range(16, taken, 16), taken])
+    cropped.crop(-taken)
+    rest = [x[:, :, start:] for x in (q, k, v)]
+    cuts = [*range(20, 330 - start, 20), 330 - start]
+    assert torch.equal(feed(cropped, *rest, cuts), feed(never, *rest, cuts))
+    assert same_state(cropped, never) == []
+
+
+def test_crop_beyond_horizon_keeps_codes_and_opens_a_block(case: Case):
+    q, k, v = random_qkv(2, 300)
+    layer = make_layer(case)
+    feed(layer, q, k, v, [300])
+    before = {name: t.clone() for name, t in layer.state.items()}
+    layer.crop(torch.tensor(-200))
+    windowed = layer.spec.k.windowed or layer.spec.v.windowed
+    block = layer.spec.window.block
+    assert layer.state["length"].tolist() == [100, 100] and int(layer.get_seq_length()) == 100
+    for name in ("k.codes4", "v.codes4", "k.codes", "v.codes"):
+        if name in before:
+            assert torch.equal(layer.state[name][:, :, 0], before[name][:, :, 0])
+    feed(layer, *(x[:, :, 100:230] for x in (q, k, v)), [130])
+    if windowed:
+        full, tail = divmod(100, block)
+        assert layer.state["block_len"][0, : full + 2].tolist() == [*[block] * full, tail, block]
+        assert layer.state["block_pos"][0, full + 1] == 100
+    else:  # final formats reopen exactly, however far back
+        never = make_layer(case)
+        feed(never, q, k, v, [100, 230])
+        rest = [x[:, :, 230:] for x in (q, k, v)]
+        assert torch.equal(feed(layer, *rest, list(range(1, 71))), feed(never, *rest, list(range(1, 71))))
+
+
+def test_crop_all_equals_fresh(case: Case):
+    qkv = random_qkv(2, 150)
+    used, fresh = make_layer(case), make_layer(case)
+    feed(used, *random_qkv(2, 90, seed=3), [90])
+    used.crop(-90)
+    assert torch.equal(feed(used, *qkv, [100, 150]), feed(fresh, *qkv, [100, 150]))
+    assert same_state(used, fresh) == []
+
+
+def test_crop_into_padding_is_refused_and_loses_nothing(case: Case):
+    q, k, v = random_qkv(2, 120)
+    layer = make_layer(case)
+    feed(layer, q, k, v, [100, 120], first=10)
+    before = copy.deepcopy(layer)
+    with pytest.raises(UnsupportedError, match="padding"):
+        layer.crop(-40)
+    assert same_state(layer, before) == []
+    layer.crop(-20)
+    assert layer.state["length"].tolist() == [90, 100]
+
+
+def test_raised_horizon_takes_back_more(case: Case):
+    q, k, v = random_qkv(1, 400)
+    layer, never = make_layer(case), make_layer(case)
+    feed(layer, q, k, v, [50])
+    layer.raise_horizon(150)
+    feed(never, q, k, v, [100])
+    feed(layer, *(x[:, :, 50:250] for x in (q, k, v)), [50, 120, 200])
+    layer.crop(-150)
+    rest = [x[:, :, 100:] for x in (q, k, v)]
+    assert torch.equal(feed(layer, *rest, [40, 70, 300]), feed(never, *rest, [40, 70, 300]))
+
+
+def test_rows_move_together(case: Case):
+    q, k, v = random_qkv(3, 150)
+    layer = make_layer(case)
+    feed(layer, q, k, v, [140, 150], first=9)
+    addresses = {n: t.data_ptr() for n, t in layer.state.items()}
+    copied = copy.deepcopy(layer)
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    assert {n: t.data_ptr() for n, t in layer.state.items()} == addresses
+    assert [same_state(layer, copied, rows=pair) for pair in ((0, 2), (1, 0), (2, 0))] == [[], [], []]
+    layer.batch_select_indices(torch.tensor([1, 0]))
+    layer.batch_repeat_interleave(2)
+    order = [(0, 0), (1, 0), (2, 2), (3, 2)]
+    assert [same_state(layer, copied, rows=pair) for pair in order] == [[]] * 4
+    more = [x[[0, 0, 2, 2]] for x in random_qkv(3, 70, seed=5)]
+    out = feed(layer, *more, list(range(1, 71)))
+    assert torch.equal(out[0], out[1]) and not torch.equal(out[0], out[2])
+
+
+def test_reset_equals_fresh_at_the_same_addresses(case: Case):
+    qkv = random_qkv(2, 150)
+    layer, fresh = make_layer(case), make_layer(case)
+    feed(layer, *random_qkv(2, 170, seed=3), [170])
+    addresses = [t.data_ptr() for t in layer.state.values()]
+    layer.reset()
+    feed(layer, *qkv, [150])
+    feed(fresh, *qkv, [150])
+    assert same_state(layer, fresh) == []
+    assert [t.data_ptr() for t in layer.state.values()] == addresses
+
+
+def test_growth_changes_nothing_but_room(case: Case):
+    q, k, v = random_qkv(2, 400)
+    cuts = [30, 100, 300, *range(301, 401)]
+    grown, fixed = make_layer(case, max_cache_len=None), make_layer(case)
+    out = feed(grown, q, k, v, cuts)
+    torch.testing.assert_close(out, feed(fixed, q, k, v, cuts), atol=1e-5, rtol=0)  # sums over more empty tiles
+    assert torch.equal(grown.state["closed"], fixed.state["closed"])
+    assert not grown.is_compileable and fixed.is_compileable
+    assert grown.capacity < 512
+
+
+def test_overflow_of_a_fixed_capacity_loses_nothing(case: Case):
+    q, k, v = random_qkv(1, 200)
+    layer = make_layer(case, max_cache_len=128)
+    feed(layer, q, k, v, [120])
+    before = copy.deepcopy(layer)
+    with pytest.raises(CapacityError, match="nothing was written"):
+        feed(layer, *(x[:, :, 120:] for x in (q, k, v)), [80])
+    assert same_state(layer, before) == []
+    feed(layer, *(x[:, :, 120:128] for x in (q, k, v)), [8])
+    assert layer.state["length"].tolist() == [128]
+
+
+@pytest.mark.parametrize("cuts", [[150], [100, *range(101, 151)]], ids=["prefill", "steps"])
+def test_what_is_not_finite_is_masked_and_counted(case: Case, cuts: list[int]):
+    q, k, v = random_qkv(1, 150)
+    k, v = k.clone(), v.clone()
+    k[0, 0, 40, 5], v[0, 0, 120, 7] = torch.nan, torch.inf
+    layer = make_layer(case)
+    out = feed(layer, q, k, v, cuts)
+    assert out.isfinite().all()
+    assert layer.state["nonfinite"].tolist() == [[2, 0]]
+    hidden = attention_fp64(q, k[:, 1:].repeat_interleave(2, 1), v[:, 1:].repeat_interleave(2, 1))[:, 2:]
+    assert ((out[:, 2:] - hidden).norm() / hidden.norm()) < 0.5  # the other head is not disturbed
+    visible = [t for t in range(150) if t not in (40, 120)]
+    seen = attention_fp64(q[:, :2, -1:], k[:, :1, visible], v[:, :1, visible])
+    assert ((out[:, :2, -1:] - seen).norm() / seen.norm()) < 0.6

@@ -1,0 +1,87 @@
+"""Small models, and layers fed by hand, for the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qattn_hf import list_methods
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.methods import get_method
+from qattn_kernels.online import Scores
+
+COUNTERS = ("nonfinite", "v_read", "v_skipped")  # they count events, so roll-backs do not undo them
+Case = tuple[str, dict[str, Any]]
+
+
+def cases() -> list[Case]:
+    """Every method found, with its defaults and with the variants it names."""
+    return [(name, dict(v)) for name in list_methods() for v in ({}, *get_method(name).variants)]
+
+
+def case_id(case: Case) -> str:
+    return "-".join([case[0], *(f"{k}={v}" for k, v in case[1].items())])
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    """A random Llama of two layers, head dim 16, two KV heads; the same at every call."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    special = dict(pad_token_id=0, bos_token_id=None, eos_token_id=None, max_position_embeddings=2048)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "num_key_value_heads": 2, **special, **changes})).eval()
+
+
+def random_ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def make_layer(case: Case, max_cache_len: int | None = 512, heads: int = 2) -> QAttnLayer:
+    """One layer of a method, of a model with `heads` KV heads."""
+    return QAttnLayer(get_method(case[0])(**case[1]).layer_spec(0, 1, heads), max_cache_len)
+
+
+def random_qkv(rows: int, tokens: int, seed: int = 0, dim: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries of 4 heads, keys and values of 2, with a channel that stands out as in real keys."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(rows, h, tokens, dim, generator=g) for h in (4, 2, 2))
+    k[..., 3] += 4
+    return q, k, v
+
+
+def feed(
+    layer: QAttnLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: list[int], first: int = 0
+) -> torch.Tensor:
+    """Send tokens through a layer in calls that end at `cuts`; the first `first` columns of row 0 are padding."""
+    out, start = [], 0
+    for end in cuts:
+        span = torch.tensor([[0, end - start]] * len(q), dtype=torch.int32)
+        padding = min(max(first - start, 0), end - start)
+        span[0] = torch.tensor([padding, end - start - padding])
+        handle, _ = layer.update(k[:, :, start:end], v[:, :, start:end])
+        out.append(layer.attend(q[:, :, start:end], handle, span, Scores(q.shape[-1] ** -0.5))[0])
+        start = end
+    return torch.cat(out, 2)
+
+
+def same_state(a: QAttnLayer, b: QAttnLayer, rows: tuple[int, int] | None = None) -> list[str]:
+    """Names of the state tensors in which two layers differ, in all rows or in one row of each."""
+    different = []
+    for name, (tensor, dim) in a.state_tensors().items():
+        other = b.state[name]
+        if rows is not None and dim is not None:
+            tensor, other = tensor.select(dim, rows[0]), other.select(dim, rows[1])
+        elif rows is not None:
+            continue
+        if name not in COUNTERS and not torch.equal(tensor, other):
+            different.append(name)
+    return different
+
+
+def attention_fp64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last queries over all keys, in fp64."""
+    q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    mask = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool()
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v

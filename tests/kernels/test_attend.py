@@ -1,0 +1,141 @@
+"""The arithmetic over tiles against fp64 attention, the softmax, and the registered operator."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import attention_fp64, feed, make_layer, random_qkv
+
+from qattn_kernels.online import Scores
+from qattn_kernels.operator import state_names
+from qattn_kernels.rows import bits_to_bool, bool_to_bits, columns_back, real_first
+from qattn_kernels.softmax import sas_exp
+from qattn_kernels.spec import decode_spec
+from qattn_kernels.stores.flashq import FlashQStore
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_sas_is_near_the_exponential_and_cuts():
+    x = -torch.linspace(0, 20, 40001, dtype=torch.float64)
+    got = sas_exp(x.float(), -math.inf)
+    assert ((got - x.exp()).abs() / x.exp()).max() < 1.04e-3  # the bound that algorithm SAS states
+    cut = sas_exp(torch.tensor([-5.999, -6.0, -6.001, -math.inf]), -6.0)
+    assert (cut > 0).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("tokens", [40, 300])
+@pytest.mark.parametrize("compute", ["model", "int8"])
+def test_softcap_window_and_sinks(tokens: int, compute: str):
+    """All three at once, short and long calls over a past, against fp64 on the unpacked store."""
+    q, k, v = random_qkv(2, tokens)
+    layer = make_layer(("none", {"compute": compute}))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    scores = Scores(0.3, softcap=5.0, window=24, sinks=sinks)
+    half, outs, lses = tokens // 2, [], []
+    for start, end in ((0, half), (half, tokens)):
+        handle, _ = layer.update(k[:, :, start:end], v[:, :, start:end])
+        span = torch.tensor([[0, end - start]], dtype=torch.int32)
+        out, lse = layer.attend(q[:, :, start:end], handle, span, scores)
+        outs.append(out)
+        lses.append(lse)
+    qd, kd, vd = q.double(), *(x.double().repeat_interleave(2, 1) for x in (k, v))
+    s = 5.0 * torch.tanh(qd @ kd.mT * 0.3 / 5.0)
+    band = torch.ones(tokens, tokens).tril().triu(-23).bool()
+    s = torch.cat([s.masked_fill(~band, -torch.inf), sinks.double().view(1, 4, 1, 1).expand(2, 4, tokens, 1)], -1)
+    want = s.softmax(-1)[..., :-1] @ vd
+    limit = 1e-5 if compute == "model" else 0.03  # INT8 of random tokens: 1 / (119 * sqrt(12)) a product, two of them
+    assert error(torch.cat(outs, 2), want) < limit
+    assert (torch.cat(lses, 2) - s.logsumexp(-1)).abs().max() < (1e-4 if compute == "model" else 0.1)
+
+
+@pytest.mark.parametrize("kind", ["normal", "peaked", "outlier"])
+def test_int8_arithmetic_costs_less_than_the_codes(kind: str):
+    q, k, v = random_qkv(1, 600, dim=64)
+    if kind == "peaked":
+        q = q * 4
+    if kind == "outlier":
+        k[..., 7] *= 12
+        v[..., 5] += 9
+    cuts = [500, *range(501, 601)]
+    exact = feed(make_layer(("turbo", {"compute": "model"}), 1024), q, k, v, cuts)[:, :, 500:]
+    int8 = feed(make_layer(("turbo", {}), 1024), q, k, v, cuts)[:, :, 500:]
+    full = attention_fp64(q, k, v)[:, :, 500:]
+    assert error(int8, exact) < 0.6 * error(exact, full)
+
+
+def test_tile_scaled_weights_are_worse_than_row_scaled():
+    q, k, v = random_qkv(1, 512, dim=64)
+    full = attention_fp64(q * 3, k, v)
+    row, tile = (error(feed(make_layer(("turbo", {"p_scale": s})), q * 3, k, v, [512]), full) for s in ("row", "tile"))
+    assert row < tile
+
+
+def test_sas_moves_the_output_a_little():
+    q, k, v = random_qkv(1, 300)
+    q = 3 * q  # peaked, so that weights fall below the cut
+    exact, sas = (
+        feed(make_layer(("none", {"softmax": s})), q, k, v, [200, *range(201, 301)]) for s in ("exact", "sas")
+    )
+    whole = feed(make_layer(("none", {"softmax": "sas", "sas_threshold": -1e9})), q, k, v, [200, *range(201, 301)])
+    assert error(whole, exact) < 1.04e-3 < error(sas, exact) < 0.1
+
+
+def test_sparse_v_keeps_its_budget():
+    """A sink far above the rest: each skipped weight is small, their sum is not, and the budget bounds the error."""
+    q, k, v = random_qkv(1, 500)
+    k[:, :, 0] = 3 * q[:, ::2, -1]
+    outs = {}
+    for tau, budget in ((0.0, 1e-4), (1e-2, 1e-4), (1e-2, math.inf)):
+        layer = make_layer(("turbo", {"compute": "model", "sparse_v_tau": tau, "sparse_v_budget": budget}))
+        outs[tau, budget] = feed(layer, q, k, v, [499, 500])[:, :, -1]
+        skipped = layer.state["v_skipped"].sum()
+        assert skipped == 0 if tau == 0 else skipped > 0
+    exact, kept, free = outs.values()
+    assert (kept - exact).abs().max() <= 1e-4 * v.abs().max() * 1.1  # codes undo to a little above the largest value
+    assert (free - exact).abs().max() > 10 * (kept - exact).abs().max()
+    off = make_layer(("turbo", {"compute": "model"}))
+    assert torch.equal(feed(off, q, k, v, [499, 500])[:, :, -1], exact)
+
+
+def test_spec_survives_its_text():
+    for case in (("turbo", {"bits": "mixed", "k_low_heads": [[1]], "v_low_heads": [[0]]}), ("int8", {}), ("none", {})):
+        spec = make_layer(case).spec
+        assert decode_spec(spec.encode()) == spec
+    assert isinstance(make_layer(("turbo", {})).spec.k, FlashQStore)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_operator_is_registered_rightly(tokens: int):
+    """torch's own checks: schema, mutation and the fake implementation that compiled graphs rely on."""
+    layer = make_layer(("turbo", {}))
+    q, k, v = random_qkv(2, 100)
+    feed(layer, q, k, v, [60])
+    span = torch.tensor([[0, tokens]], dtype=torch.int32)
+    state = list(layer.state.values())
+    assert list(layer.state) == state_names(layer.spec)
+    args = (q[:, :, 60 : 60 + tokens], k[:, :, 60 : 60 + tokens], v[:, :, 60 : 60 + tokens], span, state)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.qattn.attend, (*args, layer.spec.encode(), 0.1, 0.0, 0, None), test_utils=checks)
+
+
+def test_gradients_fail_loudly():
+    layer = make_layer(("none", {}))
+    q, k, v = random_qkv(1, 10)
+    out = feed(layer, q.requires_grad_(), k, v, [10])
+    with pytest.raises(RuntimeError, match=r"autograd|grad"):
+        out.sum().backward()
+
+
+def test_rows_and_bits_round_trip():
+    x = torch.randn(2, 3, 7, 4)
+    span = torch.tensor([[2, 5], [0, 3]], dtype=torch.int32)
+    back = columns_back(real_first(x, span), span)
+    assert torch.equal(back[0, :, 2:], x[0, :, 2:]) and torch.equal(back[1, :, :3], x[1, :, :3])
+    assert not back[0, :, :2].any() and not back[1, :, 3:].any()
+    flags = torch.rand(3, 5, 64) > 0.5
+    assert torch.equal(bits_to_bool(bool_to_bits(flags)), flags)

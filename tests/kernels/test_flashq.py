@@ -1,0 +1,151 @@
+"""FlashQ's two stages against their definition, and its head-wise bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import feed, make_layer, random_qkv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qattn_kernels.state import side_of
+from qattn_kernels.stores.base import Operand, int8_tokens
+from qattn_kernels.stores.flashq import head_priority, pack, stage_one, stage_two, unpack
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([4, 2]), st.floats(1e-20, 1e20))
+@settings(max_examples=60, deadline=None)
+def test_undone_codes_fit_int8_and_are_near(seed: int, bits: int, size: float):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 2, 64, 8, generator=g) * size * torch.rand(1, 2, 1, 8, generator=g)
+    x1, scale = stage_one(int8_tokens(x))
+    code, s2, z2 = (t.int() for t in stage_two(x1, torch.ones(1, 2, 64, dtype=torch.bool), bits))
+    undone = code * s2[:, :, None] + z2[:, :, None]
+    assert z2.min() >= -127 and z2.max() <= 117
+    assert undone.min() >= -123 and undone.max() <= 122
+    reach = (
+        s2[:, :, None] / 2 + (2**bits - 1) / 2
+    )  # half a step, and what rounding the step itself can lose at the ends
+    assert ((undone - x1.int()).abs() <= reach).all()
+    assert ((x1 * scale[..., None, None] - x).abs() <= scale[..., None, None] * 1.001).all()
+
+
+def test_stage_two_by_hand():
+    """A channel from -100 to 20: 4 bits step (240 + 15) // 30 = 8, zero -100 + ((120 - 120) >> 1) = -100."""
+    x1 = torch.tensor([-100, 20, -60, 0]).view(1, 1, 4, 1).to(torch.int8)
+    code, s2, z2 = stage_two(x1, torch.ones(1, 1, 4, dtype=torch.bool), 4)
+    assert (s2.item(), z2.item(), code.flatten().tolist()) == (8, -100, [0, 15, 5, 12])  # 12.5 rounds to even
+    code, s2, z2 = stage_two(x1, torch.tensor([[[False, True, True, True]]]), 2)
+    assert (s2.item(), z2.item(), code.flatten().tolist()) == (27, -61, [0, 3, 0, 2])
+
+
+def test_stage_one_shares_the_largest_token_scale():
+    x = torch.tensor([[119.0, 0.0], [0.25, -1.0], [0.0, 0.0]])
+    tokens = int8_tokens(x)
+    assert tokens.x.tolist() == [[119, 0], [30, -119], [0, 0]] and tokens.scales[2] == 0
+    x1, scale = stage_one(tokens)
+    assert scale == 1.0 and x1.tolist() == [[119, 0], [0, -1], [0, 0]]
+
+
+def test_a_token_of_zeros_does_not_bend_its_block():
+    x = torch.randn(1, 1, 64, 32, generator=torch.Generator().manual_seed(0)) * 0.01
+    x[:, :, 5] = 0
+    x1, scale = stage_one(int8_tokens(x))
+    assert scale.item() < 1e-3 and x1.abs().max() == 119
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_pack_puts_far_tokens_in_a_byte(bits: int):
+    code = torch.randint(0, 2**bits, (2, 3, 64, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = pack(code, bits)
+    assert packed.shape == (2, 3, 64 * bits // 8, 5)
+    assert torch.equal(unpack(packed, bits), code)
+    assert torch.equal(packed[..., 0, :] >> bits & (2**bits - 1), code[..., 64 * bits // 8, :])
+
+
+def test_more_bits_are_never_worse():
+    x1, _ = stage_one(int8_tokens(random_qkv(2, 64)[1]))
+    keep = torch.ones(2, 2, 64, dtype=torch.bool)
+    errors = []
+    for bits in (2, 4):
+        code, s2, z2 = (t.int() for t in stage_two(x1, keep, bits))
+        errors.append((code * s2[:, :, None] + z2[:, :, None] - x1).square().float().mean((-1, -2)))
+    assert (errors[1] < errors[0] / 4).all()  # the step is five times smaller
+
+
+@pytest.mark.parametrize("kind", ["priority", "min_max", "variation", "entropy", "random"])
+def test_priority_is_of_the_numbers_and_ties_go_to_the_lower_head(kind: str):
+    x = random_qkv(2, 64, dim=16)[1]
+    x = torch.cat([x, x[:, :1] * 8], 1)  # heads 0, 1, and 0 eight times as large
+    tokens = int8_tokens(x)
+    keep = torch.ones(2, 3, 64, dtype=torch.bool)
+    found = head_priority(*stage_one(tokens), keep, kind)
+    if kind in ("min_max", "variation", "priority"):
+        undone = tokens.undone().double()
+        gap = undone.amax(2) - undone.amin(2)
+        whole = undone.amax((2, 3)) - undone.amin((2, 3))
+        want = {"min_max": whole, "variation": gap.std(-1), "priority": whole * gap.std(-1)}[kind]
+        assert (found - want).abs().max() < 0.05 * want.max()  # X1 is rounded to 1 / 119 of the largest
+        assert (found[:, 2] > found[:, 0]).all()
+    if kind == "entropy":
+        torch.testing.assert_close(found[:, 2], found[:, 0])  # the shape of the histogram, not its width
+    assert found.shape == (2, 3) and found.dtype == torch.float64
+
+
+def test_mixed_bits_are_decided_row_by_row():
+    q, k, v = random_qkv(2, 130)
+    k, v = k.clone(), v.clone()
+    k[0, 0] *= 9
+    k[1, 1] *= 9
+    v[:, 1] *= 9
+    layer = make_layer(("turbo", {"bits": "mixed"}))
+    feed(layer, q, k, v, [130])
+    bits = {
+        s: store.bits_per_head(side_of(layer.state, s), 2) for s, store in (("k", layer.spec.k), ("v", layer.spec.v))
+    }
+    assert bits == {"k": [[4, 2], [2, 4]], "v": [[2, 4], [2, 4]]}
+
+
+def test_a_recipe_list_wins_for_all_rows():
+    settings = {"bits": "mixed", "scope": "joint", "k_low_heads": [[]], "v_low_heads": [[0, 1]]}
+    layer = make_layer(("turbo", settings))
+    feed(layer, *random_qkv(2, 70), [70])
+    assert layer.spec.k.bits_per_head(side_of(layer.state, "k"), 2) == [[4, 4]] * 2
+    assert layer.spec.v.bits_per_head(side_of(layer.state, "v"), 2) == [[2, 2]] * 2
+    one = make_layer(("turbo", {"bits": "mixed", "k_low_heads": [[1]], "v_low_heads": [[0]]}))
+    feed(one, *random_qkv(2, 70), [70])
+    assert one.spec.k.bits_per_head(side_of(one.state, "k"), 2) == [[4, 2]] * 2
+
+
+UNIVERSAL = ("turbo", {"buffer_scale": "universal"})
+
+
+def test_universal_scale_comes_from_the_first_call():
+    q, k, v = random_qkv(2, 200)
+    layer = make_layer(UNIVERSAL)
+    feed(layer, q, k, v, [150])
+    scale = k[:, :, :150].abs().amax((2, 3)) / 119
+    torch.testing.assert_close(layer.state["k.universal"], scale)
+    assert layer.state["k.clamped"].sum() == 0
+    large = k.clone()
+    large[0, 1, 160, 4] = 10 * k.abs().max()
+    feed(layer, *(x[:, :, 150:] for x in (q, large, v)), [50])
+    assert layer.state["k.clamped"].tolist()[0][1] >= 1
+    held = layer.spec.k.read(side_of(layer.state, "k")).undone()[0, 1, 160 // 64, 160 % 64, 4]
+    assert held < 1.1 * scale[0, 1] * 119  # clamped to the scale of the first call
+
+
+def test_universal_scale_of_a_short_first_call_waits_for_a_block():
+    q, k, v = random_qkv(1, 140)
+    layers = [make_layer(UNIVERSAL) for _ in range(2)]
+    feed(layers[0], q, k, v, [40, 100, 140])
+    feed(layers[1], q, k, v, list(range(1, 141)))
+    for layer in layers:
+        torch.testing.assert_close(layer.state["k.universal"], k[:, :, :64].abs().amax((2, 3)) / 119)
+    assert all(torch.equal(layers[0].state[n], layers[1].state[n]) for n in layers[0].state)
+    layers[0].crop(-90)
+    assert (layers[0].state["k.universal"] == 0).all()
+
+
+def test_operand_undoes():
+    assert Operand(torch.tensor([[2, -3]], dtype=torch.int8), torch.tensor([0.5])).undone().tolist() == [[1.0, -1.5]]
