@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from qattn_hf.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from qattn_hf.layer import QAttnLayer
 
 
 class Handle:
@@ -22,7 +19,7 @@ class Handle:
 
     __slots__ = ("key", "layer", "value")
 
-    def __init__(self, layer: QAttnLayer, key: torch.Tensor, value: torch.Tensor):
+    def __init__(self, layer: Any, key: torch.Tensor, value: torch.Tensor):
         self.layer, self.key, self.value = layer, key, value
 
     def to(self, *args: Any, **kwargs: Any) -> Handle:

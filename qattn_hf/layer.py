@@ -11,11 +11,12 @@ from transformers.cache_utils import CacheLayerMixin
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
 from qattn_kernels.crop import crop
+from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.online import Scores
 from qattn_kernels.operator import attend, state_names
 from qattn_kernels.ring import resize_ring
 from qattn_kernels.spec import LayerSpec
-from qattn_kernels.state import Geometry, State, TensorSpec, layer_tensors
+from qattn_kernels.state import layer_tensors
 
 
 def bucket(blocks: int) -> int:

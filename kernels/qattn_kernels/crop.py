@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from qattn_kernels.layout import State
 from qattn_kernels.rows import bits_to_bool, bool_to_bits
 from qattn_kernels.spec import LayerSpec
-from qattn_kernels.state import State, side_of
+from qattn_kernels.state import side_of
 
 
 def crop(state: State, spec: LayerSpec, drop: int) -> None:

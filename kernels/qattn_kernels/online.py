@@ -7,7 +7,7 @@ blocks, the ring and new tokens need no cases here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -15,35 +15,7 @@ from qattn_kernels.softmax import sas_exp
 from qattn_kernels.spec import Compute, Sparsity
 from qattn_kernels.stores import Operand
 from qattn_kernels.stores.base import INT8_LEVELS, int8_tokens
-
-FOREVER = 2**31 - 1  # a row position that no query reaches
-
-
-class Tiles(NamedTuple):
-    """`n` tiles of tokens in order of their row positions.
-
-    `k`, `v` `[B, Hkv, n, block, D]`; `pos`, `since`, `until` int32 `[B, n, block]`: the token's row position, and the
-    first and last query position that sees this copy of it; `keep` bool `[B, Hkv, n, block]`, false for masked tokens.
-    """
-
-    k: Operand
-    v: Operand
-    pos: torch.Tensor
-    since: torch.Tensor
-    until: torch.Tensor
-    keep: torch.Tensor
-
-    def joined(self, other: Tiles) -> Tiles:
-        """These tiles, then the others'."""
-
-        def cat(a: Any, b: Any, dim: int) -> Any:
-            return None if a is None else torch.cat([a, b], dim)
-
-        def side(a: Operand, b: Operand) -> Operand:
-            return Operand(cat(a.x, b.x, 2), cat(a.scale, b.scale, 2))
-
-        pos, since, until = (cat(a, b, 1) for a, b in zip(self[2:5], other[2:5], strict=True))
-        return Tiles(side(self.k, other.k), side(self.v, other.v), pos, since, until, cat(self.keep, other.keep, 2))
+from qattn_kernels.tiles import Tiles, visible
 
 
 @dataclass(frozen=True)
@@ -70,15 +42,6 @@ class Attended(NamedTuple):
     lse: torch.Tensor
     seen: torch.Tensor
     skipped: torch.Tensor
-
-
-def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
-    """Which tokens each query sees: bool `[B, Hkv, T, n, block]`; `q_pos` int32 `[B, T]`, negative for padding."""
-    q = q_pos[:, :, None, None]
-    see = (tiles.since[:, None] <= q) & (q <= tiles.until[:, None]) & (q >= 0)
-    if window:
-        see &= tiles.pos[:, None] > q - window
-    return see[:, None] & tiles.keep[:, :, None]
 
 
 def quantize_query(q: torch.Tensor, block_q: int) -> Operand:

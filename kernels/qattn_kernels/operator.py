@@ -6,11 +6,12 @@ import torch
 
 from qattn_kernels.append.reference import append
 from qattn_kernels.decode.reference import decode
+from qattn_kernels.layout import Geometry, State
 from qattn_kernels.online import Scores
 from qattn_kernels.prefill.reference import prefill
 from qattn_kernels.rows import build_region, columns_back, real_first
 from qattn_kernels.spec import SHORT_CALL, LayerSpec, decode_spec
-from qattn_kernels.state import Geometry, State, layer_tensors
+from qattn_kernels.state import layer_tensors
 
 
 class CapacityError(ValueError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from qattn_kernels.layout import State
 from qattn_kernels.spec import LayerSpec
-from qattn_kernels.state import State
 
 
 def resize_ring(state: State, old: LayerSpec, new: LayerSpec) -> None:

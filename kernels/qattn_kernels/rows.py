@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from qattn_kernels.spec import LayerSpec, Window
-from qattn_kernels.state import State, side_of
+from qattn_kernels.layout import State, Window
+from qattn_kernels.spec import LayerSpec
+from qattn_kernels.state import side_of
 from qattn_kernels.stores import Arrival, Operand, Store
 
 

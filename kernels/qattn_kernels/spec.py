@@ -8,31 +8,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from qattn_kernels.layout import Window
 from qattn_kernels.stores import Store, get_store
 
 SHORT_CALL = 32  # calls of at most this many tokens append first and read the cache as single steps would
-
-
-@dataclass(frozen=True)
-class Window:
-    """What surrounds the packed blocks of a row.
-
-    Attributes:
-        block: tokens of a packed block.
-        span: tokens that stand open before their blocks close together; a multiple of `block`.
-        residual: newest tokens that are never packed (KIVI's `R`).
-        horizon: tokens that `crop` can take back bit for bit; the ring holds that many more than are open.
-    """
-
-    block: int = 64
-    span: int = 64
-    residual: int = 0
-    horizon: int = 64
-
-    @property
-    def ring(self) -> int:
-        """Slots of the ring of open tokens; a token's slot is its row position modulo this."""
-        return self.span + self.residual + self.horizon
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,11 @@
-"""The device tensors of one layer: what there is, of which shape, and which dimension is batch or capacity."""
+"""The device tensors of one layer, by name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from qattn_kernels.spec import LayerSpec
-
-State = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes of a layer: batch rows, KV heads, head dims of K and of V, blocks of capacity, and the model's dtype."""
-
-    batch: int
-    heads: int
-    k_dim: int
-    v_dim: int
-    blocks: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and role of one state tensor: `batch_dim` is None for what all rows share, `block_dim` grows."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    batch_dim: int | None = 0
-    block_dim: int | None = None
-
-    def empty_state(self, device: torch.device) -> torch.Tensor:
-        """Zeros: the state of a row that has seen nothing."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+from qattn_kernels.layout import Geometry, State, TensorSpec
+from qattn_kernels.spec import LayerSpec
 
 
 def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qattn_kernels.spec import Compute, LayerSpec, Sparsity, Window
+from qattn_kernels.layout import Window
+from qattn_kernels.spec import Compute, LayerSpec, Sparsity
 from qattn_kernels.stores import Store
 
 Arithmetic = Literal["int8", "model"]
@@ -19,9 +20,8 @@ class Method(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    variants: ClassVar[
-        tuple[dict[str, Any], ...]
-    ] = ()  # what the conformance suite checks beside the defaults
+    # what the conformance suite checks beside the defaults
+    variants: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     compute: Arithmetic | None = Field(None, description="arithmetic of prefill and decode; sets both")
     prefill_compute: Arithmetic | None = Field(

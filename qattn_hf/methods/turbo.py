@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from qattn_hf.methods.base import Method
-from qattn_kernels.spec import Compute, Window
+from qattn_kernels.layout import Window
+from qattn_kernels.spec import Compute
 from qattn_kernels.stores import Store
 from qattn_kernels.stores.flashq import FlashQStore
 

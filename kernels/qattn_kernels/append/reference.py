@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from qattn_kernels.layout import State
 from qattn_kernels.rows import Region, bool_to_bits
 from qattn_kernels.spec import LayerSpec
-from qattn_kernels.state import State, side_of
+from qattn_kernels.state import side_of
 from qattn_kernels.stores import Block, Operand, Store
 from qattn_kernels.stores.base import write_rows
 

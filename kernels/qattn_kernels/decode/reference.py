@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.online import FOREVER, Attended, Scores, Tiles, attend
-from qattn_kernels.prefill.reference import packed_tiles
+from qattn_kernels.layout import State
+from qattn_kernels.online import Attended, Scores, attend
 from qattn_kernels.rows import Region
 from qattn_kernels.spec import LayerSpec
-from qattn_kernels.state import State
+from qattn_kernels.tiles import FOREVER, Tiles, packed_tiles
 
 
 def decode(

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.online import FOREVER, Attended, Scores, Tiles, attend
-from qattn_kernels.rows import Region, bits_to_bool
+from qattn_kernels.layout import State
+from qattn_kernels.online import Attended, Scores, attend
+from qattn_kernels.rows import Region
 from qattn_kernels.spec import LayerSpec
-from qattn_kernels.state import State, side_of
 from qattn_kernels.stores import Operand, Store
-
-
-def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
-    """The first `closed` `[B]` blocks of each row as tiles, seen by every query."""
-    start, length = state["block_pos"][..., None], state["block_len"][..., None]
-    offset = torch.arange(spec.window.block, device=start.device, dtype=torch.int32)
-    index = torch.arange(start.shape[1], device=start.device)
-    valid = (offset < length) & (index < closed[:, None])[..., None]
-    since = torch.where(valid, 0, FOREVER).int()
-    keep = ~bits_to_bool(state["dropped"])
-    k, v = spec.k.read(side_of(state, "k")), spec.v.read(side_of(state, "v"))
-    return Tiles(k, v, start + offset, since, torch.full_like(since, FOREVER), keep)
+from qattn_kernels.tiles import FOREVER, Tiles, packed_tiles
 
 
 def _seen(store: Store, tokens: Operand, full: torch.Tensor) -> Operand:

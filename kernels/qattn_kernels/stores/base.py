@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from qattn_kernels.spec import Window
-    from qattn_kernels.state import Geometry, State, TensorSpec
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be undone without leaving INT8
 

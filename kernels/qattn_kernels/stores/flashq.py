@@ -7,15 +7,11 @@ rounded scale with a centred zero point is used: its undone values always fit IN
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from qattn_kernels.state import Geometry, State, TensorSpec
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 from qattn_kernels.stores.base import INT8_LEVELS, Arrival, Block, Operand, Store, int8_tokens, write_rows
-
-if TYPE_CHECKING:
-    from qattn_kernels.spec import Window
 
 
 def stage_one(tokens: Operand) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from qattn_kernels.state import Geometry, State, TensorSpec
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 from qattn_kernels.stores.base import Arrival, Block, Operand, Store, write_rows
-
-if TYPE_CHECKING:
-    from qattn_kernels.spec import Window
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Words for the memory of a layer: its sizes, its window of open tokens, and what a state tensor is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What surrounds the packed blocks of a row.
+
+    Attributes:
+        block: tokens of a packed block.
+        span: tokens that stand open before their blocks close together; a multiple of `block`.
+        residual: newest tokens that are never packed (KIVI's `R`).
+        horizon: tokens that `crop` can take back bit for bit; the ring holds that many more than are open.
+    """
+
+    block: int = 64
+    span: int = 64
+    residual: int = 0
+    horizon: int = 64
+
+    @property
+    def ring(self) -> int:
+        """Slots of the ring of open tokens; a token's slot is its row position modulo this."""
+        return self.span + self.residual + self.horizon
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a layer: batch rows, KV heads, head dims of K and of V, blocks of capacity, and the model's dtype."""
+
+    batch: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    blocks: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and role of one state tensor: `batch_dim` is None for what all rows share, `block_dim` grows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None = 0
+    block_dim: int | None = None
+
+    def empty_state(self, device: torch.device) -> torch.Tensor:
+        """Zeros: the state of a row that has seen nothing."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)

@@ -1,0 +1,63 @@
+"""Tiles: blocks of stored tokens in the form of their store, each token knowing which queries see it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from qattn_kernels.layout import State
+from qattn_kernels.rows import bits_to_bool
+from qattn_kernels.spec import LayerSpec
+from qattn_kernels.state import side_of
+from qattn_kernels.stores import Operand
+
+FOREVER = 2**31 - 1  # a row position that no query reaches
+
+
+class Tiles(NamedTuple):
+    """`n` tiles of tokens in order of their row positions.
+
+    `k`, `v` `[B, Hkv, n, block, D]`; `pos`, `since`, `until` int32 `[B, n, block]`: the token's row position, and the
+    first and last query position that sees this copy of it; `keep` bool `[B, Hkv, n, block]`, false for masked tokens.
+    """
+
+    k: Operand
+    v: Operand
+    pos: torch.Tensor
+    since: torch.Tensor
+    until: torch.Tensor
+    keep: torch.Tensor
+
+    def joined(self, other: Tiles) -> Tiles:
+        """These tiles, then the others'."""
+
+        def cat(a: Any, b: Any, dim: int) -> Any:
+            return None if a is None else torch.cat([a, b], dim)
+
+        def side(a: Operand, b: Operand) -> Operand:
+            return Operand(cat(a.x, b.x, 2), cat(a.scale, b.scale, 2))
+
+        pos, since, until = (cat(a, b, 1) for a, b in zip(self[2:5], other[2:5], strict=True))
+        return Tiles(side(self.k, other.k), side(self.v, other.v), pos, since, until, cat(self.keep, other.keep, 2))
+
+
+def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
+    """Which tokens each query sees: bool `[B, Hkv, T, n, block]`; `q_pos` int32 `[B, T]`, negative for padding."""
+    q = q_pos[:, :, None, None]
+    see = (tiles.since[:, None] <= q) & (q <= tiles.until[:, None]) & (q >= 0)
+    if window:
+        see &= tiles.pos[:, None] > q - window
+    return see[:, None] & tiles.keep[:, :, None]
+
+
+def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
+    """The first `closed` `[B]` blocks of each row as tiles, seen by every query."""
+    start, length = state["block_pos"][..., None], state["block_len"][..., None]
+    offset = torch.arange(spec.window.block, device=start.device, dtype=torch.int32)
+    index = torch.arange(start.shape[1], device=start.device)
+    valid = (offset < length) & (index < closed[:, None])[..., None]
+    since = torch.where(valid, 0, FOREVER).int()
+    keep = ~bits_to_bool(state["dropped"])
+    k, v = spec.k.read(side_of(state, "k")), spec.v.read(side_of(state, "v"))
+    return Tiles(k, v, start + offset, since, torch.full_like(since, FOREVER), keep)
