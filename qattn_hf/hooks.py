@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
 
 from qattn_hf.attention import check_mask
 from qattn_hf.cache import LastCache, QAttnCache
@@ -106,7 +107,7 @@ def prepare_cache(
     model: PreTrainedModel,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    generation_mode: Any,
+    generation_mode: GenerationMode,
     batch_size: int,
     max_cache_length: int,
     *args: Any,
@@ -123,16 +124,18 @@ def prepare_cache(
     if mask is not None and mask.dim() == 2:
         check_mask(mask, 0, mask.shape[1])
     cache = model_kwargs.get("past_key_values")
-    drafted = max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
     if cache is None:
         cache = model_kwargs["past_key_values"] = model._qattn.new_cache()
     else:
         _check_cache(cache)
         cache._is_user_defined = True
         model._qattn.last.cache = cache
-    cache.raise_horizon(drafted + 1)  # verification takes back all drafted tokens at most
+    drafted = 0
+    if generation_mode == GenerationMode.ASSISTED_GENERATION:  # drafts overshoot, and verification takes them back
+        drafted = 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+        cache.raise_horizon(drafted)
     if not generation_config.is_assistant:  # an assistant's cache serves many short calls: it grows instead
-        cache.plan(max_cache_length + drafted + 1)
+        cache.plan(max_cache_length + drafted)
 
 
 def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) -> Callable:

@@ -68,6 +68,12 @@ class QAttnLayer(CacheLayerMixin):
                 f"the model was patched for {self.device_type} and runs on {device.type}; patch it again"
             )
         (batch, heads, _, k_dim), v_dim = key_states.shape, value_states.shape[-1]
+        low = max(getattr(store, "n_low", 0) for store in (self.spec.k, self.spec.v))
+        if low > heads:
+            raise UnsupportedError(
+                f"the recipe gives {low} heads of a layer 2 bits, but only {heads} KV heads are here: "
+                "use bits=4 or bits=2"
+            )
         self.geometry = Geometry(batch, heads, k_dim, v_dim, self.blocks, key_states.dtype)
         self.dtype, self.device = key_states.dtype, device
         with torch.inference_mode(
@@ -210,14 +216,21 @@ class QAttnLayer(CacheLayerMixin):
         self._used += tokens
 
     def plan(self, tokens: int) -> None:
-        """Grow to `tokens` columns in all, which the caller knows to be the most: the capacity then stays fixed."""
-        if self.max_cache_len is None:
-            slack = self._slots_used() - int(self.state["seen"])  # slots lost to short blocks
-            blocks = bucket(self._blocks_for(tokens + max(0, slack)))
-            if blocks > self.blocks:
-                self._grow(blocks)
-            self.planned = True
+        """Grow to `tokens` columns in all, which the caller knows to be the most: the capacity then stays fixed.
+
+        Raises:
+            CapacityError: if the layer may not grow and they would not fit; nothing was changed.
+        """
         self._used = self._slots_used()
+        slack = max(0, self._used - int(self.state["seen"]))  # slots lost to short blocks
+        if self.max_cache_len is None:
+            self._grow(max(self.blocks, bucket(self._blocks_for(tokens + slack))))
+            self.planned = True
+        elif tokens + slack > self.capacity:
+            raise CapacityError(
+                f"the cache holds {self.capacity} tokens a row and generate may need {tokens + slack}; nothing was "
+                "changed. Use a larger max_cache_len, fewer max_new_tokens, or a cache that grows"
+            )
 
     def raise_horizon(self, tokens: int) -> None:
         """Let `crop` take back `tokens` tokens bit for bit from here on."""
@@ -248,7 +261,7 @@ class QAttnLayer(CacheLayerMixin):
 
     def _grow(self, blocks: int) -> None:
         """Larger arenas with the old content; if memory runs out the layer is as it was."""
-        if not self.is_initialized:
+        if blocks == self.blocks or not self.is_initialized:
             self.blocks = blocks
             return
         geometry = Geometry(**{**vars(self.geometry), "blocks": blocks})

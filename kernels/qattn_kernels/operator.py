@@ -25,8 +25,8 @@ def state_names(spec: LayerSpec) -> list[str]:
 
 
 def _check_capacity(state: State, spec: LayerSpec, count: torch.Tensor) -> None:
-    """On a CPU lengths are at hand; on a GPU the caller keeps an upper bound, since asking would stall the stream."""
-    if count.device.type != "cpu":
+    """Refuse what would overflow; inside a capture lengths cannot be asked, there the caller keeps an upper bound."""
+    if count.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     block = spec.window.block
     need = int((state["closed"] * block + state["length"] - state["open_start"] + count).max())
@@ -89,13 +89,14 @@ def attend(
         `[B, Hq, T, Dv]` in the query's dtype, zeros for padding; fp32 log-sum-exp `[B, Hq, T]`.
 
     Raises:
-        CapacityError: on a CPU, if the tokens do not fit; nothing was written.
+        CapacityError: if the tokens do not fit; nothing was written. Not while a CUDA graph is captured.
     """
     layer = decode_spec(spec)
     if layer.impl != "reference":
         raise ValueError(f"qattn: no implementation {layer.impl!r}; use impl='reference'")
     named = dict(zip(state_names(layer), state, strict=True))
-    return reference_step(query, key, value, span, named, layer, Scores(scale, softcap, window, sinks))
+    with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
+        return reference_step(query, key, value, span, named, layer, Scores(scale, softcap, window, sinks))
 
 
 @attend.register_fake

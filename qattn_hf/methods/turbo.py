@@ -73,10 +73,10 @@ class Turbo(Method):
         return self.bits if own is None else own
 
     def _low(self, side: str, layer: int, layers: int, heads: int) -> tuple[int, tuple[int, ...] | None]:
-        """Number of 2-bit heads of a side in a layer, and their list if a recipe gives it."""
-        bits, lists = self._side_bits(side), self.k_low_heads if side == "k" else self.v_low_heads
-        if bits != "mixed":
-            return (0 if bits == 4 else heads), None
+        """Number of 2-bit heads of a side in a layer of `mixed`, and their list if a recipe gives it."""
+        lists = self.k_low_heads if side == "k" else self.v_low_heads
+        if self._side_bits(side) != "mixed":
+            return 0, None
         if lists is None:
             low = heads // 2 if self.n_h is None else self.n_h
             if low > heads:
@@ -95,6 +95,7 @@ class Turbo(Method):
             low, chosen = self._low(side, layer, layers, heads)
             made.append(
                 FlashQStore(
+                    bits=self._side_bits(side),
                     n_low=low,
                     priority=self.priority,
                     low_heads=chosen,

@@ -7,7 +7,7 @@ import torch
 from helpers import Case, random_ids, tiny_llama
 from transformers import CompileConfig, LlamaForCausalLM
 
-from qattn_hf import QAttnCache, load_recipe, patch, report, unpatch
+from qattn_hf import CapacityError, QAttnCache, load_recipe, patch, report, unpatch
 from qattn_hf.methods import get_method
 
 GREEDY = dict(do_sample=False, max_new_tokens=20)
@@ -55,6 +55,15 @@ def test_row_of_a_padded_batch_equals_the_row_alone(patched: LlamaForCausalLM):
     for row, start in ((0, 17), (1, 0), (2, 60)):
         alone = patched.generate(ids[row : row + 1, start:], **GREEDY)
         assert torch.equal(alone[0, -20:], both[row, -20:])
+
+
+def test_short_calls_have_the_logits_of_single_steps(patched: LlamaForCausalLM):
+    ids = random_ids(2, 140)
+    whole, steps = patched(ids[:, :110]).past_key_values, patched(ids[:, :110]).past_key_values
+    many = patched(ids[:, 110:], past_key_values=whole).logits
+    one = torch.cat([patched(ids[:, t : t + 1], past_key_values=steps).logits for t in range(110, 140)], 1)
+    # linear layers round keys of 30 tokens and of one otherwise, which may flip a code; a 4-bit code moves 0.1
+    torch.testing.assert_close(many, one, atol=5e-3, rtol=0)
 
 
 def test_prompt_lookup_equals_greedy_beyond_the_noise(patched: LlamaForCausalLM):
@@ -189,6 +198,8 @@ def test_hand_made_cache_serves_generate_and_forward(model: LlamaForCausalLM, me
     want = model.generate(ids, **GREEDY)
     cache = QAttnCache.for_model(model, max_cache_len=128)
     assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), want)
+    with pytest.raises(CapacityError, match="max_cache_len"):
+        model.generate(ids, past_key_values=QAttnCache.for_model(model, max_cache_len=110), max_new_tokens=50)
     other = QAttnCache.for_model(tiny_llama(), method="int8")
     model(ids, past_key_values=other)
     assert report(other).to_dict()["method"] == "int8"

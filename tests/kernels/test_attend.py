@@ -131,6 +131,24 @@ def test_gradients_fail_loudly():
         out.sum().backward()
 
 
+def test_autocast_does_not_reach_the_integer_sums():
+    qkv = random_qkv(2, 150, dim=128)
+    plain = feed(make_layer(("turbo", {})), *qkv, [140, 150])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(feed(make_layer(("turbo", {})), *qkv, [140, 150]), plain)
+
+
+def test_a_cache_begun_in_inference_mode_goes_on_outside():
+    q, k, v = random_qkv(1, 150)
+    layer = make_layer(("turbo", {}), max_cache_len=None)
+    with torch.inference_mode():
+        feed(layer, q, k, v, [70])
+    out = feed(layer, *(x[:, :, 70:] for x in (q, k, v)), [60, 80])
+    torch.testing.assert_close(
+        out, feed(make_layer(("turbo", {})), q, k, v, [70, 130, 150])[:, :, 70:], atol=1e-5, rtol=0
+    )
+
+
 def test_rows_and_bits_round_trip():
     x = torch.randn(2, 3, 7, 4)
     span = torch.tensor([[2, 5], [0, 3]], dtype=torch.int32)

@@ -87,13 +87,15 @@ class FlashQStore(Store):
     """INT8 ring, 4- and 2-bit blocks.
 
     Attributes:
-        n_low: heads of the layer that get 2 bits; the others get 4.
+        bits: 4, 2, or `mixed`: then `n_low` heads of the layer get 2 bits, the others 4.
+        n_low: acts in `mixed` only.
         priority: how those heads are chosen when a row's first block closes (see `head_priority`).
         low_heads: their list, if a recipe fixes it for all rows; it wins over `priority`.
         transposed: blocks are stored `[D, tokens]`, as the product with values wants them.
         buffer_scale: `token`, or the paper's `universal`: one scale a row and head, later values clamped and counted.
     """
 
+    bits: int | str = 4
     n_low: int = 0
     priority: str = "priority"
     low_heads: tuple[int, ...] | None = None
@@ -103,6 +105,10 @@ class FlashQStore(Store):
     name = "flashq"
     windowed = True
 
+    def low(self, heads: int) -> int:
+        """How many of `heads` heads get 2 bits."""
+        return self.n_low if self.bits == "mixed" else heads if self.bits == 2 else 0
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         b, h, n = geo.batch, geo.heads, geo.blocks
 
@@ -111,8 +117,8 @@ class FlashQStore(Store):
             return TensorSpec((b, heads, n, *((dim, tokens) if self.transposed else (tokens, dim))), torch.uint8, 0, 2)
 
         found = {
-            "codes4": codes(h - self.n_low, 4),
-            "codes2": codes(self.n_low, 2),
+            "codes4": codes(h - self.low(h), 4),
+            "codes2": codes(self.low(h), 2),
             "head_of": TensorSpec((b, h), torch.int32),
             "s2": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
             "z2": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
@@ -197,7 +203,7 @@ class FlashQStore(Store):
             low = torch.zeros(heads, dtype=torch.bool, device=x1.device)
             low[list(self.low_heads)] = True
             low = low.expand(len(x1), -1)
-        elif 0 < self.n_low < heads:
+        elif 0 < self.low(heads) < heads:
             rank = head_priority(x1, scale, block.keep, self.priority).argsort(dim=-1, stable=True).argsort(-1)
             low = rank < self.n_low
         else:
@@ -219,7 +225,7 @@ class FlashQStore(Store):
         return Operand(x1.to(torch.int8), state["s"][..., None].expand(x1.shape[:-1]))
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        wide = heads - self.n_low
+        wide = heads - self.low(heads)
         rows = []
         for places in state["head_of"].tolist():
             decided = len(set(places)) == heads  # all zero until the row's first block closes
