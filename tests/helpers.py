@@ -56,9 +56,9 @@ def feed(
     """Send tokens through a layer in calls that end at `cuts`; the first `first` columns of row 0 are padding."""
     out, start = [], 0
     for end in cuts:
-        span = torch.tensor([[0, end - start]] * len(q), dtype=torch.int32)
+        span = torch.tensor([[0, end - start]] * len(q), dtype=torch.int32, device=q.device)
         padding = min(max(first - start, 0), end - start)
-        span[0] = torch.tensor([padding, end - start - padding])
+        span[0, 0], span[0, 1] = padding, end - start - padding
         handle, _ = layer.update(k[:, :, start:end], v[:, :, start:end])
         out.append(layer.attend(q[:, :, start:end], handle, span, Scores(q.shape[-1] ** -0.5))[0])
         start = end

@@ -33,12 +33,10 @@ def _no_grad():
         yield
 
 
-def tiny(family: str = "llama", kind: Any = AutoModelForCausalLM, attn: str = "sdpa", **sizes: Any) -> PreTrainedModel:
+def tiny(family: str = "llama", kind: Any = AutoModelForCausalLM, **sizes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"vocab_size": 101, **(GQA | sizes if family == "llama" else sizes)}
-    return kind.from_config(
-        AutoConfig.for_model(family, **sizes), **({"attn_implementation": attn} if family == "llama" else {})
-    ).eval()
+    return kind.from_config(AutoConfig.for_model(family, **sizes)).eval()
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
@@ -123,7 +121,7 @@ def test_settings(stock, patched, how, parts):
     assert report(patched).to_dict()["recipe_origin"] == "defaults of turbo", "the first patch is gone"
 
 
-FILES = {
+FILES: dict[str, tuple[str, ...]] = {
     "bits: '4'\nmethod: turbo": ("bits = '4'", "4, 2 or 'mixed'"),
     "method: turbo\nbit: 4": ("unknown key 'bit'", "did you mean 'bits'?"),
     "method: turb": ("unknown method 'turb'", "did you mean 'turbo'?"),
@@ -151,8 +149,6 @@ def test_other_files(stock, tmp_path):
     path.write_text("method: none")
     refused_patch(stock, RecipeError, "'turbo' clashes", str(path), "'none'", method="turbo", recipe=path)
 
-
-# Models
 
 OLD, MLA, BOTH = ("attention interface", "use a stock cache"), ("MLA", "stock cache"), ("encoder-decoder", "stock")
 WINDOW = ("sliding_attention", "config.sliding_window=None")
@@ -224,15 +220,12 @@ def test_models_that_touch_keys_fail_closed(family, count):
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_our_cache_on_an_unpatched_model(attn):
-    model = tiny(attn=attn)
+    model = tiny(attn_implementation=attn)
     want, cache = logits(model), QAttnCache.for_model(model, "turbo")
     refused(lambda: model(ONE, past_key_values=cache), UnsupportedError, "qattn_hf.patch")
     refused(lambda: model.generate(ONE, past_key_values=cache, **GREEDY), UnsupportedError, "qattn_hf.patch")
     assert int(cache.get_seq_length()) == 0
     assert torch.equal(logits(model), want)
-
-
-# Calls
 
 
 def ones(count: int, *zeros: int) -> torch.Tensor:
@@ -298,7 +291,7 @@ def test_mask_of_four_dimensions_in_generate(patched):
 
 @pytest.mark.parametrize("sizes", [{"output_attentions": True}, {"use_cache": False}])
 def test_config_that_asks_for_it(sizes):
-    model, parts = tiny(attn="eager", **sizes), (*sizes, "unpatch(model)")
+    model, parts = tiny(attn_implementation="eager", **sizes), (*sizes, "unpatch(model)")
     want = logits(model)
     patch(model)
     refused(lambda: model(ONE), UnsupportedError, *parts)
@@ -313,9 +306,6 @@ def test_training(patched, whole):
     refused(lambda: patched(ONE), UnsupportedError, "does not train", "model.eval()", "unpatch(model)")
     patched.eval()
     assert torch.equal(logits(patched), want)
-
-
-# Caches
 
 
 def test_overflow_of_a_fixed_capacity(patched):

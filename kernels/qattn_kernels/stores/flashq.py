@@ -201,7 +201,8 @@ class FlashQStore(Store):
         heads = x1.shape[1]
         if self.low_heads is not None:
             low = torch.zeros(heads, dtype=torch.bool, device=x1.device)
-            low[list(self.low_heads)] = True
+            for head in self.low_heads:  # a list as index would be copied to the device, which a capture forbids
+                low[head] = True
             low = low.expand(len(x1), -1)
         elif 0 < self.low(heads) < heads:
             rank = head_priority(x1, scale, block.keep, self.priority).argsort(dim=-1, stable=True).argsort(-1)
