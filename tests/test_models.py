@@ -268,7 +268,7 @@ def test_streamer_hears_every_token():
             return "".join(f"{int(i)} " for i in ids)
 
     model, ids = patch(tiny(), "turbo"), tokens()
-    streamer = TextIteratorStreamer(Words(), skip_prompt=True)  # type: ignore[arg-type]
+    streamer = TextIteratorStreamer(Words(), skip_prompt=True)
     want = model.generate(ids, streamer=streamer, **GREEDY)[0, PROMPT:]
     assert "".join(streamer).split() == [str(int(i)) for i in want]
 

@@ -113,10 +113,10 @@ def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
 
     A token of zeros has scale 0, so that it never raises the scale of a block; zeros undo to zeros all the same.
     """
-    scale = x.abs().amax(-1) / levels
-    scale = torch.where(
-        scale < torch.finfo(torch.float32).tiny, 0.0, scale
-    )  # a denormal scale would overflow its codes
+    top = x.abs().amax(-1)
+    scale = top / torch.full_like(top, levels)  # by a number, CUDA would multiply by its rounded inverse
+    # a denormal scale would overflow its codes
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     divisor = torch.where(scale == 0, 1.0, scale)
     return Operand(torch.round(x / divisor[..., None]).clamp(-levels, levels).to(torch.int8), scale)
 
