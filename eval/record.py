@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -68,14 +69,14 @@ def run(command: list[str]) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what the figures stand on; None: not installed."""
+    """Versions of what the figures stand on; None: not installed. The project's own is that of this source tree."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "triton", "qattn-hf"):
+    for name in ("torch", "transformers", "triton"):
         try:
-            found[name.replace("-", "_")] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name.replace("-", "_")] = None
-    return found
+            found[name] = None
+    return {**found, "qattn_hf": runpy.run_path(str(ROOT / "qattn_hf" / "_version.py"))["__version__"]}
 
 
 def device() -> str:

@@ -13,6 +13,8 @@ from qattn_kernels.online import Scores
 
 NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attention` or `/` in a way of their own
 
+WINDOWED = 3  # last dimension of the mask that stands for a window, which no packed layer may read
+
 REFUSED = {
     "position_bias": "a bias on the scores",
     "cache": "continuous batching",
@@ -54,6 +56,8 @@ def attention(
             "keys or values did not come untouched from a packed cache: run the model with use_cache=True and a cache "
             "made by its patch, or unpatch(model)"
         )
+    if attention_mask is not None and attention_mask.shape[1:] == (1, 1, WINDOWED):
+        raise UnsupportedError("sliding windows and chunked attention are not supported yet; unpatch(model)")
     if attention_mask is None or attention_mask.dtype != torch.int32 or attention_mask.shape[1:] != (1, 1, 2):
         raise UnsupportedError(
             "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
@@ -63,7 +67,8 @@ def attention(
             "dropout and bidirectional attention are not supported by a packed cache: use model.eval()"
         )
     for name, what in REFUSED.items():
-        if kwargs.get(name):
+        value = kwargs.get(name)
+        if value is not None and value is not False:
             raise UnsupportedError(f"{what} is not supported by a packed cache; unpatch(model) and use a stock cache")
     sinks = kwargs.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -91,7 +96,8 @@ def mask(
         UnsupportedError: packed sequences, a window, a mask of one's own, or one that is too short.
     """
     if local_size is not None:
-        raise UnsupportedError("sliding windows and chunked attention are not supported yet; unpatch(model)")
+        # models of mixed layers make this mask even where no layer reads it; one that does is refused in `attention`
+        return torch.zeros(batch_size, 1, 1, WINDOWED, dtype=torch.int32, device=device)
     if not allow_is_causal_skip and q_length > 1:
         raise UnsupportedError(
             "packed sequences and masks beyond causal are not supported; give each sequence a row of its own"

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_kernels.spec import LayerSpec
@@ -19,13 +20,15 @@ class QAttnCache(Cache):
     Args:
         specs: what each layer stores and how it computes (`Recipe.layer_specs`).
         recipe: where they come from, for the report.
-        max_cache_len: fixed capacity in tokens a row; None grows as needed.
+        max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks; None grows as needed.
         device_type: the device type that the recipe's `impl` was resolved for.
     """
 
     def __init__(
         self, specs: list[LayerSpec], recipe: Recipe, max_cache_len: int | None = None, device_type: str | None = None
     ):
+        if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
+            raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
         super().__init__(layers=[QAttnLayer(spec, max_cache_len, device_type) for spec in specs])
         self.recipe = recipe
 
@@ -44,8 +47,8 @@ class QAttnCache(Cache):
         Args:
             model: the model that will use the cache.
             method, recipe, settings: as in `patch`; none of them takes the patched model's own recipe.
-            max_cache_len: fixed capacity in tokens a row; a call beyond it raises `CapacityError` and writes nothing.
-                None lets the cache grow.
+            max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks; a call beyond it raises
+                `CapacityError` and writes nothing. None lets the cache grow.
 
         Raises:
             RecipeError: if there is no such recipe, or it does not fit the model.

@@ -15,7 +15,7 @@ import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from qattn_hf.attention import check_mask
+from qattn_hf.attention import check_mask, register
 from qattn_hf.cache import LastCache, QAttnCache
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.recipe import Recipe
@@ -32,6 +32,11 @@ class Patched:
     attn_implementations: list[str | None]
     hook_ids: list[int] = field(default_factory=list)
     last: LastCache = field(default_factory=LastCache)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle may come to a process where nothing was patched yet."""
+        self.__dict__.update(state)
+        register()
 
     def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
         """A fresh cache by this patch's recipe."""
@@ -69,9 +74,11 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     if cache is None:
         _check_positions(kwargs)
         cache = kwargs["past_key_values"] = patched.new_cache()
-    _check_cache(cache)
+    _check_cache(cache, len(patched.specs))
     kwargs["use_cache"] = True
     mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() not in (2, 4):
+        raise UnsupportedError(f"a mask of {mask.dim()} dimensions is not supported; pass a 2-D attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not torch.compiler.is_compiling():
         tokens = next(kwargs[k].shape[1] for k in ("input_ids", "inputs_embeds") if kwargs.get(k) is not None)
         if tokens > 1 or mask.device.type == "cpu":  # on a GPU a step of one token must not wait for the device
@@ -84,11 +91,15 @@ def _wanted(module: torch.nn.Module, kwargs: dict[str, Any], name: str) -> bool:
     return bool(getattr(module.config, name, False) if value is None else value)
 
 
-def _check_cache(cache: Any) -> None:
+def _check_cache(cache: Any, layers: int) -> None:
     if not isinstance(cache, QAttnCache):
         raise UnsupportedError(
             f"a patched model needs its own cache, not a {type(cache).__name__}: pass QAttnCache.for_model(model), "
             "or no past_key_values, or unpatch(model)"
+        )
+    if len(cache.layers) != layers:
+        raise UnsupportedError(
+            f"the cache has {len(cache.layers)} layers and the model {layers}: pass QAttnCache.for_model(model)"
         )
 
 
@@ -123,11 +134,13 @@ def prepare_cache(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 2:
         check_mask(mask, 0, mask.shape[1])
+        if not bool(mask[:, -1].all()):
+            raise UnsupportedError("generate needs padding on the left; this attention_mask has it on the right")
     cache = model_kwargs.get("past_key_values")
     if cache is None:
         cache = model_kwargs["past_key_values"] = model._qattn.new_cache()
     else:
-        _check_cache(cache)
+        _check_cache(cache, len(model._qattn.specs))
         cache._is_user_defined = True
         model._qattn.last.cache = cache
     drafted = 0

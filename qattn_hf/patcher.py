@@ -57,7 +57,7 @@ def patch(
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch`: the model computes bit for bit what it did before.
+    """Undo `patch`: the model computes bit for bit what it did before; its config stays an object of its own.
 
     Raises:
         QAttnError: if the model is not patched.

@@ -54,6 +54,8 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
         RecipeError: no such file; an unknown key; a wrong type or value; settings that exclude one another. The
             message names the key, the file and what is allowed.
     """
+    if not isinstance(source, (str, Path)):
+        raise RecipeError(f"recipe = {source!r}: give the path of a YAML file, or a name")
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         path = configs_dir() / f"{source}.yaml"
@@ -62,11 +64,13 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
     if not path.is_file():
         raise RecipeError(f"no recipe at {path}; recipes of this package: {', '.join(list_methods())}")
     try:
-        read = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(read, dict) or not isinstance(read.get("method"), str):
         raise RecipeError(f"{path} must be a mapping with the key `method`, one of {', '.join(list_methods())}")
+    if other := [key for key in read if not isinstance(key, str)]:
+        raise RecipeError(f"{path}: keys are names, not {other[0]!r}")
     name = read.pop("method")
     return _build(name, {**read, **overrides}, str(path) + _suffix(overrides))
 
@@ -74,7 +78,7 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
 def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any]) -> Recipe:
     """The recipe that `patch` was asked for: `recipe`, or the defaults of `method`, with `settings` on top."""
     if recipe is None:
-        name = method or "turbo"
+        name = "turbo" if method is None else method
         return _build(name, settings, f"defaults of {name}" + _suffix(settings))
     if isinstance(recipe, Recipe):
         if settings:
@@ -100,6 +104,8 @@ def _unknown(kind: str, name: str, allowed: list[str]) -> str:
 
 
 def _build(name: str, settings: dict[str, Any], origin: str) -> Recipe:
+    if not isinstance(name, str):
+        raise RecipeError(f"{origin}: method = {name!r}; allowed: {', '.join(list_methods())}")
     if name not in list_methods():
         raise RecipeError(f"{origin}: {_unknown('method', name, list_methods())}")
     method = get_method(name)

@@ -31,11 +31,12 @@ def check_model(model: object) -> None:
             "use a stock cache, or a model of the same family that does"
         )
     _check_layers(model.config.get_text_config(decoder=True), kind)
-    if not hasattr(model, "_qattn"):
-        _check_untouched(model)
+    _check_untouched(model)
 
 
 def _check_layers(config: PretrainedConfig, kind: str) -> None:
+    if not hasattr(config, "use_cache"):
+        raise UnsupportedError(f"{kind} has no KV cache, so there is nothing to pack")
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedError(f"{kind} keeps latent keys (MLA), which are not supported; use a stock cache")
     types = _compat.layer_types(config)
@@ -56,7 +57,8 @@ def _check_layers(config: PretrainedConfig, kind: str) -> None:
 
 def _check_untouched(model: PreTrainedModel) -> None:
     """A model that somebody else patched may not do what we think it does."""
-    found = [name for name in OVERRIDES if name in vars(model)]
+    ours = hasattr(model, "_qattn")
+    found = [] if ours else [name for name in OVERRIDES if name in vars(model)]
     for name, module in model.named_modules():
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's dispatch is no patch
             found.append(f"{name or type(module).__name__}.forward")
