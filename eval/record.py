@@ -22,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
+VERSION = ROOT / "qattn_hf" / "_version.py"
 
 
 def portable(text: str) -> str:
@@ -76,7 +77,7 @@ def versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
-    return {**found, "qattn_hf": runpy.run_path(str(ROOT / "qattn_hf" / "_version.py"))["__version__"]}
+    return {**found, "qattn_hf": runpy.run_path(str(VERSION))["__version__"]}
 
 
 def device() -> str:
