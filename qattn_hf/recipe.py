@@ -123,7 +123,8 @@ def _explain(error: ValidationError, method: type[Method], origin: str) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(_unknown("key", key, sorted(method.model_fields)))
         elif key:
-            lines.append(f"{key} = {item['input']!r}: {item['msg']}")
+            hint = " (YAML reads 1e-4 as text; write 1.0e-4)" if item["type"] == "float_type" else ""
+            lines.append(f"{key} = {item['input']!r}: {item['msg']}{hint}")
         else:
             lines.append(item["msg"].removeprefix("Value error, "))
     return f"{origin}: " + "; ".join(dict.fromkeys(lines))

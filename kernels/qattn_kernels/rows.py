@@ -87,12 +87,12 @@ def _places(state: State, window: Window, tokens: int, count: torch.Tensor) -> _
     return _Places(pos, slot.clamp(max=slots - 1), fresh.clamp(0, tokens - 1), fresh < 0, new)
 
 
-def _open_tokens(store: Store, side: State, at: _Places) -> Operand:
+def _open_tokens(store: Store, side: State, at: _Places, blocks: int) -> Operand:
     """What a store holds of open tokens: in the ring at their position, or in the arena at their slot."""
     if store.windowed:
         ring = Operand(side["ring"], side.get("ring_scale"))
         return ring.map(lambda x: _pick(x, at.pos % x.shape[2]))
-    return store.read(side).map(lambda x: _pick(x.flatten(2, 3), at.slot))
+    return store.read(side, blocks).map(lambda x: _pick(x.flatten(2, 3), at.slot))
 
 
 def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
@@ -123,7 +123,7 @@ def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor
         side = side_of(state, name)
         clean = torch.where((real[:, None] & ~bad)[..., None], x.float(), 0.0)
         arrived = store.open(Arrival(clean, real, length, count), side)
-        joined = _join(_open_tokens(store, side, at), arrived, at)
+        joined = _join(_open_tokens(store, side, at, state["block_len"].shape[1]), arrived, at)
         sides.append(joined.map(lambda x: x.unflatten(2, (-1, window.block))))
 
     dropped = _pick(bits_to_bool(state["dropped"]).flatten(2)[..., None], at.slot)[..., 0]

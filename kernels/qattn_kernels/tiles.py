@@ -29,6 +29,15 @@ class Tiles(NamedTuple):
     until: torch.Tensor
     keep: torch.Tensor
 
+    def first(self, n: int) -> Tiles:
+        """The first `n` tiles."""
+
+        def cut(side: Operand) -> Operand:
+            return Operand(side.x[:, :, :n], None if side.scale is None else side.scale[:, :, :n])
+
+        pos, since, until = (x[:, :n] for x in self[2:5])
+        return Tiles(cut(self.k), cut(self.v), pos, since, until, self.keep[:, :, :n])
+
     def joined(self, other: Tiles) -> Tiles:
         """These tiles, then the others'."""
 
@@ -52,12 +61,17 @@ def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
 
 
 def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
-    """The first `closed` `[B]` blocks of each row as tiles, seen by every query."""
-    start, length = state["block_pos"][..., None], state["block_len"][..., None]
+    """The first `closed` `[B]` blocks of each row as tiles, seen by every query.
+
+    On a CPU, where lengths are at hand, only as many as some row has; elsewhere all of the capacity, masked.
+    """
+    capacity = state["block_len"].shape[1]
+    blocks = int(closed.max()) if closed.device.type == "cpu" else capacity
+    start, length = (state[name][:, :blocks, None] for name in ("block_pos", "block_len"))
     offset = torch.arange(spec.window.block, device=start.device, dtype=torch.int32)
     index = torch.arange(start.shape[1], device=start.device)
     valid = (offset < length) & (index < closed[:, None])[..., None]
     since = torch.where(valid, 0, FOREVER).int()
-    keep = ~bits_to_bool(state["dropped"])
-    k, v = spec.k.read(side_of(state, "k")), spec.v.read(side_of(state, "v"))
+    keep = ~bits_to_bool(state["dropped"][:, :, :blocks])
+    k, v = (store.read(side_of(state, side), blocks) for side, store in (("k", spec.k), ("v", spec.v)))
     return Tiles(k, v, start + offset, since, torch.full_like(since, FOREVER), keep)

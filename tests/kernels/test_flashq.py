@@ -131,7 +131,7 @@ def test_universal_scale_comes_from_the_first_call():
     large[0, 1, 160, 4] = 10 * k.abs().max()
     feed(layer, *(x[:, :, 150:] for x in (q, large, v)), [50])
     assert layer.state["k.clamped"].tolist()[0][1] >= 1
-    held = layer.spec.k.read(side_of(layer.state, "k")).undone()[0, 1, 160 // 64, 160 % 64, 4]
+    held = layer.spec.k.read(side_of(layer.state, "k"), 8).undone()[0, 1, 160 // 64, 160 % 64, 4]
     assert held < 1.1 * scale[0, 1] * 119  # clamped to the scale of the first call
 
 

@@ -6,7 +6,7 @@ import torch
 
 from qattn_kernels.layout import State
 from qattn_kernels.online import Attended, Scores, attend
-from qattn_kernels.rows import Region
+from qattn_kernels.rows import Region, region_blocks
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.stores import Operand, Store
 from qattn_kernels.tiles import FOREVER, Tiles, packed_tiles
@@ -34,12 +34,11 @@ def prefill(
     since = torch.where(region.valid, region.pos, FOREVER)
     k, v = _seen(spec.k, region.k, closes), _seen(spec.v, region.v, closes)
     fresh = Tiles(k, v, region.pos, since, torch.full_like(since, FOREVER), region.keep)
-    tiles = packed_tiles(state, spec, region.closed).joined(fresh)
-    rows = spec.compute.block_q
-    parts = [  # blocks of queries one after another: the scores of all of them at once would not fit a long prompt
-        attend(a, b, tiles, scores, spec.compute, spec.sparsity, prefill=True)
-        for a, b in zip(q.split(rows, 2), q_pos.split(rows, 1), strict=True)
-    ]
+    packed, rows, parts = packed_tiles(state, spec, region.closed), spec.compute.block_q, []
+    for i in range(0, q.shape[2], rows):  # the scores of all queries at once would not fit a long prompt
+        past = packed.joined(fresh.first(region_blocks(spec.window, i + rows)))  # later tiles are later tokens
+        queries = q[:, :, i : i + rows], q_pos[:, i : i + rows]
+        parts.append(attend(*queries, past, scores, spec.compute, spec.sparsity, prefill=True))
     return Attended(
         torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2), parts[0].seen, parts[0].skipped
     )

@@ -96,8 +96,8 @@ class Store:
         """Store one block of every row for which `block.write` holds."""
         raise NotImplementedError
 
-    def read(self, state: State) -> Operand:
-        """All blocks `[B, Hkv, NB, block, D]`, undone as far as a product needs it."""
+    def read(self, state: State, blocks: int) -> Operand:
+        """The first `blocks` blocks `[B, Hkv, blocks, block, D]`, undone as far as a product needs it."""
         raise NotImplementedError
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:

@@ -213,17 +213,18 @@ class FlashQStore(Store):
         first = (block.write & (block.index == 0))[:, None]
         state["head_of"].copy_(torch.where(first, places, state["head_of"]))
 
-    def read(self, state: State) -> Operand:
+    def read(self, state: State, blocks: int) -> Operand:
         codes = []
         for bits in (4, 2):
-            packed = state[f"codes{bits}"]
+            packed = state[f"codes{bits}"][:, :, :blocks]
             codes.append(unpack(packed.transpose(-1, -2) if self.transposed else packed, bits))
         code = torch.cat([c for c in codes if c.shape[1]], 1)
         if codes[0].shape[1] and codes[1].shape[1]:
             place_of = state["head_of"].argsort(-1)
             code = code[torch.arange(len(code), device=code.device)[:, None], place_of]
-        x1 = code.to(torch.int16) * state["s2"][..., None, :] + state["z2"][..., None, :]
-        return Operand(x1.to(torch.int8), state["s"][..., None].expand(x1.shape[:-1]))
+        s2, z2, s = (state[name][:, :, :blocks] for name in ("s2", "z2", "s"))
+        x1 = code.to(torch.int16) * s2[..., None, :] + z2[..., None, :]
+        return Operand(x1.to(torch.int8), s[..., None].expand(x1.shape[:-1]))
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         wide = heads - self.low(heads)

@@ -32,8 +32,8 @@ class Int8Store(Store):
         write_rows(state["codes"], block.index, block.write, block.tokens.x)
         write_rows(state["scale"], block.index, block.write, block.tokens.scales)
 
-    def read(self, state: State) -> Operand:
-        return Operand(state["codes"], state["scale"])
+    def read(self, state: State, blocks: int) -> Operand:
+        return Operand(state["codes"][:, :, :blocks], state["scale"][:, :, :blocks])
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[8] * heads for _ in range(state["codes"].shape[0])]

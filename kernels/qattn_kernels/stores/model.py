@@ -25,8 +25,8 @@ class ModelStore(Store):
     def write(self, state: State, block: Block) -> None:
         write_rows(state["x"], block.index, block.write, block.tokens.x)
 
-    def read(self, state: State) -> Operand:
-        return Operand(state["x"], None)
+    def read(self, state: State, blocks: int) -> Operand:
+        return Operand(state["x"][:, :, :blocks], None)
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         bits = torch.finfo(state["x"].dtype).bits
