@@ -59,6 +59,11 @@ class QAttnCache(Cache):
         chosen = find_recipe(method, recipe, settings)
         return cls(chosen.layer_specs(model.config), chosen, max_cache_len, model.device.type)
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` more columns in every layer before any of them writes; see `QAttnLayer.reserve`."""
+        for layer in self.layers:
+            layer.reserve(tokens)
+
     def plan(self, tokens: int) -> None:
         """Make room for `tokens` columns in all, layer by layer, and keep that capacity."""
         for layer in self.layers:

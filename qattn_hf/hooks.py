@@ -76,14 +76,22 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         cache = kwargs["past_key_values"] = patched.new_cache()
     _check_cache(cache, len(patched.specs))
     kwargs["use_cache"] = True
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() not in (2, 4):
-        raise UnsupportedError(f"a mask of {mask.dim()} dimensions is not supported; pass a 2-D attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not torch.compiler.is_compiling():
-        tokens = next(kwargs[k].shape[1] for k in ("input_ids", "inputs_embeds") if kwargs.get(k) is not None)
-        if tokens > 1 or mask.device.type == "cpu":  # on a GPU a step of one token must not wait for the device
-            check_mask(mask, cache.get_seq_length(), tokens)
+    if not torch.compiler.is_compiling():
+        inputs = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
+        tokens = max((x.shape[1] for x in inputs if x is not None), default=0)
+        _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
+        cache.reserve(tokens)
     return (), kwargs
+
+
+def _check_new_mask(mask: Any, cache: QAttnCache, tokens: int) -> None:
+    """Only a mask that the user made can be wrong; the 4-D one of `generate` is ours, or attention refuses it."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() == 4:
+        return
+    if mask.dim() != 2:
+        raise UnsupportedError(f"a mask of {mask.dim()} dimensions is not supported; pass a 2-D attention_mask")
+    if tokens > 1 or mask.device.type == "cpu":  # on a GPU a step of one token must not wait for the device
+        check_mask(mask, cache.get_seq_length(), tokens)
 
 
 def _wanted(module: torch.nn.Module, kwargs: dict[str, Any], name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,9 +77,7 @@ class QAttnLayer(CacheLayerMixin):
             )
         self.geometry = Geometry(batch, heads, k_dim, v_dim, self.blocks, key_states.dtype)
         self.dtype, self.device = key_states.dtype, device
-        with torch.inference_mode(
-            False
-        ):  # else a cache first used under inference_mode could not be written outside it
+        with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
             self.state = {name: spec.empty_state(device) for name, spec in self._tensors().items()}
         self._fix_addresses()
         self.is_initialized = True
@@ -177,6 +176,7 @@ class QAttnLayer(CacheLayerMixin):
             )
         if not torch.compiler.is_compiling():
             self.reserve(query.shape[2])
+            self._used += query.shape[2]
         tensors = list(self.state.values())
         return attend(
             query,
@@ -213,7 +213,6 @@ class QAttnLayer(CacheLayerMixin):
                 )
             self._grow(bucket(self._blocks_for(self._used + tokens)))
             self.planned = False
-        self._used += tokens
 
     def plan(self, tokens: int) -> None:
         """Grow to `tokens` columns in all, which the caller knows to be the most: the capacity then stays fixed.
@@ -237,8 +236,7 @@ class QAttnLayer(CacheLayerMixin):
         if tokens <= self.spec.window.horizon:
             return
         old = self.spec
-        window = self.spec.window.__class__(**{**vars(old.window), "horizon": tokens})
-        self.spec = LayerSpec(old.k, old.v, window, old.compute, old.sparsity, old.impl)
+        self.spec = replace(old, window=replace(old.window, horizon=tokens))
         self._text = self.spec.encode()
         if self.is_initialized:
             resize_ring(self.state, old, self.spec)
@@ -264,7 +262,7 @@ class QAttnLayer(CacheLayerMixin):
         if blocks == self.blocks or not self.is_initialized:
             self.blocks = blocks
             return
-        geometry = Geometry(**{**vars(self.geometry), "blocks": blocks})
+        geometry = replace(self.geometry, blocks=blocks)
         grown = {}
         with torch.inference_mode(False):
             for name, spec in layer_tensors(geometry, self.spec).items():
@@ -280,8 +278,7 @@ class QAttnLayer(CacheLayerMixin):
             for name, (tensor, dim) in self.state_tensors().items():
                 if dim is not None:
                     self.state[name] = move(tensor, dim).clone()
-        batch = self.state["length"].shape[0]
-        self.geometry = Geometry(**{**vars(self.geometry), "batch": batch})
+        self.geometry = replace(self.geometry, batch=self.state["length"].shape[0])
         self._fix_addresses()
 
     def _fix_addresses(self) -> None:

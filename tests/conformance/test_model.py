@@ -200,6 +200,12 @@ def test_hand_made_cache_serves_generate_and_forward(model: LlamaForCausalLM, me
     assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), want)
     with pytest.raises(CapacityError, match="max_cache_len"):
         model.generate(ids, past_key_values=QAttnCache.for_model(model, max_cache_len=110), max_new_tokens=50)
+    short = QAttnCache.for_model(model, max_cache_len=64)
+    model(ids[:, :60], past_key_values=short)
+    before = {name: t.clone() for name, (t, _) in short.state_tensors().items()}
+    with pytest.raises(CapacityError, match="nothing was written"):
+        model(ids[:, 60:], past_key_values=short)
+    assert all(torch.equal(before[name], t) for name, (t, _) in short.state_tensors().items())
     other = QAttnCache.for_model(tiny_llama(), method="int8")
     model(ids, past_key_values=other)
     assert report(other).to_dict()["method"] == "int8"
