@@ -31,6 +31,7 @@ class QAttnCache(Cache):
             raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
         super().__init__(layers=[QAttnLayer(spec, max_cache_len, device_type) for spec in specs])
         self.recipe = recipe
+        self.decode = "eager"  # the path that the last `generate` took; a plain forward is eager
 
     @classmethod
     def for_model(

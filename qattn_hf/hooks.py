@@ -151,6 +151,7 @@ def prepare_cache(
         _check_cache(cache, len(model._qattn.specs))
         cache._is_user_defined = True
         model._qattn.last.cache = cache
+    cache.decode = "eager"  # until transformers asks for the compiled call
     drafted = 0
     if generation_mode == GenerationMode.ASSISTED_GENERATION:  # drafts overshoot, and verification takes them back
         drafted = 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
@@ -165,6 +166,8 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
     Without this, `generate` on a GPU would compile by itself, since the capacity is fixed.
     """
     if compile_config is not None or model._qattn.recipe.settings.decode == "compile":
+        if model._qattn.last.cache is not None:
+            model._qattn.last.cache.decode = "compile"
         return type(model).get_compiled_call(model, compile_config)
     return model.__call__
 

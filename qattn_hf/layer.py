@@ -78,7 +78,7 @@ class QAttnLayer(CacheLayerMixin):
         self.geometry = Geometry(batch, heads, k_dim, v_dim, self.blocks, key_states.dtype)
         self.dtype, self.device = key_states.dtype, device
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-            self.state = {name: spec.empty_state(device) for name, spec in self._tensors().items()}
+            self.state = {name: spec.empty_state(device) for name, spec in self.tensor_specs().items()}
         self._fix_addresses()
         self.is_initialized = True
 
@@ -195,7 +195,7 @@ class QAttnLayer(CacheLayerMixin):
         """Every tensor of the layer by name, with its batch dimension (None: shared by all rows)."""
         if not self.is_initialized:
             return {}
-        return {name: (self.state[name], spec.batch_dim) for name, spec in self._tensors().items()}
+        return {name: (self.state[name], spec.batch_dim) for name, spec in self.tensor_specs().items()}
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more columns, outside any captured step.
@@ -247,7 +247,8 @@ class QAttnLayer(CacheLayerMixin):
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.spec.window.block)
 
-    def _tensors(self) -> dict[str, TensorSpec]:
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Shape and role of every tensor of the layer, by name."""
         return layer_tensors(self.geometry, self.spec)
 
     def _slots_used(self) -> int:

@@ -49,7 +49,7 @@ def patch(
     try:
         _select(model)
         check_selected(model)
-    except Exception:
+    except Exception:  # whatever it is, the model must be as it was; it is raised again
         _restore(model, before)
         raise
     hooks.install(model, hooks.Patched(chosen, specs, model.device.type, before))

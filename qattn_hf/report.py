@@ -25,11 +25,13 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
     """
     if isinstance(model_or_cache, QAttnCache):
         cache = model_or_cache
-        return Report(cache.recipe, [_layer_row(i, layer) for i, layer in enumerate(cache.layers)])
+        return Report(cache.recipe, cache.decode, [_layer_row(i, layer) for i, layer in enumerate(cache.layers)])
     patched = getattr(model_or_cache, "_qattn", None)
     if patched is None:
         raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
-    return report(patched.last.cache) if patched.last.cache is not None else Report(patched.recipe, [])
+    if patched.last.cache is not None:
+        return report(patched.last.cache)
+    return Report(patched.recipe, patched.recipe.settings.decode, [])
 
 
 def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
@@ -52,8 +54,7 @@ def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
     tokens, closed = int(state["length"].sum()), int(state["block_len"].sum())
     windowed = spec.k.windowed or spec.v.windowed
     packed = closed if windowed else tokens
-    specs = layer.state_tensors()
-    row["bytes"] = sum(t.numel() * t.element_size() for t, _ in specs.values())
+    row["bytes"] = sum(t.nbytes for t, _ in layer.state_tensors().values())
     row |= {
         "packed_tokens": packed,
         "open_tokens": tokens - packed,
@@ -76,8 +77,8 @@ def _block_bits(layer: QAttnLayer, values: int) -> float | None:
     blocks, tokens = int((state["block_len"] > 0).sum()), int(state["block_len"].sum())
     if tokens == 0:
         return None
-    grows = [t for name, t in state.items() if layer._tensors()[name].block_dim is not None]
-    slot = sum(t.numel() * t.element_size() for t in grows) / (layer.geometry.batch * layer.blocks * block)
+    grows = [state[name] for name, spec in layer.tensor_specs().items() if spec.block_dim is not None]
+    slot = sum(t.nbytes for t in grows) / (layer.geometry.batch * layer.blocks * block)
     return 8 * slot * block * blocks / (tokens * values)
 
 
@@ -93,6 +94,7 @@ class Report:
     """`str()` is a table for people, `to_dict()` data for programs."""
 
     recipe: Recipe
+    decode: str
     layers: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,26 +103,27 @@ class Report:
         `packed_tokens`, `open_tokens`: tokens of all rows, packed in the layer that packed least, and the rest of them.
         `kv_bytes`: all state tensors, spare capacity and ring included; `kv_bytes_full_precision`: the same tokens in
         the model's precision. `effective_bits`: a value of the closed blocks, mean over layers; `effective_bits_total`:
-        `kv_bytes` over all values. `decode`, `impl`: what runs.
+        `kv_bytes` over all values. `impl`: who computes. `decode`: the path that the cache's last `generate` took, or
+        the recipe's before any cache was made.
         """
         settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
         bits = [row["effective_bits"] for row in self.layers if row.get("effective_bits") is not None]
         per_layer = [(r["packed_tokens"], r["open_tokens"]) for r in self.layers]
         packed, left = min(per_layer, default=(0, 0))
-        itemsize_bits = [r["effective_bits_total"] for r in self.layers if r.get("effective_bits_total")]
+        bits_total = [row["effective_bits_total"] for row in self.layers if row.get("effective_bits_total")]
         return {
             "method": self.recipe.method,
             "recipe": settings.model_dump(),
             "recipe_origin": self.recipe.origin,
             "impl": settings.resolved_impl(),
-            "decode": settings.decode,
+            "decode": self.decode,
             "packed_tokens": packed,
             "open_tokens": left,
             "kv_bytes": total,
             "kv_bytes_full_precision": full,
             "effective_bits": sum(bits) / len(bits) if bits else None,
-            "effective_bits_total": sum(itemsize_bits) / len(itemsize_bits) if itemsize_bits else None,
+            "effective_bits_total": sum(bits_total) / len(bits_total) if bits_total else None,
             "layers": self.layers,
         }
 
@@ -134,8 +137,8 @@ class Report:
             console.print("nothing cached yet: run the model first")
         else:
             console.print(
-                f"{_bytes(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
-                f"a layer; in model precision {_bytes(data['kv_bytes_full_precision'])}"
+                f"{size(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
+                f"a layer; in model precision {size(data['kv_bytes_full_precision'])}"
             )
             console.print(
                 f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
@@ -155,7 +158,7 @@ class Report:
                 _format(row, "v"),
                 str(row["packed_tokens"]),
                 str(row["open_tokens"]),
-                _bytes(row["bytes"]),
+                size(row["bytes"]),
                 _number(row.get("effective_bits")),
                 _notes(row),
             )
@@ -194,9 +197,10 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _bytes(count: float) -> str:
+def size(n_bytes: float) -> str:
+    """`1536` -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat
@@ -72,11 +71,7 @@ def check_selected(model: PreTrainedModel) -> None:
     """After selecting our attention: every attention module of the decoder must read it from its config."""
     for name, module in model.get_decoder().named_modules():
         config = getattr(module, "config", None)
-        if (
-            "attention" not in type(module).__name__.lower()
-            or not isinstance(module, torch.nn.Module)
-            or config is None
-        ):
+        if "attention" not in type(module).__name__.lower() or config is None:
             continue
         if config._attn_implementation != NAME:
             raise UnsupportedError(

@@ -45,7 +45,7 @@ def crop(state: State, spec: LayerSpec, drop: int) -> None:
     state["seen"].sub_(drop)
     _clear_dropped(state, window.block)
     for side, store in (("k", spec.k), ("v", spec.v)):
-        store.cropped(side_of(state, side), length, closed)
+        store.cropped(side_of(state, side), window, length, closed)
 
 
 def _clear_dropped(state: State, block: int) -> None:

@@ -33,8 +33,8 @@ def _check_capacity(state: State, spec: LayerSpec, count: torch.Tensor) -> None:
     have = state["block_len"].shape[1] * block
     if need > have:
         raise CapacityError(
-            f"the cache holds {have} tokens a row and this call needs {need}; nothing was written. "
-            "Make it with a larger max_cache_len, or without one so that it grows"
+            f"the cache holds {have} tokens a row and this call needs {need}; nothing was written. Make it with a "
+            "larger max_cache_len; a cache without one grows, but not inside a compiled call"
         )
 
 
@@ -60,7 +60,7 @@ def reference_step(
     result = attention(q, q_pos, state, spec, region, scores)
     state["v_read"].add_(result.seen)
     state["v_skipped"].add_(result.skipped)
-    return columns_back(result.out.to(q.dtype), span), columns_back(result.lse, span)
+    return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]
 
 
 @torch.library.custom_op("qattn::attend", mutates_args={"state"})

@@ -34,21 +34,22 @@ def region_blocks(window: Window, tokens: int) -> int:
     return -(-(window.span - 1 + window.residual + tokens) // window.block)
 
 
+def pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`x` `[B, H, N, D]` at token `index` `[B, n]`."""
+    return x.gather(2, index.long()[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
 def real_first(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
     """Move the real columns of each row to the front: `[B, H, T, D]`, `span` `[B, 2]` first real column and count."""
     tokens = torch.arange(x.shape[2], device=x.device)
-    index = (tokens + span[:, :1]).clamp(max=x.shape[2] - 1).long()
-    return x.gather(2, index[:, None, :, None].expand_as(x))
+    return pick(x, (tokens + span[:, :1]).clamp(max=x.shape[2] - 1))
 
 
 def columns_back(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
     """The inverse of `real_first`: padded columns get zeros."""
     tokens = torch.arange(x.shape[2], device=x.device) - span[:, :1]
     real = (tokens >= 0) & (tokens < span[:, 1:])
-    index = tokens.clamp(0, x.shape[2] - 1).long()
-    shape = (1, 1) if x.dim() == 3 else (1, -1, 1)
-    index, real = (t.view(len(t), 1, -1, *shape[2:]) if x.dim() == 4 else t[:, None] for t in (index, real))
-    return torch.where(real, x.gather(2, index.expand_as(x)), 0)
+    return torch.where(real[:, None, :, None], pick(x, tokens.clamp(0, x.shape[2] - 1)), 0)
 
 
 def bits_to_bool(bits: torch.Tensor) -> torch.Tensor:
@@ -60,11 +61,6 @@ def bool_to_bits(flags: torch.Tensor) -> torch.Tensor:
     """The inverse of `bits_to_bool`."""
     weights = 2 ** torch.arange(8, device=flags.device)
     return (flags.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
-
-
-def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`x` `[B, H, N, D]` at token `index` `[B, n]`."""
-    return x.gather(2, index.long()[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 class _Places(NamedTuple):
@@ -91,15 +87,15 @@ def _open_tokens(store: Store, side: State, at: _Places, blocks: int) -> Operand
     """What a store holds of open tokens: in the ring at their position, or in the arena at their slot."""
     if store.windowed:
         ring = Operand(side["ring"], side.get("ring_scale"))
-        return ring.map(lambda x: _pick(x, at.pos % x.shape[2]))
-    return store.read(side, blocks).map(lambda x: _pick(x.flatten(2, 3), at.slot))
+        return ring.map(lambda x: pick(x, at.pos % x.shape[2]))
+    return store.read(side, blocks).map(lambda x: pick(x.flatten(2, 3), at.slot))
 
 
 def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
     """Open tokens from the cache and behind them the new ones, zeros past the row's end."""
 
     def join(older: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
-        there = torch.where(at.new[:, None, :, None], _pick(newer, at.fresh), older)
+        there = torch.where(at.new[:, None, :, None], pick(newer, at.fresh), older)
         return torch.where((at.old | at.new)[:, None, :, None], there, 0)
 
     scale = None if arrived.scale is None else join(before.scales[..., None], arrived.scale[..., None])[..., 0]
@@ -122,12 +118,12 @@ def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor
     for name, store, x in (("k", spec.k, k), ("v", spec.v, v)):
         side = side_of(state, name)
         clean = torch.where((real[:, None] & ~bad)[..., None], x.float(), 0.0)
-        arrived = store.open(Arrival(clean, real, length, count), side)
+        arrived = store.open(Arrival(clean, real, length, count, window.block), side)
         joined = _join(_open_tokens(store, side, at, state["block_len"].shape[1]), arrived, at)
         sides.append(joined.map(lambda x: x.unflatten(2, (-1, window.block))))
 
-    dropped = _pick(bits_to_bool(state["dropped"]).flatten(2)[..., None], at.slot)[..., 0]
-    masked = torch.where(at.new[:, None], _pick(bad[..., None], at.fresh)[..., 0], dropped & at.old[:, None])
+    dropped = pick(bits_to_bool(state["dropped"]).flatten(2)[..., None], at.slot)[..., 0]
+    masked = torch.where(at.new[:, None], pick(bad[..., None], at.fresh)[..., 0], dropped & at.old[:, None])
     valid = (at.old | at.new).unflatten(1, (-1, window.block))
     keep = valid[:, None] & ~masked.unflatten(2, (-1, window.block))
     ready = (length + count - state["open_start"] - window.residual).clamp(min=0)

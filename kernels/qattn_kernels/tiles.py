@@ -31,12 +31,9 @@ class Tiles(NamedTuple):
 
     def first(self, n: int) -> Tiles:
         """The first `n` tiles."""
-
-        def cut(side: Operand) -> Operand:
-            return Operand(side.x[:, :, :n], None if side.scale is None else side.scale[:, :, :n])
-
+        k, v = (side.map(lambda x: x[:, :, :n]) for side in (self.k, self.v))
         pos, since, until = (x[:, :n] for x in self[2:5])
-        return Tiles(cut(self.k), cut(self.v), pos, since, until, self.keep[:, :, :n])
+        return Tiles(k, v, pos, since, until, self.keep[:, :, :n])
 
     def joined(self, other: Tiles) -> Tiles:
         """These tiles, then the others'."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from qattn_hf.report import size
+
 if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
 
@@ -92,15 +94,6 @@ def chosen_recipe(method: str | None, recipe: Path | None, settings: list[str] |
     if method is None and recipe is None:
         method = DEFAULT_METHOD
     return find_recipe(method, recipe, parse_settings(settings))
-
-
-def size(n_bytes: float) -> str:
-    """`1536` -> `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024 or unit == "GiB":
-            break
-        n_bytes /= 1024
-    return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
 
 
 def summary(report: dict[str, Any]) -> str:

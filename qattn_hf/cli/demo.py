@@ -19,8 +19,8 @@ from qattn_hf.cli._common import (
     SetOption,
     chosen_recipe,
     load,
-    size,
 )
+from qattn_hf.report import size
 
 if TYPE_CHECKING:
     from qattn_hf.cli._compare import Comparison

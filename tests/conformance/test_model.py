@@ -188,7 +188,9 @@ def test_generate_compiles_at_most_three_graphs(model: LlamaForCausalLM, method:
     for tokens, mask, new in calls:
         kwargs = dict(attention_mask=mask, do_sample=False, max_new_tokens=new)
         got = model.generate(tokens, compile_config=compiled, **kwargs)
+        assert report(model).to_dict()["decode"] == "compile"
         assert torch.equal(got, model.generate(tokens, **kwargs))
+        assert report(model).to_dict()["decode"] == "eager"
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from qattn_kernels.layout import State
-from qattn_kernels.rows import Region, bool_to_bits
+from qattn_kernels.rows import Region, bool_to_bits, pick
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import side_of
 from qattn_kernels.stores import Block, Operand, Store
@@ -28,7 +30,7 @@ def append(state: State, spec: LayerSpec, region: Region, count: torch.Tensor, c
         closes, reached = j < region.closing, region.valid[:, j, 0]
         write_rows(state["dropped"], index, reached, bool_to_bits(region.valid[:, None, j] & ~region.keep[:, :, j]))
         for side, store, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
-            block = Operand(tokens.x[:, :, j], None if tokens.scale is None else tokens.scale[:, :, j])
+            block = tokens.map(partial(torch.select, dim=2, index=j))
             where = closes if store.windowed else reached
             store.write(side_of(state, side), Block(block, region.keep[:, :, j], index, where))
         for name, value in (("block_pos", region.pos[:, j, 0]), ("block_len", closes.int() * spec.window.block)):
@@ -51,10 +53,8 @@ def _fill_ring(side: State, store: Store, tokens: Operand, state: State, length:
     last = length[:, None] - 1
     pos = last - (last - torch.arange(slots, device=last.device)) % slots
     new = (pos >= state["length"][:, None])[:, None]
-    index = (pos - state["open_start"][:, None]).clamp(0, tokens.x.shape[2] * tokens.x.shape[3] - 1).long()[:, None]
-    flat = tokens.x.flatten(2, 3)
-    picked = flat.gather(2, index[..., None].expand(-1, flat.shape[1], -1, flat.shape[3]))
-    side["ring"].copy_(torch.where(new[..., None], picked, side["ring"]))
-    if tokens.scale is not None:
-        picked = tokens.scale.flatten(2).gather(2, index.expand(-1, flat.shape[1], -1))
-        side["ring_scale"].copy_(torch.where(new, picked, side["ring_scale"]))
+    index = (pos - state["open_start"][:, None]).clamp(0, tokens.x.shape[2] * tokens.x.shape[3] - 1)
+    newest = tokens.map(lambda x: pick(x.flatten(2, 3), index))
+    side["ring"].copy_(torch.where(new[..., None], newest.x, side["ring"]))
+    if newest.scale is not None:
+        side["ring_scale"].copy_(torch.where(new, newest.scale, side["ring_scale"]))

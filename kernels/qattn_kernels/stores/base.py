@@ -42,13 +42,14 @@ class Operand(NamedTuple):
 class Arrival:
     """The new tokens of a call: real tokens first in each row, and what the row was before.
 
-    `x` fp32 `[B, H, T, D]` with zeros where `real` `[B, T]` is false; `length`, `count` `[B]`.
+    `x` fp32 `[B, H, T, D]` with zeros where `real` `[B, T]` is false; `length`, `count` `[B]`; `block` tokens a block.
     """
 
     x: torch.Tensor
     real: torch.Tensor
     length: torch.Tensor
     count: torch.Tensor
+    block: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Store:
         """Code bits of each head, for each row: `[B][Hkv]`."""
         raise NotImplementedError
 
-    def cropped(self, state: State, length: torch.Tensor, closed: torch.Tensor) -> None:
+    def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
         """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left."""
 
 

@@ -141,7 +141,7 @@ class FlashQStore(Store):
 
     def _universal(self, new: Arrival, tokens: Operand, state: State) -> Operand:
         """The paper's one scale: from a first call of at least a block, else from the row's first block of tokens."""
-        block = self._block(state)
+        block = new.block
         start, total = new.length[:, None], (new.length + new.count)[:, None]
         pos = new.length[:, None] + torch.arange(new.x.shape[2], device=new.x.device)
         real = new.real[:, None]
@@ -163,12 +163,6 @@ class FlashQStore(Store):
         return Operand(
             torch.where(applies[..., None], fixed, tokens.x), torch.where(zero, tokens.scales, scale[..., None])
         )
-
-    def _block(self, state: State) -> int:
-        """Tokens of a block, from the shape of either arena."""
-        token_dim = 4 if self.transposed else 3
-        wide = state["codes4"].shape[1] > 0
-        return state["codes4"].shape[token_dim] * 2 if wide else state["codes2"].shape[token_dim] * 4
 
     def seen(self, tokens: Operand) -> Operand:
         x1, scale = stage_one(tokens)
@@ -237,10 +231,10 @@ class FlashQStore(Store):
             rows.append(bits)
         return rows
 
-    def cropped(self, state: State, length: torch.Tensor, closed: torch.Tensor) -> None:
+    def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
         state["head_of"].masked_fill_((closed == 0)[:, None], 0)
         if self.buffer_scale == "universal":
-            state["universal"].masked_fill_((length < self._block(state))[:, None], 0.0)
+            state["universal"].masked_fill_((length < window.block)[:, None], 0.0)
 
 
 STORE = FlashQStore
