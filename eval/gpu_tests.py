@@ -2,7 +2,9 @@
 
     python eval/record.py gpu-tests -- python eval/gpu_tests.py
 
-CI has no GPU, so what these tests showed is kept in `eval/results/gpu-tests.json`. Fails if one fails or none ran.
+These are the files with `cuda` in their name, and the tests of kernels, which run compiled on a GPU and in Triton's
+interpreter elsewhere. CI has no GPU, so what they showed is kept in `eval/results/gpu-tests.json`. Fails if one
+fails, if none ran, or without a GPU. Other arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -12,31 +14,45 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-TESTS = Path(__file__).resolve().parent.parent / "tests" / "test_cuda.py"
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+
+
+def gpu_tests(folder: Path) -> list[Path]:
+    """Files and folders of tests that show something on a GPU that they cannot show elsewhere."""
+    kernels = folder / "kernels"
+    return sorted(folder.glob("test_*cuda*.py")) + ([kernels] if kernels.is_dir() else [])
 
 
 class Rows:
-    """Prints a row for each test that ran."""
+    """Prints a row for each test: those that ran, were skipped, or could not be set up."""
 
-    ran = 0
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call":
-            self.ran += 1
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes.append(report.outcome)
+            file, _, test = report.nodeid.rpartition(".py::")
             row = {
-                "test": report.nodeid.split("::")[-1],
+                "file": Path(file).name,
+                "test": test,
                 "outcome": report.outcome,
                 "seconds": round(report.duration, 2),
             }
             print("\n" + json.dumps(row), flush=True)
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    if not torch.cuda.is_available():
+        sys.exit("gpu_tests: these tests need a CUDA GPU")
     rows = Rows()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", str(TESTS)], plugins=[rows])
-    sys.exit(code or (0 if rows.ran else "gpu_tests: no test ran; they need a CUDA GPU"))
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *map(str, gpu_tests(TESTS)), *arguments], plugins=[rows])
+    if not code and "passed" not in rows.outcomes:
+        sys.exit("gpu_tests: no test ran")
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -8,13 +8,9 @@ A command that fails or prints no row leaves the old file as it is.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +18,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-VERSION = ROOT / "qattn_hf" / "_version.py"
 
 
 def portable(text: str) -> str:
@@ -69,33 +64,10 @@ def run(command: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of what the figures stand on; None: not installed. The project's own is that of this source tree."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "triton"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return {**found, "qattn_hf": runpy.run_path(str(VERSION))["__version__"]}
-
-
-def device() -> str:
-    """Name of the GPU, else of the CPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(0)
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"CPU, {name}, {torch.get_num_threads()} threads"
-
-
-def as_text(origin: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def as_text(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The result as JSON with one line a row, so that a change of figures is easy to see."""
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    return json.dumps(origin, indent=1).removesuffix("\n}") + ',\n "rows": [\n' + lines + "\n ]\n}\n"
+    return json.dumps(head, indent=1).removesuffix("\n}") + ',\n "rows": [\n' + lines + "\n ]\n}\n"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -107,17 +79,13 @@ def main(arguments: list[str] | None = None) -> None:
     if not re.fullmatch(r"[\w.-]+", options.name):
         parser.error(f"NAME is a file name of letters, digits, '.', '_' and '-', not {options.name!r}")
     rows = run(options.command)
+    from qattn_hf.bench.origin import origin  # takes seconds, which a command that fails need not wait for
+
     command = [Path(options.command[0]).name, *options.command[1:]]
-    origin = {
-        "name": options.name,
-        "command": portable(" ".join(command)),
-        "date": datetime.date.today().isoformat(),
-        "device": device(),
-        "versions": versions(),
-    }
+    head = {"name": options.name, **origin(portable(" ".join(command)))}
     options.results.mkdir(parents=True, exist_ok=True)
     target = options.results / f"{options.name}.json"
-    target.write_text(as_text(origin, portable_value(rows)), encoding="utf-8")
+    target.write_text(as_text(head, portable_value(rows)), encoding="utf-8")
     print(f"record: {len(rows)} rows in {portable(str(target))}", file=sys.stderr)
 
 

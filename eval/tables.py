@@ -9,11 +9,14 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -102,6 +105,16 @@ def bits_table(results: Path) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def speed_table(results: Path, bench: str) -> str:
+    """Rows of `qattn bench`, as the command shows them."""
+    from qattn_hf.bench.tables import computed_by, table
+
+    def shown(result: Result) -> str:
+        return f"{markdown(*table(result['rows']))}\n\n{computed_by(result['rows'])} How: {origin(result)}"
+
+    return "\n\n".join(map(shown, load(results, f"speed-{bench}"))) or "Not measured yet."
+
+
 def methods_table(results: Path) -> str:
     """Every method found, with its summary and its settings; nothing recorded is needed."""
     from qattn_hf.methods import Method, get_method, list_methods
@@ -123,8 +136,9 @@ def report_example(results: Path) -> str:
     from qattn_hf.cli import main as qattn
 
     printed = io.StringIO()
+    reference = mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"})  # tests set it, and it would take minutes
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), reference:
             qattn(["report", "--tokens", "1000", "--device", "cpu"])
     except SystemExit as ended:
         if ended.code:
@@ -137,6 +151,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "report": report_example,
     "quality": quality_table,
     "bits": bits_table,
+    "decode": partial(speed_table, bench="decode"),
+    "prefill": partial(speed_table, bench="prefill"),
+    "generate": partial(speed_table, bench="generate"),
 }
 
 

@@ -6,7 +6,7 @@ from qattn_hf._version import __version__
 from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import CapacityError, QAttnError, RecipeError, UnsupportedError
 from qattn_hf.methods import list_methods
-from qattn_hf.patcher import patch, unpatch
+from qattn_hf.patcher import patch, release, unpatch
 from qattn_hf.recipe import Recipe, load_recipe
 from qattn_hf.report import Report, report
 
@@ -22,6 +22,7 @@ __all__ = [
     "list_methods",
     "load_recipe",
     "patch",
+    "release",
     "report",
     "unpatch",
 ]

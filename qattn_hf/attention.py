@@ -112,7 +112,9 @@ def mask(
             "tokens, the cached ones included"
         )
     columns = torch.arange(q_length, device=attention_mask.device) + q_offset
-    new = attention_mask.to(torch.int32).index_select(1, columns)
+    new = attention_mask.index_select(1, columns).to(torch.int32)
+    if q_length == 1:  # every decode step comes here: one column has no padding before it
+        return torch.nn.functional.pad(new, (1, 0)).view(-1, 1, 1, 2)
     return torch.stack([new.argmax(1).to(torch.int32), new.sum(1, dtype=torch.int32)], -1).view(-1, 1, 1, 2)
 
 

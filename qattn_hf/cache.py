@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.pool import Pool
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_kernels.spec import LayerSpec
 
@@ -22,16 +25,28 @@ class QAttnCache(Cache):
         recipe: where they come from, for the report.
         max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks; None grows as needed.
         device_type: the device type that the recipe's `impl` was resolved for.
+        pool: of the patched model, which lends the tensors if the capacity is known before the first write.
     """
 
+    layers: list[QAttnLayer]
+
     def __init__(
-        self, specs: list[LayerSpec], recipe: Recipe, max_cache_len: int | None = None, device_type: str | None = None
+        self,
+        specs: list[LayerSpec],
+        recipe: Recipe,
+        max_cache_len: int | None = None,
+        device_type: str | None = None,
+        pool: Pool | None = None,
     ):
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
         super().__init__(layers=[QAttnLayer(spec, max_cache_len, device_type) for spec in specs])
-        self.recipe = recipe
-        self.decode = "eager"  # the path that the last `generate` took; a plain forward is eager
+        self.recipe, self.pool = recipe, pool
+        self.ran("eager")  # as a plain forward does
+
+    def ran(self, decode: str, reason: str | None = None) -> None:
+        """Note for the report which path the decode steps of the last `generate` took, and why no other one."""
+        self.decode, self.decode_reason = decode, reason
 
     @classmethod
     def for_model(
@@ -58,7 +73,29 @@ class QAttnCache(Cache):
         if patched is not None and method is None and recipe is None and not settings:
             return patched.new_cache(max_cache_len)
         chosen = find_recipe(method, recipe, settings)
-        return cls(chosen.layer_specs(model.config), chosen, max_cache_len, model.device.type)
+        return cls(chosen.layer_specs(model.config, model.device.type), chosen, max_cache_len, model.device.type)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of a cache are that was written to."""
+        return self.layers[0].device
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Record the call in its layer, see `QAttnLayer.update`; the first one finds the memory for it."""
+        if self.pool is not None and not self.layers[layer_idx].is_initialized and not torch.compiler.is_compiling():
+            if self.layers[0].planned and not any(layer.is_initialized for layer in self.layers):
+                self.layers = self.pool.take(self.layers, key_states, value_states)
+                weakref.finalize(self, self.pool.put, self.layers).atexit = False
+            if not self.layers[layer_idx].is_initialized:
+                self.pool.allocate(self.layers[layer_idx].lazy_initialization, key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def count(self, tokens: int) -> None:
+        """Note on the host a step that runs without the Python code of the layers; `reserve` made room for it."""
+        for layer in self.layers:
+            layer.count(tokens)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more columns in every layer before any of them writes; see `QAttnLayer.reserve`."""

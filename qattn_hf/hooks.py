@@ -14,24 +14,36 @@ from typing import Any
 import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
+from transformers.masking_utils import create_masks_for_generate
 
-from qattn_hf.attention import check_mask, register
+from qattn_hf.attention import check_mask, mask, register
 from qattn_hf.cache import LastCache, QAttnCache
+from qattn_hf.capture import python_hook
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.graph import GraphedCall
+from qattn_hf.pool import Pool
 from qattn_hf.recipe import Recipe
 from qattn_kernels.spec import LayerSpec
 
 
 @dataclass
 class Patched:
-    """What a patched model remembers: its recipe, its layers' specs, and how to undo the patch."""
+    """What a patched model remembers: its recipe, its layers' specs, and how to undo the patch.
+
+    Attributes:
+        decode, decode_reason: how `generate` runs its decode steps, and why not as a graph (`resolve_decode`).
+        last, pool: memory that is kept between calls.
+    """
 
     recipe: Recipe
     specs: list[LayerSpec]
     device_type: str
     attn_implementations: list[str | None]
+    decode: str
+    decode_reason: str | None
     hook_ids: list[int] = field(default_factory=list)
     last: LastCache = field(default_factory=LastCache)
+    pool: Pool = field(default_factory=Pool)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickle may come to a process where nothing was patched yet."""
@@ -40,9 +52,16 @@ class Patched:
 
     def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
         """A fresh cache by this patch's recipe."""
-        cache = QAttnCache(self.specs, self.recipe, max_cache_len, self.device_type)
+        cache = QAttnCache(self.specs, self.recipe, max_cache_len, self.device_type, self.pool)
         self.last.cache = cache
         return cache
+
+    def release(self) -> None:
+        """Let go of all memory that is kept for later calls."""
+        self.last.cache = None
+        self.pool.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def patch_of(module: torch.nn.Module) -> Patched:
@@ -80,7 +99,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         inputs = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
         tokens = max((x.shape[1] for x in inputs if x is not None), default=0)
         _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
-        cache.reserve(tokens)
+        patched.pool.allocate(cache.reserve, tokens)
     return (), kwargs
 
 
@@ -151,25 +170,64 @@ def prepare_cache(
         _check_cache(cache, len(model._qattn.specs))
         cache._is_user_defined = True
         model._qattn.last.cache = cache
-    cache.decode = "eager"  # until transformers asks for the compiled call
+    cache.ran("eager", _why_eager(model._qattn, generation_mode))
     drafted = 0
     if generation_mode == GenerationMode.ASSISTED_GENERATION:  # drafts overshoot, and verification takes them back
         drafted = 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
         cache.raise_horizon(drafted)
     if not generation_config.is_assistant:  # an assistant's cache serves many short calls: it grows instead
-        cache.plan(max_cache_length + drafted)
+        model._qattn.pool.allocate(cache.plan, max_cache_length + drafted)
+
+
+def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
+    """Why a `generate` runs eagerly that never asks for the compiled call."""
+    if patched.decode == "eager":
+        return patched.decode_reason
+    if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return f"{generation_mode.value.replace('_', ' ')} is not captured"
+    return "transformers did not ask for a compiled call"
 
 
 def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) -> Callable:
-    """In place of `get_compiled_call`: transformers' own if the recipe or the caller asks for it, else the eager call.
+    """In place of `get_compiled_call`: transformers' own if the recipe or the caller asks for it, else our own graphs.
 
     Without this, `generate` on a GPU would compile by itself, since the capacity is fixed.
     """
-    if compile_config is not None or model._qattn.recipe.settings.decode == "compile":
-        if model._qattn.last.cache is not None:
-            model._qattn.last.cache.decode = "compile"
+    patched = patch_of(model)
+    cache, strict = patched.last.cache, patched.recipe.settings.decode == "graph"
+    how, why = patched.decode, patched.decode_reason
+    if compile_config is not None:
+        how, why = "compile", None
+    elif how == "graph" and not strict and (hook := python_hook(model)) is not None:
+        how, why = "eager", f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does"
+    if cache is not None:  # a graph says so when it runs
+        cache.ran(*("eager", "no two decode steps had the same kind of inputs") if how == "graph" else (how, why))
+    if how == "compile":
         return type(model).get_compiled_call(model, compile_config)
-    return model.__call__
+    return GraphedCall(model, patched.pool, strict) if how == "graph" else model.__call__
+
+
+def generate_masks(
+    kinds: tuple[str, ...],
+    *,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Any,
+    **kwargs: Any,
+) -> Any:
+    """In place of `create_masks_for_generate`: a step of one token has its mask at once.
+
+    transformers' own comes to the same by a way that costs 0.2 ms a token, all of which the device waits.
+
+    Args:
+        kinds: the layer types by which the model looks its mask up; empty if it takes the mask as it is.
+    """
+    if inputs_embeds.shape[1] == 1 and isinstance(past_key_values, QAttnCache):
+        offset = past_key_values.get_seq_length().to(inputs_embeds.device)
+        made = mask(inputs_embeds.shape[0], 1, 0, offset, attention_mask, inputs_embeds.device)
+        return dict.fromkeys(kinds, made) if kinds else made
+    cached = dict(inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values)
+    return create_masks_for_generate(**cached, **kwargs)
 
 
 def install(model: PreTrainedModel, patched: Patched) -> None:
@@ -180,6 +238,9 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         patched.hook_ids.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).id)
     model._prepare_cache_for_generation = functools.partial(prepare_cache, model)
     model.get_compiled_call = functools.partial(compiled_call, model)
+    if not hasattr(type(model), "create_masks_for_generate"):  # else the model has masks of its own kind
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+        model.create_masks_for_generate = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
 
 
 def _positional(module: torch.nn.Module) -> tuple[str, ...]:
@@ -195,5 +256,6 @@ def uninstall(model: PreTrainedModel) -> None:
             module._forward_pre_hooks.pop(hook_id, None)
             module._forward_pre_hooks_with_kwargs.pop(hook_id, None)
         del module._qattn
-    for name in ("_prepare_cache_for_generation", "get_compiled_call", "_compiled_call", "_last_compile_config"):
+    overrides = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate")
+    for name in (*overrides, "_compiled_call", "_last_compile_config"):
         model.__dict__.pop(name, None)

@@ -18,6 +18,7 @@ from qattn_kernels.operator import attend, state_names
 from qattn_kernels.ring import resize_ring
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import layer_tensors
+from qattn_kernels.support import unsupported
 
 
 def bucket(blocks: int) -> int:
@@ -47,6 +48,7 @@ class QAttnLayer(CacheLayerMixin):
         self.blocks = bucket(self._blocks_for(max_cache_len or 1))
         self.state: State = {"seen": torch.zeros((), dtype=torch.int64)}
         self._text = spec.encode()
+        self.moves = 0  # how often tensors took another place, which ends what was captured over them
         self._used = 0  # upper bound of the slots any row uses, kept on the host so that no step waits for the device
 
     # The contract of transformers' caches
@@ -68,14 +70,14 @@ class QAttnLayer(CacheLayerMixin):
             raise UnsupportedError(
                 f"the model was patched for {self.device_type} and runs on {device.type}; patch it again"
             )
-        (batch, heads, _, k_dim), v_dim = key_states.shape, value_states.shape[-1]
+        heads = key_states.shape[1]
         low = max(getattr(store, "n_low", 0) for store in (self.spec.k, self.spec.v))
         if low > heads:
             raise UnsupportedError(
                 f"the recipe gives {low} heads of a layer 2 bits, but only {heads} KV heads are here: "
                 "use bits=4 or bits=2"
             )
-        self.geometry = Geometry(batch, heads, k_dim, v_dim, self.blocks, key_states.dtype)
+        self.geometry = self.geometry_of(key_states, value_states)
         self.dtype, self.device = key_states.dtype, device
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
             self.state = {name: spec.empty_state(device) for name, spec in self.tensor_specs().items()}
@@ -130,10 +132,11 @@ class QAttnLayer(CacheLayerMixin):
         Raises:
             UnsupportedError: if a removed column belongs to a call that had padding; nothing was changed.
         """
-        if not self.is_initialized:
+        count = int(tokens_to_remove)
+        if not self.is_initialized or count == 0:  # a deferred stop check says 0 at every step: no wait for the device
             return
-        count, seen = int(tokens_to_remove), int(self.state["seen"])
-        drop = min(-count, seen) if count <= 0 else max(0, seen - count)
+        seen = int(self.state["seen"])
+        drop = min(-count, seen) if count < 0 else max(0, seen - count)
         if drop == 0:
             return
         if drop == seen:
@@ -174,9 +177,11 @@ class QAttnLayer(CacheLayerMixin):
                 f"the cache holds {self.state['length'].shape[0]} rows and the call has {query.shape[0]}; "
                 "use a fresh cache, or batch_repeat_interleave / batch_select_indices"
             )
+        past = self.blocks
         if not torch.compiler.is_compiling():
             self.reserve(query.shape[2])
-            self._used += query.shape[2]
+            past = self._blocks_for(self._used)
+            self.count(query.shape[2])
         tensors = list(self.state.values())
         return attend(
             query,
@@ -189,6 +194,7 @@ class QAttnLayer(CacheLayerMixin):
             scores.softcap,
             scores.window,
             scores.sinks,
+            past,
         )
 
     def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
@@ -242,6 +248,15 @@ class QAttnLayer(CacheLayerMixin):
             resize_ring(self.state, old, self.spec)
             self._fix_addresses()
 
+    def count(self, tokens: int) -> None:
+        """Note on the host that `tokens` more columns are written; `reserve` made room for them."""
+        self._used += tokens
+
+    def geometry_of(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Geometry:
+        """Sizes of a layer of this capacity that holds such keys and values."""
+        batch, heads, _, k_dim = key_states.shape
+        return Geometry(batch, heads, k_dim, value_states.shape[-1], self.blocks, key_states.dtype)
+
     # Inside
 
     def _blocks_for(self, tokens: int) -> int:
@@ -283,8 +298,9 @@ class QAttnLayer(CacheLayerMixin):
         self._fix_addresses()
 
     def _fix_addresses(self) -> None:
-        """Tell compiled steps that the state stays where it is."""
+        """Tell compiled steps that the state stays where it is, and captured ones that it was elsewhere."""
         assert list(self.state) == state_names(self.spec)
+        self.moves += 1
         if not torch.compiler.is_compiling():
             for tensor in self.state.values():
                 torch._dynamo.mark_static_address(tensor)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat, attention, hooks
+from qattn_hf.capture import resolve_decode
 from qattn_hf.errors import QAttnError
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.support import check_model, check_selected
@@ -40,7 +41,8 @@ def patch(
     check_model(model)
     _compat.warn_if_untested()
     chosen = find_recipe(method, recipe, settings)
-    specs = chosen.layer_specs(model.config)
+    specs = chosen.layer_specs(model.config, model.device.type)
+    decode = resolve_decode(model, chosen.settings.decode)
     if hasattr(model, "_qattn"):
         unpatch(model)
     attention.register()
@@ -52,7 +54,7 @@ def patch(
     except Exception:  # whatever it is, the model must be as it was; it is raised again
         _restore(model, before)
         raise
-    hooks.install(model, hooks.Patched(chosen, specs, model.device.type, before))
+    hooks.install(model, hooks.Patched(chosen, specs, model.device.type, before, *decode))
     return model
 
 
@@ -62,12 +64,23 @@ def unpatch(model: Model) -> Model:
     Raises:
         QAttnError: if the model is not patched.
     """
-    if not hasattr(model, "_qattn"):
-        raise QAttnError("this model is not patched")
+    release(model)
     before = model._qattn.attn_implementations
     hooks.uninstall(model)
     _restore(model, before)
     return model
+
+
+def release(model: PreTrainedModel) -> None:
+    """Give back the memory that a patched model keeps for its next call: its last cache, unless you hold it too, the
+    memory of earlier ones, and captured decode steps. The next call makes them anew.
+
+    Raises:
+        QAttnError: if the model is not patched.
+    """
+    if not hasattr(model, "_qattn"):
+        raise QAttnError("this model is not patched")
+    hooks.patch_of(model).release()
 
 
 def _configs(config: PretrainedConfig) -> list[PretrainedConfig]:

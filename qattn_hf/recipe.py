@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from qattn_hf.assets import configs_dir
 from qattn_hf.errors import RecipeError
 from qattn_hf.methods import Method, get_method, list_methods
 from qattn_kernels.spec import LayerSpec
+from qattn_kernels.support import no_triton, unsupported
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,25 @@ class Recipe:
         """Name of the method."""
         return self.settings.name()
 
-    def layer_specs(self, config: PretrainedConfig) -> list[LayerSpec]:
-        """What each layer of a model with this config stores.
+    def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu") -> list[LayerSpec]:
+        """What each layer of a model with this config stores, and who computes it on this type of device.
 
         Raises:
-            RecipeError: if a setting does not fit the model, as a list of heads of another length.
+            RecipeError: if a setting does not fit the model, as a list of heads of another length, or Triton kernels
+                where they cannot run.
         """
         text = config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        specs = []
         try:
-            return [self.settings.layer_spec(i, text.num_hidden_layers, heads) for i in range(text.num_hidden_layers)]
+            for i in range(text.num_hidden_layers):
+                spec = self.settings.layer_spec(i, text.num_hidden_layers, heads)
+                reason = no_triton(device_type) or unsupported(spec, heads, text.num_attention_heads, dim, dim)
+                specs.append(dataclasses.replace(spec, impl=self.settings.chosen_impl(reason)))
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None
+        return specs
 
 
 def load_recipe(source: str | Path, **overrides: Any) -> Recipe:

@@ -14,7 +14,9 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe
+from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import side_of
+from qattn_kernels.support import no_triton, unsupported
 
 
 def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
@@ -25,13 +27,20 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
     """
     if isinstance(model_or_cache, QAttnCache):
         cache = model_or_cache
-        return Report(cache.recipe, cache.decode, [_layer_row(i, layer) for i, layer in enumerate(cache.layers)])
+        rows = [_layer_row(i, layer) for i, layer in enumerate(cache.layers)]
+        specs = [layer.spec for layer in cache.layers]
+        return Report(cache.recipe, _who(specs), cache.decode, cache.decode_reason, rows)
     patched = getattr(model_or_cache, "_qattn", None)
     if patched is None:
         raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
     if patched.last.cache is not None:
         return report(patched.last.cache)
-    return Report(patched.recipe, patched.recipe.settings.decode, [])
+    return Report(patched.recipe, _who(patched.specs), patched.decode, patched.decode_reason, [])
+
+
+def _who(specs: list[LayerSpec]) -> str:
+    """`triton`, `reference`, or both where layers differ."""
+    return " and ".join(sorted({spec.impl for spec in specs}))
 
 
 def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
@@ -67,8 +76,18 @@ def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
         "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
         "skip_rate": int(state["v_skipped"].sum()) / max(1, int(state["v_read"].sum())),
         "bits_per_head": {side: _bits(layer, side) for side in "kv"},
+        "no_kernels": _why_reference(layer),
     }
     return row
+
+
+def _why_reference(layer: QAttnLayer) -> str | None:
+    """Why the reference computes a layer that is on a GPU, where one expects kernels."""
+    geo = layer.geometry
+    if layer.spec.impl != "reference" or layer.device.type != "cuda":
+        return None
+    reason = no_triton("cuda") or unsupported(layer.spec, geo.heads, geo.heads, geo.k_dim, geo.v_dim)
+    return reason or "the recipe or the model's query heads ask for the reference"
 
 
 def _block_bits(layer: QAttnLayer, values: int) -> float | None:
@@ -94,7 +113,9 @@ class Report:
     """`str()` is a table for people, `to_dict()` data for programs."""
 
     recipe: Recipe
+    impl: str
     decode: str
+    decode_reason: str | None
     layers: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +125,7 @@ class Report:
         `kv_bytes`: all state tensors, spare capacity and ring included; `kv_bytes_full_precision`: the same tokens in
         the model's precision. `effective_bits`: a value of the closed blocks, mean over layers; `effective_bits_total`:
         `kv_bytes` over all values. `impl`: who computes. `decode`: the path that the cache's last `generate` took, or
-        the recipe's before any cache was made.
+        the one it would take before any cache was made; `decode_reason`: why it is not the one to expect, or None.
         """
         settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
@@ -116,8 +137,9 @@ class Report:
             "method": self.recipe.method,
             "recipe": settings.model_dump(),
             "recipe_origin": self.recipe.origin,
-            "impl": settings.resolved_impl(),
+            "impl": self.impl,
             "decode": self.decode,
+            "decode_reason": self.decode_reason,
             "packed_tokens": packed,
             "open_tokens": left,
             "kv_bytes": total,
@@ -130,8 +152,9 @@ class Report:
     def __str__(self) -> str:
         data = self.to_dict()
         console = Console(file=io.StringIO(), width=100, color_system=None)
+        why = f" ({data['decode_reason']})" if data["decode_reason"] else ""
         console.print(
-            f"{data['method']} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}"
+            f"{data['method']} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
         )
         if not data["kv_bytes"]:
             console.print("nothing cached yet: run the model first")
@@ -187,6 +210,7 @@ def _format(row: dict[str, Any], side: str) -> str:
 
 def _notes(row: dict[str, Any]) -> str:
     notes = [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
+    notes += [f"no kernels: {row['no_kernels']}"] if row.get("no_kernels") else []
     return ", ".join(notes + ([f"{row['skip_rate']:.1%} of V skipped"] if row.get("skip_rate") else []))
 
 

@@ -14,6 +14,7 @@ from qattn_kernels.online import Scores
 
 COUNTERS = ("nonfinite", "v_read", "v_skipped")  # they count events, so roll-backs do not undo them
 Case = tuple[str, dict[str, Any]]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels are tested, see conftest.py
 
 
 def cases() -> list[Case]:

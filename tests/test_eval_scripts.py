@@ -22,7 +22,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-record, tables = script("record"), script("tables")
+record, tables, gpu, gpu_tests = (script(name) for name in ("record", "tables", "gpu", "gpu_tests"))
 
 
 def run_record(tmp_path: Path, code: str, *arguments: str, name: str = "sample") -> Path:
@@ -107,6 +107,61 @@ def test_tables_hold_the_recorded_figures_and_their_conditions(tmp_path):
 
 def test_tables_without_results_say_so(tmp_path):
     assert tables.fill(README, tmp_path).count("Not measured yet.") == 2
+
+
+def test_speed_tables_hold_the_rows_of_the_benches(tmp_path):
+    (tmp_path / "results").mkdir()
+    shape = {"bench": "prefill", "batch": 4, "tokens": 4096}
+    rows = [
+        {**shape, "way": "sdpa cudnn", "packed": False, "tops": 533.2},
+        {**shape, "way": "turbo", "packed": True, "tops": 612.0},
+    ]
+    head = {"command": "python -m qattn_hf bench prefill", "date": "2030-01-02", "device": "GPU", "versions": {}}
+    (tmp_path / "results" / "speed-prefill.json").write_text(json.dumps({**head, "rows": rows}))
+    text = "".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("decode", "prefill", "generate"))
+    text = tables.fill(text, tmp_path / "results")
+    assert "| 4 x 4096 | 533 | 612 |" in text and "`python -m qattn_hf bench prefill`, 2030-01-02, GPU" in text
+    assert text.count("Not measured yet.") == 2
+
+
+def test_one_failing_part_costs_no_other(tmp_path, monkeypatch, capfd):
+    """Results of the parts that work are written, the old result of the one that fails stays, the exit code tells."""
+    ok, bad = (["python", "-c", code] for code in ("print('{\"ms\": 1}')", "print('{\"ms\": 2}'); raise SystemExit(3)"))
+    monkeypatch.setattr(gpu, "parts", lambda *_: {"tests": [("a", bad)], "decode": [("b", ok)], "prefill": [("c", ok)]})
+    old = tmp_path / "a.json"
+    old.write_text("old")
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--only", "decode,tests", "--results", str(tmp_path)])
+    assert ended.value.code == 1 and old.read_text() == "old"
+    assert json.loads((tmp_path / "b.json").read_text())["rows"] == [{"ms": 1}]
+    assert not (tmp_path / "c.json").exists(), "only what was chosen runs"
+    said = capfd.readouterr().out
+    assert said.index("== a") < said.index("== b") and "a: FAILED" in said and "b: recorded" in said
+
+
+def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
+    (tmp_path / "models" / "net").mkdir(parents=True)
+    parts = gpu.parts(["--quick"], tmp_path)
+    assert parts["decode"] == [("speed-decode", ["python", "-m", "qattn_hf", "bench", "decode", "--json", "--quick"])]
+    ((name, command),) = parts["quality"]
+    recorded = json.loads((ROOT / "eval" / "results" / "quality-full-tiny-llama-28m.json").read_text())["command"]
+    assert name == "quality-full-net" and command[-2:] == recorded.split()[-2:]
+    for arguments in (["--only", "speed"], ["--only", "quality"]):
+        with pytest.raises(SystemExit):
+            gpu.main(arguments)
+    said = capsys.readouterr().err
+    assert "the parts are tests, decode" in said and "needs --yardstick" in said
+
+
+def test_gpu_tests_are_found_by_name(tmp_path, monkeypatch):
+    (tmp_path / "kernels").mkdir()
+    for name in ("test_cuda.py", "test_graph_cuda.py", "test_cli.py"):
+        (tmp_path / name).touch()
+    found = [path.name for path in gpu_tests.gpu_tests(tmp_path)]
+    assert found == ["test_cuda.py", "test_graph_cuda.py", "kernels"]
+    monkeypatch.setattr(gpu_tests.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="need a CUDA GPU"):
+        gpu_tests.main([])
 
 
 def test_tables_refuse_an_unknown_marker(tmp_path):

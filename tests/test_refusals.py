@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel
 
-from qattn_hf import QAttnCache, list_methods, load_recipe, patch, report, unpatch
+from qattn_hf import QAttnCache, list_methods, load_recipe, patch, release, report, unpatch
 from qattn_hf.errors import CapacityError, QAttnError, RecipeError, UnsupportedError
 
 # fmt: off
@@ -105,6 +105,7 @@ SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"k_low_heads": [[0], [2]], **MIXED}, ("k_low_heads, layer 1 = [2]", "0 to 1")),
     ({"compute": "int8", "decode_compute": "model"}, ("compute='int8'", "decode_compute='model'", "or the two apart")),
     ({"impl": "triton"}, ("impl = 'triton'", "'auto', 'reference'")),
+    ({"decode": "cuda"}, ("decode = 'cuda'", "'auto', 'graph', 'compile' or 'eager'")),
     ({"method": "int8", "recipe": "turbo"}, ("method='int8' clashes", "'turbo'", "give one of them")),
     ({"bits": 3, "crop_horizon": 1, "sofmax": "sas"}, ("bits = 3", "crop_horizon = 1", "did you mean 'softmax'?")),
     ({"method": 3}, ("method", "3")),
@@ -150,6 +151,13 @@ def test_other_files(stock, tmp_path):
     refused_patch(stock, RecipeError, "'turbo' clashes", str(path), "'none'", method="turbo", recipe=path)
 
 
+def test_graph_where_there_can_be_none(stock, patched):
+    parts = "decode='graph'", "the model is on the cpu", "decode='auto'"
+    refused_patch(stock, UnsupportedError, *parts, decode="graph")
+    refused(lambda: patch(patched, decode="graph"), UnsupportedError, *parts)
+    assert report(patched).to_dict()["recipe_origin"] == "defaults of turbo", "the first patch is gone"
+
+
 OLD, MLA, BOTH = ("attention interface", "use a stock cache"), ("MLA", "stock cache"), ("encoder-decoder", "stock")
 WINDOW = ("sliding_attention", "config.sliding_window=None")
 EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
@@ -188,6 +196,7 @@ def test_what_is_no_model(thing):
 
 def test_report_and_unpatch_of_a_stock_model(stock):
     refused(lambda: unpatch(stock), QAttnError, "not patched")
+    refused(lambda: release(stock), QAttnError, "not patched")
     refused(lambda: report(stock), QAttnError, "patched model or a QAttnCache", "LlamaForCausalLM")
 
 

@@ -27,8 +27,8 @@ class Window:
 
     @property
     def ring(self) -> int:
-        """Slots of the ring of open tokens; a token's slot is its row position modulo this."""
-        return self.span + self.residual + self.horizon
+        """Slots of the ring of open tokens; a token's slot is its row position modulo this. Whole tiles of a kernel."""
+        return -(-(self.span + self.residual + self.horizon) // 64) * 64
 
 
 @dataclass(frozen=True)

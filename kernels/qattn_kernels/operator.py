@@ -24,12 +24,14 @@ def state_names(spec: LayerSpec) -> list[str]:
     return list(layer_tensors(Geometry(1, heads, 8, 8, 1, torch.float32), spec))
 
 
-def _check_capacity(state: State, spec: LayerSpec, count: torch.Tensor) -> None:
-    """Refuse what would overflow; inside a capture lengths cannot be asked, there the caller keeps an upper bound."""
-    if count.is_cuda and torch.cuda.is_current_stream_capturing():
+def _check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
+    """Refuse what would overflow. Elsewhere than on a CPU a step must not wait for lengths: there the caller keeps an
+    upper bound, as `QAttnLayer` does, and what went past it all the same is not written.
+    """
+    if span.device.type != "cpu":
         return
     block = spec.window.block
-    need = int((state["closed"] * block + state["length"] - state["open_start"] + count).max())
+    need = int((state["closed"] * block + state["length"] - state["open_start"] + span[:, 1]).max())
     have = state["block_len"].shape[1] * block
     if need > have:
         raise CapacityError(
@@ -50,7 +52,6 @@ def reference_step(
     """The whole step in plain PyTorch; arguments as in `attend`."""
     span = span.expand(q.shape[0], 2)
     count = span[:, 1].contiguous()
-    _check_capacity(state, spec, count)
     tokens = torch.arange(q.shape[2], device=q.device)
     q_pos = torch.where(tokens < count[:, None], state["length"][:, None] + tokens, -1).int()
     q, k, v = (real_first(x, span) for x in (q, k, v))
@@ -75,6 +76,7 @@ def attend(
     softcap: float,
     window: int,
     sinks: torch.Tensor | None,
+    past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the new keys and values, close full blocks, and attend.
 
@@ -84,22 +86,27 @@ def attend(
         state: the layer's tensors in the order of `state_names`, changed in place.
         spec: `LayerSpec.encode()`.
         scale, softcap, window, sinks: see `Scores`.
+        past: an upper bound of the blocks that any row has closed before the call; the capacity always is one.
 
     Returns:
         `[B, Hq, T, Dv]` in the query's dtype, zeros for padding; fp32 log-sum-exp `[B, Hq, T]`.
 
     Raises:
-        CapacityError: if the tokens do not fit; nothing was written. Not while a CUDA graph is captured.
+        CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
     layer = decode_spec(spec)
-    if layer.impl != "reference":
-        raise ValueError(f"qattn: no implementation {layer.impl!r}; use impl='reference'")
     named = dict(zip(state_names(layer), state, strict=True))
+    scores = Scores(scale, softcap, window, sinks)
+    _check_capacity(named, layer, span)
+    if layer.impl == "triton":
+        from qattn_kernels.fused import fused_step  # Triton is loaded when it is first used
+
+        return fused_step(query, key, value, span, named, layer, scores, past)
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
-        return reference_step(query, key, value, span, named, layer, Scores(scale, softcap, window, sinks))
+        return reference_step(query, key, value, span, named, layer, scores)
 
 
 @attend.register_fake
-def _(query, key, value, span, state, spec, scale, softcap, window, sinks):
+def _(query, key, value, span, state, spec, scale, softcap, window, sinks, past):
     shape = (*query.shape[:3], value.shape[3])
     return query.new_empty(shape), query.new_empty(query.shape[:3], dtype=torch.float32)

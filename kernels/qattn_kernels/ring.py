@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.layout import State
+from qattn_kernels.rows import pick
 from qattn_kernels.spec import LayerSpec
+from qattn_kernels.state import side_of
 
 
 def resize_ring(state: State, old: LayerSpec, new: LayerSpec) -> None:
@@ -15,15 +17,12 @@ def resize_ring(state: State, old: LayerSpec, new: LayerSpec) -> None:
     pos = last - (last - torch.arange(after, device=last.device)) % after
     held = (pos >= 0) & (pos >= state["longest"][:, None] - before)
     for side, store in (("k", old.k), ("v", old.v)):
-        for name in ("ring", "ring_scale"):
-            ring = state.get(f"{side}.{name}")
-            if not store.windowed or ring is None:
-                continue
-            shape = (1, 1) if ring.dim() == 4 else (1,)
-            index = (pos % before).long().view(len(pos), 1, -1, *shape[1:])
-            index = index.expand(-1, ring.shape[1], -1, *ring.shape[3:])
-            mask = held.view(len(pos), 1, -1, *shape[1:])
-            state[f"{side}.{name}"] = torch.where(
-                mask, ring.gather(2, index), torch.zeros((), dtype=ring.dtype, device=ring.device)
-            )
+        if not store.windowed:
+            continue
+        kept = store.ring(side_of(state, side)).map(
+            lambda x: torch.where(held[:, None, :, None], pick(x, pos % before), 0)
+        )
+        state[f"{side}.ring"] = kept.x.transpose(-1, -2).contiguous() if store.transposed else kept.x
+        if kept.scale is not None:
+            state[f"{side}.ring_scale"] = kept.scale
     state["ring_from"].copy_(torch.maximum(state["ring_from"], state["longest"] - before).int())

@@ -86,8 +86,7 @@ def _places(state: State, window: Window, tokens: int, count: torch.Tensor) -> _
 def _open_tokens(store: Store, side: State, at: _Places, blocks: int) -> Operand:
     """What a store holds of open tokens: in the ring at their position, or in the arena at their slot."""
     if store.windowed:
-        ring = Operand(side["ring"], side.get("ring_scale"))
-        return ring.map(lambda x: pick(x, at.pos % x.shape[2]))
+        return store.ring(side).map(lambda x: pick(x, at.pos % x.shape[2]))
     return store.read(side, blocks).map(lambda x: pick(x.flatten(2, 3), at.slot))
 
 

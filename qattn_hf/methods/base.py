@@ -35,9 +35,11 @@ class Method(BaseModel):
         1e-4, gt=0, description="a row drops at most this share of its weights; .inf is the paper"
     )
     crop_horizon: int = Field(64, ge=32, le=4096, description="tokens that crop takes back bit for bit")
-    decode: Literal["eager", "compile"] = Field("eager", description="how generate runs its decode steps")
+    decode: Literal["auto", "graph", "compile", "eager"] = Field(
+        "auto", description="how generate runs its decode steps; auto is graph on a GPU where it can be"
+    )
     impl: Literal["auto", "reference", "triton"] = Field(
-        "auto", description="who computes; auto takes the best there is"
+        "auto", description="who computes; auto takes Triton where it can, else the reference"
     )
 
     @classmethod
@@ -58,8 +60,6 @@ class Method(BaseModel):
                 raise ValueError(
                     f"compute={self.compute!r} sets both, but {key}={own!r}: give compute, or the two apart"
                 )
-        if self.impl == "triton":
-            raise ValueError("impl = 'triton': there are no Triton kernels yet; allowed: 'auto', 'reference'")
         return self
 
     def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
@@ -81,11 +81,13 @@ class Method(BaseModel):
         )
 
     def layer_spec(self, layer: int, layers: int, heads: int) -> LayerSpec:
-        """The four choices of one layer."""
+        """The four choices of one layer, computed by the reference until somebody chooses (`chosen_impl`)."""
         k, v = self.stores(layer, layers, heads)
         sparsity = Sparsity(self.sparse_v_tau, self.sparse_v_budget)
-        return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity, impl=self.resolved_impl())
+        return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity)
 
-    def resolved_impl(self) -> str:
-        """The implementation that runs: `auto` is the reference until there are kernels."""
-        return "reference" if self.impl == "auto" else self.impl
+    def chosen_impl(self, reason: str | None) -> str:
+        """Who computes a layer, given why Triton cannot (None: it can); ValueError if `impl` asks for what cannot be."""
+        if self.impl == "triton" and reason is not None:
+            raise ValueError(f"impl = 'triton': {reason}; use impl='auto' or 'reference'")
+        return "reference" if self.impl == "reference" or reason is not None else "triton"

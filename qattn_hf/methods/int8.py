@@ -11,7 +11,7 @@ class Int8(Method):
     """INT8 keys and values with one scale a token: near lossless, half the memory of bf16, append only."""
 
     def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
-        return Int8Store(), Int8Store()
+        return Int8Store(), Int8Store(transposed=True)
 
 
 METHOD = Int8

@@ -49,12 +49,13 @@ def append(state: State, spec: LayerSpec, region: Region, count: torch.Tensor, c
 
 def _fill_ring(side: State, store: Store, tokens: Operand, state: State, length: torch.Tensor) -> None:
     """Each slot takes the newest token whose row position falls on it, if that token is new."""
-    slots = side["ring"].shape[2]
+    ring = store.ring(side)
+    slots = ring.x.shape[2]
     last = length[:, None] - 1
     pos = last - (last - torch.arange(slots, device=last.device)) % slots
     new = (pos >= state["length"][:, None])[:, None]
     index = (pos - state["open_start"][:, None]).clamp(0, tokens.x.shape[2] * tokens.x.shape[3] - 1)
     newest = tokens.map(lambda x: pick(x.flatten(2, 3), index))
-    side["ring"].copy_(torch.where(new[..., None], newest.x, side["ring"]))
+    ring.x.copy_(torch.where(new[..., None], newest.x, ring.x))
     if newest.scale is not None:
-        side["ring_scale"].copy_(torch.where(new, newest.scale, side["ring_scale"]))
+        ring.scales.copy_(torch.where(new, newest.scale, ring.scales))

@@ -72,18 +72,28 @@ class Store:
 
     A `windowed` store keeps tokens in an open form in a ring until their block closes; any other writes each token
     in its final form at once.
+
+    Attributes:
+        transposed: codes of blocks and ring lie `[D, tokens]`, as the product with values wants them.
     """
 
     name: ClassVar[str]
     windowed: ClassVar[bool] = False
+
+    transposed: bool = False
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         """The tensors this store adds to the layer's state, `dim` being the head dim of its side."""
         raise NotImplementedError
 
     def ring_tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
-        """The ring of open tokens, for windowed stores."""
+        """The ring of open tokens, for windowed stores: `ring`, and `ring_scale` if its codes have scales."""
         raise NotImplementedError
+
+    def ring(self, state: State) -> Operand:
+        """The ring as it lies in memory, seen as `[B, H, slots, D]`."""
+        codes = state["ring"]
+        return Operand(codes.transpose(-1, -2) if self.transposed else codes, state.get("ring_scale"))
 
     def open(self, new: Arrival, state: State) -> Operand:
         """The open form of new tokens `[B, H, T, D]`; it may fix scales of the row in `state`."""

@@ -91,7 +91,6 @@ class FlashQStore(Store):
         n_low: acts in `mixed` only.
         priority: how those heads are chosen when a row's first block closes (see `head_priority`).
         low_heads: their list, if a recipe fixes it for all rows; it wins over `priority`.
-        transposed: blocks are stored `[D, tokens]`, as the product with values wants them.
         buffer_scale: `token`, or the paper's `universal`: one scale a row and head, later values clamped and counted.
     """
 
@@ -99,7 +98,6 @@ class FlashQStore(Store):
     n_low: int = 0
     priority: str = "priority"
     low_heads: tuple[int, ...] | None = None
-    transposed: bool = False
     buffer_scale: str = "token"
 
     name = "flashq"
@@ -130,8 +128,9 @@ class FlashQStore(Store):
         return found
 
     def ring_tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        slots = (dim, window.ring) if self.transposed else (window.ring, dim)
         return {
-            "ring": TensorSpec((geo.batch, geo.heads, window.ring, dim), torch.int8),
+            "ring": TensorSpec((geo.batch, geo.heads, *slots), torch.int8),
             "ring_scale": TensorSpec((geo.batch, geo.heads, window.ring), torch.float32),
         }
 

@@ -20,8 +20,9 @@ class Int8Store(Store):
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         shape = (geo.batch, geo.heads, geo.blocks, window.block)
+        codes = (*shape[:3], dim, window.block) if self.transposed else (*shape, dim)
         return {
-            "codes": TensorSpec((*shape, dim), torch.int8, block_dim=2),
+            "codes": TensorSpec(codes, torch.int8, block_dim=2),
             "scale": TensorSpec(shape, torch.float32, block_dim=2),
         }
 
@@ -29,11 +30,13 @@ class Int8Store(Store):
         return int8_tokens(new.x, LEVELS)
 
     def write(self, state: State, block: Block) -> None:
-        write_rows(state["codes"], block.index, block.write, block.tokens.x)
+        codes = block.tokens.x.transpose(-1, -2) if self.transposed else block.tokens.x
+        write_rows(state["codes"], block.index, block.write, codes)
         write_rows(state["scale"], block.index, block.write, block.tokens.scales)
 
     def read(self, state: State, blocks: int) -> Operand:
-        return Operand(state["codes"][:, :, :blocks], state["scale"][:, :, :blocks])
+        codes = state["codes"][:, :, :blocks]
+        return Operand(codes.transpose(-1, -2) if self.transposed else codes, state["scale"][:, :, :blocks])
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[8] * heads for _ in range(state["codes"].shape[0])]

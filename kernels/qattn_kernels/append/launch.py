@@ -1,0 +1,100 @@
+"""Launches of the append: ranking of heads, append and close, and around a long call the panel and the ring."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.append.kernel import finish_kernel, long_kernel, short_kernel, undo_kernel
+from qattn_kernels.append.ranking import PRIORITIES, rank_kernel
+from qattn_kernels.call import Call
+from qattn_kernels.panel import Panel
+from qattn_kernels.pieces import pieces_of
+from qattn_kernels.rows import region_blocks
+from qattn_kernels.sizes import power_of_two
+
+OVERHANG = 128  # slots behind a row's last token that a tile of the prefill may touch
+CODES = {"enable_fp_fusion": False, "num_warps": 4}  # for kernels that make codes: see `append/kernel.py`
+
+
+def rank(call: Call) -> None:
+    """Decide which heads get 2 bits, in rows whose first block the call closes; nothing where no row decides."""
+    kinds = [
+        PRIORITIES.index(store.priority) if mask < 0 else -1
+        for store, mask in ((call.spec.k, call.sizes.K_MASK), (call.spec.v, call.sizes.V_MASK))
+    ]
+    if max(kinds) < 0:
+        return
+    k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
+    rank_kernel[(call.batch,)](
+        *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, call.blocks,
+        k.open, k.seen, v.open, v.seen, *kinds, call.sizes, **CODES,
+    )  # fmt: skip
+
+
+def append(call: Call) -> None:
+    """Write the tokens of a short call and close what is full; the decode commits the lengths."""
+    k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
+    short_kernel[(region_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch)](
+        *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
+        state["block_len"], call.k, call.v, call.rows, call.blocks,
+        k.open, k.seen, k.place, k.put, v.open, v.seen, v.place, v.put, power_of_two(call.tokens), call.sizes, **CODES,
+    )  # fmt: skip
+
+
+def append_long(call: Call, panel: Panel) -> None:
+    """The same for a long call; new tokens and those that were open also go to the panel, and to the ring later."""
+    k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
+    blocks = region_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
+    long_kernel[(blocks, call.sizes.H, call.batch)](
+        *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
+        state["block_len"], call.k, call.v, _tensors(panel), call.rows, call.blocks, panel.pos.shape[1],
+        k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes, **CODES,
+    )  # fmt: skip
+
+
+def make_panel(call: Call, past: int) -> Panel:
+    """Room for `past` blocks and the region of the call; nothing in it is initialised."""
+    size, spec = call.sizes, call.spec
+    past = min(past, call.blocks)
+    slots = (past + region_blocks(spec.window, call.tokens)) * size.BLOCK + OVERHANG
+    shape = (call.batch, size.H, slots)
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=call.key.device)
+
+    dtype = call.state["k.x"].dtype if spec.k.name == "model" else torch.int8
+    scaled = dtype == torch.int8
+    v_shape = (*shape[:2], size.D, slots) if scaled else (*shape, size.D)
+    scale = [empty(shape) if scaled else None for _ in "kv"]
+    return Panel(
+        empty((*shape, size.D), dtype), scale[0], empty(v_shape, dtype), scale[1], empty(shape),
+        empty((call.batch, slots), torch.int32), call.rows,
+    )  # fmt: skip
+
+
+def undo(call: Call, panel: Panel, past: int) -> None:
+    """Unpack what was closed before the call, at most `past` blocks a row, into the panel."""
+    if past == 0:
+        return
+    k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
+    undo_kernel[(min(past, call.blocks), call.sizes.H, call.batch)](
+        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, _tensors(panel),
+        call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes, **CODES,
+    )  # fmt: skip
+
+
+def finish(call: Call) -> None:
+    """After a long call: the newest tokens go to the ring, and the rows' lengths are committed."""
+    k, v, size = pieces_of(call.spec.k), pieces_of(call.spec.v), call.sizes
+    grid = (-(-size.RING // size.BLOCK), size.H, call.batch) if size.RING else (1, 1, call.batch)
+    finish_kernel[grid](
+        *call.new, call.rows, call.row_state, call.k, call.v, call.batch, call.tokens, k.open, v.open,
+        power_of_two(call.batch), size, **CODES,
+    )  # fmt: skip
+
+
+def _tensors(panel: Panel) -> tuple:
+    """Pointers of a panel; a kernel that writes no scales gets another tensor in their place and leaves it alone."""
+    k_scale = panel.bias if panel.k_scale is None else panel.k_scale
+    v_scale = panel.bias if panel.v_scale is None else panel.v_scale
+    return panel.k, k_scale, panel.v, v_scale, panel.bias, panel.pos

@@ -1,0 +1,80 @@
+"""One call of the operator, its tensors in the form in which launchers take them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from qattn_kernels.layout import State
+from qattn_kernels.online import Scores
+from qattn_kernels.panel import ROW_FIELDS
+from qattn_kernels.pieces import side_tensors
+from qattn_kernels.sizes import Sizes, sizes_of
+from qattn_kernels.spec import SHORT_CALL, LayerSpec
+
+ROW_STATE = ("length", "closed", "open_start", "longest", "seen", "padded")
+
+
+class Call(NamedTuple):
+    """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    span: torch.Tensor
+    state: State
+    spec: LayerSpec
+    scores: Scores
+    sizes: Sizes
+    k: tuple
+    v: tuple
+    rows: torch.Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def blocks(self) -> int:
+        """Capacity of a row in blocks."""
+        return self.state["block_len"].shape[1]
+
+    @property
+    def new(self) -> tuple:
+        """The arguments of a kernel that reads new keys and values."""
+        return self.key, self.value, self.key.stride()[:3], self.value.stride()[:3]
+
+    @property
+    def spans(self) -> tuple:
+        """The call's mask, whose one row may stand for all."""
+        return self.span, 0 if self.span.shape[0] == 1 else self.span.stride(0)
+
+    @property
+    def row_state(self) -> tuple:
+        return tuple(self.state[name] for name in ROW_STATE)
+
+
+def make_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+) -> Call:
+    """Arguments as in `operator.attend`."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    batch, heads, tokens, dim = key.shape
+    short = tokens <= SHORT_CALL
+    int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
+    columns = tokens if short else 1
+    sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, scores)
+    rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
+    k, v = (side_tensors(state, side, store) for side, store in (("k", spec.k), ("v", spec.v)))
+    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows)

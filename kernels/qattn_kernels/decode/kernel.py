@@ -1,0 +1,246 @@
+"""Decode attention in Triton: one program a split of the context, and one for the open tokens; then a merge.
+
+TurboAttention, Algorithm 2, with the key channel scale folded into the query and the value channel scale into the
+accumulator. `decode/reference.py` is the specification. Queries are columns, scores are in log2 units.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit import LN2, LOG2E, commit_row, exp2_sas, float_to_int8, load_row, packed_since, slot_bits
+from qattn_kernels.pieces.int8 import pair_scores, pair_values
+
+RING_TILE = tl.constexpr(64)  # slots of the ring at a time, which it is a multiple of
+FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
+NOTHING = tl.constexpr(-1e30)  # the score of what is not seen; a part whose maximum this is has no weight
+
+
+@triton.jit
+def soft_cap(s, cap):
+    """`cap * tanh(s / cap)` of scores in log2 units."""
+    x = tl.exp2(-2.0 * tl.abs(s) / cap)
+    t = cap * LOG2E * (1.0 - x) / (1.0 + x)
+    return tl.where(s < 0, -t, t)
+
+
+@triton.jit
+def weights(s, top, running, threshold, C: tl.constexpr):
+    """Exponentials against the tile's own maximum; SAS cuts against the running one."""
+    x = s - top[None, :]
+    if C.SAS:
+        return exp2_sas(x, (threshold + running - top)[None, :])
+    return tl.exp2(x)
+
+
+@triton.jit
+def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
+    """`[DP, N]` queries as they came, scaled in fp32, and as INT8 with one scale each."""
+    d = tl.arange(0, C.DP)
+    head, column = h * C.G + n % C.G, first + t
+    base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
+    q = tl.load(Q + base[None, :] + d[:, None], mask=real[None, :] & (d < C.D)[:, None], other=0.0)
+    scaled = q.to(tl.float32) * scale
+    top = tl.max(tl.abs(scaled), 0) + 1e-30
+    return q, scaled, float_to_int8(scaled * (127.0 / top)[None, :]), top * (1.0 / 127.0)
+
+
+@triton.jit
+def _open_seen(s, slot, dropped, row, p, window, C: tl.constexpr):
+    """Scores of slots of the ring, with those gone that a query may not see, or reads from codes."""
+    length, closed, open_start, closing, first, count = row
+    last = length + count - 1
+    pos = last - (last - slot + C.RING) % C.RING
+    inside = pos >= open_start
+    offset = tl.where(inside, pos - open_start, 0)
+    keep = inside & (slot_bits(dropped, closed * C.BLOCK + offset) == 0)
+    block = offset // C.BLOCK
+    until = tl.where(block < closing, packed_since(block, open_start, C), FOREVER)
+    see = keep[:, None] & (pos[:, None] <= p[None, :]) & (p[None, :] < until[:, None])
+    if C.LOCAL:
+        see = see & (pos[:, None] > (p - window)[None, :])
+    return tl.where(see, s, NOTHING)
+
+
+@triton.jit
+def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, C: tl.constexpr):
+    """Attention over the ring, in the order of its slots: the tokens that were open before the call and its own."""
+    scale, cap, window, threshold = scores_of
+    HALF: tl.constexpr = RING_TILE // 2
+    t = tl.arange(0, HALF)
+    at = bh.to(tl.int64) * C.RING
+    for start in tl.range(0, C.RING, RING_TILE, num_stages=1):
+        lo, hi = pair_scores(K[6] + (at + start) * C.D, K[7] + at + start, HALF, query, scale, C)
+        if C.CAP:
+            lo, hi = soft_cap(lo, cap), soft_cap(hi, cap)
+        lo = _open_seen(lo, start + t, dropped, row, p, window, C)
+        hi = _open_seen(hi, start + HALF + t, dropped, row, p, window, C)
+        top = tl.max(tl.maximum(lo, hi), 0)
+        if tl.max(top, 0) > NOTHING:  # else none of these slots is open, which holds for half of the default ring
+            running = tl.maximum(m, top)
+            alpha, beta = tl.exp2(m - running), tl.exp2(top - running)
+            w_lo, w_hi = weights(lo, top, running, threshold, C), weights(hi, top, running, threshold, C)
+            acc, total = pair_values(
+                V[6] + at * C.D + start, V[7] + at + start, C.RING, HALF, w_lo, w_hi, acc, alpha, beta, query[0].dtype,
+                C,
+            )  # fmt: skip
+            l = l * alpha + total * beta
+            m = running
+    return m, l, acc
+
+
+@triton.jit
+def unseen(s, block, row, p, dropped, block_pos, block_len, half, window, C: tl.constexpr):
+    """Scores of a half tile with those gone that a query may not see."""
+    length, closed, open_start, closing, first, count = row
+    t = half * (C.BLOCK // 2) + tl.arange(0, C.BLOCK // 2)
+    keep = slot_bits(dropped, block * C.BLOCK + t) == 0
+    late = block >= closed
+    if C.RING > 0:  # closed by this call: read by queries that single steps would let read it
+        start = tl.load(block_pos + block)
+        keep = keep & (t < tl.load(block_len + block))
+        see = (~late) | (p >= packed_since(block - closed, open_start, C))
+        see = keep[:, None] & see[None, :]
+    else:  # tokens stand in their final form at once
+        start = tl.where(late, open_start + (block - closed) * C.BLOCK, tl.load(block_pos + block))
+        keep = keep & (late | (t < tl.load(block_len + block)))
+        see = keep[:, None] & ((~late) | ((start + t)[:, None] <= p[None, :]))
+    if C.LOCAL:
+        see = see & ((start + t)[:, None] > (p - window)[None, :])
+    return tl.where(see, s, NOTHING)
+
+
+@triton.jit
+def packed_part(K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, b, h, NB,
+                K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Attention over the blocks `begin` to `end` of the arenas."""
+    scale, cap, window, threshold = scores_of
+    k_place, k_head = K_LOCATE(K, b, h, C.K_LOW, C)
+    v_place, v_head = V_LOCATE(V, b, h, C.V_LOW, C)
+    head = (b * C.H + h).to(tl.int64) * NB
+    words = dropped.to(tl.pointer_type(tl.int64))
+    for block in tl.range(begin, end, num_stages=STAGES):
+        lo, hi = SCORES(K, head + block, k_head * NB + block, k_place, query, scale, C)
+        if C.CAP:
+            lo, hi = soft_cap(lo, cap), soft_cap(hi, cap)
+        masked = tl.load(words + block * (C.BLOCK // 64))
+        if C.BLOCK == 128:
+            masked = masked | tl.load(words + block * 2 + 1)
+        full = tl.load(block_len + block) == C.BLOCK
+        if (masked != 0) | (~full) | (block >= row[1]) | C.LOCAL:
+            lo = unseen(lo, block, row, p, dropped, block_pos, block_len, 0, window, C)
+            hi = unseen(hi, block, row, p, dropped, block_pos, block_len, 1, window, C)
+        top = tl.max(tl.maximum(lo, hi), 0)
+        running = tl.maximum(m, top)
+        alpha, beta = tl.exp2(m - running), tl.exp2(top - running)
+        w_lo, w_hi = weights(lo, top, running, threshold, C), weights(hi, top, running, threshold, C)
+        acc, total = VALUES(
+            V, head + block, v_head * NB + block, v_place, w_lo, w_hi, acc, alpha, beta, query[0].dtype, C
+        )
+        l = l * alpha + total * beta
+        m = running
+    return m, l, acc
+
+
+@triton.jit
+def blocks_seen(row, NB, C: tl.constexpr):
+    """Blocks of the arenas that some query of the call reads; never more than there are."""
+    length, closed, open_start, closing, first, count = row
+    if C.RING == 0:
+        blocks = closed + tl.cdiv(length + count - open_start, C.BLOCK)
+    elif C.ONE and C.SPAN == C.BLOCK and C.RESIDUAL == 0:
+        blocks = closed  # the block that one token closes is still read from the ring
+    else:
+        blocks = closed + closing
+    return tl.minimum(blocks, NB)
+
+
+@triton.jit
+def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS, NB, B, T, scores_of,
+                  LEAST, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
+                  V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (split, queries, row and head): a part of the context for up to `N` queries; the first split is the ring.
+
+    The other splits share a row's blocks evenly, at least `LEAST` blocks each, whatever the capacity.
+
+    `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights.
+    """
+    split, tile, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = bh // C.H, bh % C.H
+    row = load_row(ROWS, b)
+    n = tile * C.N + tl.arange(0, C.N)
+    t = n // C.G
+    real = t < row[5]
+    p = tl.where(real, row[0] + t, -1)
+    splits = tl.num_programs(0)
+    blocks = blocks_seen(row, NB, C)
+    stretch = tl.maximum(tl.cdiv(blocks, splits - (C.RING > 0)), LEAST)
+    begin = (split - (C.RING > 0)) * stretch
+    end = tl.minimum(begin + stretch, blocks)
+    is_ring = (C.RING > 0) & (split == 0)
+    if (split == 0) & (tile == 0) & (h == 0):
+        commit_row(ROWS, STATE, row, b, B, T, BP, C)
+    if is_ring | (begin < end):
+        query = load_queries(Q, strides, b, h, n, t, real, row[4], scores_of[0], C)
+        m, l = tl.full([C.N], NOTHING, tl.float32), tl.full([C.N], 0, tl.float32)
+        acc = tl.full([C.DP, C.N], 0, tl.float32)
+        dropped = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
+        if is_ring:
+            if C.RING > 0:
+                m, l, acc = open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, C)
+        else:
+            m, l, acc = packed_part(
+                K, V, dropped, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc, begin, end,
+                b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
+            )  # fmt: skip
+        d = tl.arange(0, C.DP)
+        at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
+        inside = n < T * C.G
+        tl.store(OUT + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])
+        tl.store(STATS + at * 2, m, mask=inside)
+        tl.store(STATS + at * 2 + 1, l, mask=inside)
+
+
+@triton.jit
+def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, NB, splits, T, LEAST, CHUNK: tl.constexpr,
+                 HAS_SINKS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
+
+    `RESULT` `[B, T, Hq, D]`, `LSE` fp32 `[B, Hq, T]`.
+    """
+    r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = load_row(ROWS, b)
+    t, head = r // C.G, h * C.G + r % C.G
+    blocks = blocks_seen(row, NB, C)
+    live = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, splits - (C.RING > 0)), LEAST)) + (C.RING > 0)
+    d = tl.arange(0, C.DP)
+    base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
+    m, l = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32)
+    acc = tl.full([C.DP], 0, tl.float32)
+    if HAS_SINKS:
+        m = tl.load(SINKS + head).to(tl.float32) * LOG2E
+        l += 1.0
+    for start in range(0, live, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        exists = i < live
+        at = base + i.to(tl.int64) * (T * C.G)
+        part_m = tl.load(STATS + at * 2, mask=exists, other=NOTHING)
+        part_l = tl.load(STATS + at * 2 + 1, mask=exists, other=0.0)
+        part = tl.load(OUT + at[:, None] * C.D + d[None, :], mask=exists[:, None] & (d < C.D)[None, :], other=0.0)
+        running = tl.maximum(m, tl.max(part_m, 0))
+        w = tl.where(part_m > NOTHING, tl.exp2(part_m - running), 0.0)
+        alpha = tl.exp2(m - running)
+        acc = acc * alpha + tl.sum(part * w[:, None], 0)
+        l = l * alpha + tl.sum(part_l * w, 0)
+        m = running
+    first, count = row[4], row[5]
+    spare = t - count
+    column = tl.where(t < count, first + t, tl.where(spare < first, spare, spare + count))
+    result = tl.where(t < count, acc / tl.where(l == 0.0, 1.0, l), 0.0)
+    lse = tl.where(t < count, m * LN2 + tl.log(l), 0.0)
+    heads = C.H * C.G
+    out = (b.to(tl.int64) * T + column) * heads + head
+    tl.store(RESULT + out * C.D + d, result.to(RESULT.dtype.element_ty), mask=d < C.D)
+    tl.store(LSE + (b.to(tl.int64) * heads + head) * T + column, lse)

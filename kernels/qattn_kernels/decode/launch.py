@@ -1,0 +1,48 @@
+"""Launches of the decode: parts of the context, then their merge."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.call import Call
+from qattn_kernels.decode.kernel import decode_kernel, merge_kernel
+from qattn_kernels.decode.table import choose
+from qattn_kernels.pieces import pieces_of
+from qattn_kernels.sizes import power_of_two
+
+EXTRA: dict = {}
+LOG2E = 1.4426950408889634
+
+
+def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a short call after its append; commits the rows' lengths.
+
+    Returns:
+        `[B, Hq, T, D]` in the query's dtype, memory in the order B, T, Hq, D; fp32 log-sum-exp `[B, Hq, T]`.
+    """
+    size, state, scores, batch, tokens = call.sizes, call.state, call.scores, call.batch, call.tokens
+    k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
+    rows = tokens * size.G
+    tuned = choose(size, batch * -(-rows // size.N))
+    splits = min(tuned.splits, call.blocks) + (size.RING > 0)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=call.query.device)
+
+    parts, stats = empty(batch * size.H, splits, rows, size.D), empty(batch * size.H, splits, rows, 2)
+    threshold = call.spec.compute.sas_threshold * LOG2E
+    decode_kernel[(splits, -(-rows // size.N), batch * size.H)](
+        call.query, call.query.stride()[:3], call.rows, call.k, call.v, state["dropped"], state["block_pos"],
+        state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
+        (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
+        tuned.least, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, size,
+        num_warps=tuned.warps, **EXTRA,
+    )  # fmt: skip
+    chunk = min(32, power_of_two(splits))
+    out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
+    lse = empty(batch, size.H * size.G, tokens)
+    merge_kernel[(rows, size.H, batch)](
+        parts, stats, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.blocks, splits, tokens,
+        tuned.least, chunk, scores.sinks is not None, size, num_warps=1 if chunk <= 4 else 4,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse

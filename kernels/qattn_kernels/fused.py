@@ -1,0 +1,37 @@
+"""The whole step in Triton; `operator.reference_step` is the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.append.launch import append, append_long, finish, make_panel, rank, undo
+from qattn_kernels.call import make_call
+from qattn_kernels.decode.launch import decode
+from qattn_kernels.layout import State
+from qattn_kernels.online import Scores
+from qattn_kernels.prefill.launch import prefill
+from qattn_kernels.spec import SHORT_CALL, LayerSpec
+
+
+def fused_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+    past: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and results as in `operator.attend`."""
+    call = make_call(query, key, value, span, state, spec, scores)
+    rank(call)
+    if call.tokens <= SHORT_CALL:
+        append(call)
+        return decode(call)
+    panel = make_panel(call, past)
+    undo(call, panel, past)
+    append_long(call, panel)
+    out, lse = prefill(call.query, panel, spec, scores)
+    finish(call)
+    return out, lse

@@ -1,0 +1,31 @@
+"""What a prefill kernel sees: keys and values of past and new tokens in one uniform, unpacked form, for one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# columns of `Panel.rows`: each row as it was before the call, and what the call brings
+LENGTH, CLOSED, OPEN_START, CLOSING, FIRST, COUNT = range(6)
+ROW_FIELDS = 8
+
+
+class Panel(NamedTuple):
+    """Slots `N` are those of the arenas: the token at row position `p >= open_start` lies in slot
+    `closed * block + p - open_start`, the packed past before it.
+
+    `k`: INT8 `[B, Hkv, N, Dk]` with fp32 `k_scale` `[B, Hkv, N]`, or the model's dtype with None.
+    `v`: INT8 TRANSPOSED `[B, Hkv, Dv, N]` with fp32 `v_scale` `[B, Hkv, N]`, or the model's dtype `[B, Hkv, N, Dv]`.
+    `bias`: fp32 `[B, Hkv, N]`, added to every score: 0, or -inf for slots that hold no token or a masked one.
+    `pos`: int32 `[B, N]` row positions. `rows`: int32 `[B, ROW_FIELDS]`: length, closed, open_start, closing, first
+    real column and count of the new tokens. Slots past a row's end hold anything but NaN, with bias -inf.
+    """
+
+    k: torch.Tensor
+    k_scale: torch.Tensor | None
+    v: torch.Tensor
+    v_scale: torch.Tensor | None
+    bias: torch.Tensor
+    pos: torch.Tensor
+    rows: torch.Tensor

@@ -1,0 +1,30 @@
+"""Launch configurations of the prefill kernel, measured on an H200 (Triton 3.6) where a number stands beside them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Config(NamedTuple):
+    """`bn` slots a tile where no position is compared, `tail` where some are; warps, pipeline stages, and the most
+    registers of a thread, so that more programs fit a multiprocessor; None: as many as the compiler wants."""
+
+    bn: int
+    tail: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+# (kind of the product with values, power of two that holds the larger head dim); smaller dims take the entry for 64
+CONFIGS = {
+    ("int8", 64): Config(128, 64, 4, 3),
+    ("int8", 128): Config(128, 64, 4, 3),
+    ("int8", 256): Config(64, 64, 8, 2),
+    ("half", 64): Config(64, 64, 4, 3),
+    ("half", 128): Config(64, 64, 4, 2),
+    ("half", 256): Config(64, 64, 8, 2),
+    ("float", 64): Config(32, 32, 4, 2),
+    ("float", 128): Config(32, 32, 4, 2),
+    ("float", 256): Config(32, 32, 8, 1),
+}

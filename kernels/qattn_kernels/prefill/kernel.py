@@ -1,0 +1,325 @@
+"""Prefill attention over a panel in Triton: INT8 or model-precision products, fp32 softmax, one pass.
+
+What makes it fast, beyond the products themselves:
+
+- A value's scale goes into its score as a logarithm, so that `exp2` yields the weight times that scale, ready to be
+  rounded; the row sum takes it out again in a multiply-add.
+- An int32 sum becomes a float without the conversion unit: the product starts from the bits of 1.5 * 2^23, so that its
+  result read as a float is `ROUNDER + sum`, and the multiply-add that scales it subtracts `ROUNDER * scale` as well.
+  That costs at most one unit of a sum of thousands.
+- The keys of a tile are taken in the order in which the second product wants their weights in registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit import LN2, LOG2E, ROUNDER, exp2_sas, float_to_int8, load_row
+
+NOTHING = tl.constexpr(-1e30)  # a running maximum before any score: finite, so that differences stay numbers
+NEGATIVE = tl.constexpr(float("-inf"))
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+LEVELS = tl.constexpr(119.0)
+LOG2_LEVELS = tl.constexpr(6.894817763307945)
+NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for. All are compile-time constants inside it.
+
+    `BM` queries a program, `BN` slots a tile of the main loop, `TAIL` of the others, `STAGES` of their pipelines;
+    `HQ`, `G` query heads and how many share a KV head; `D`, `DV` head dims of K and V, `DP`, `DVP` the powers of two
+    that hold them; `BLOCK` slots of a block; `BLOCK_SCALES`: the slots of a closed block share a scale in K and V;
+    `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product; `PLAIN`: the interpreter runs.
+    """
+
+    BM: int
+    BN: int
+    TAIL: int
+    STAGES: int
+    HQ: int
+    G: int
+    D: int
+    DV: int
+    DP: int
+    DVP: int
+    BLOCK: int
+    BLOCK_SCALES: bool
+    K_CODES: bool
+    V_CODES: bool
+    K_INT8: bool
+    V_INT8: bool
+    WINDOW: int
+    SOFTCAP: bool
+    SAS: bool
+    SINKS: bool
+    PLAIN: bool
+
+
+@triton.jit
+def value_columns(v_scale, bias, column, inverse, clean, rows, heads, N, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Of one (row, KV head): `column` = bias + log2 of the value's scale, `inverse` = 1 / scale, both `[N]`, and
+    `clean`, the first slot whose bias is not 0. Slots that nobody sees get an inverse of 0."""
+    head = tl.program_id(0)
+    length, closed, open_start, _, _, count = load_row(rows, head // heads)
+    base = head.to(tl.int64) * N
+    end = (closed * BLOCK + length - open_start + count + BLOCK - 1) // BLOCK * BLOCK
+    masked = end
+    for start in range(0, end, STEP):
+        n = start + tl.arange(0, STEP)
+        b = tl.load(bias + base + n, mask=n < end, other=0.0)
+        scale = tl.load(v_scale + base + n, mask=n < end, other=1.0)
+        scale = tl.where((scale == 0.0) | (b != 0.0), NO_SCALE, scale)
+        tl.store(column + base + n, tl.log2(scale) + b, mask=n < end)
+        tl.store(inverse + base + n, tl.where(b == 0.0, 1.0 / scale, 0.0), mask=n < end)
+        masked = tl.minimum(masked, tl.min(tl.where(b == 0.0, end, n)))
+    tl.store(clean + head, masked)
+
+
+@triton.jit
+def _key_order(n, CODES: tl.constexpr):
+    """The token that column `n` of a tile's scores holds: for 8-bit weights bits 1, 2 and 3 are rotated."""
+    return ((n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1)) if CODES else n
+
+
+@triton.jit
+def _token_order(p):
+    """Columns back in the order of the tokens. On a GPU nothing moves: it renames registers."""
+    BM: tl.constexpr = p.shape[0]
+    BN: tl.constexpr = p.shape[1]
+    return p.reshape(BM, BN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(BM, BN)
+
+
+@triton.jit
+def _load_keys(k, n0, i, C: tl.constexpr):
+    """`[DP, BN]`: slots `n0 + i`. Offsets inside one head fit 31 bits: 8 million slots of 256 channels."""
+    d = tl.arange(0, C.DP)
+    at = k + n0 * C.D + (i[None, :] * C.D + d[:, None])
+    return tl.load(at) if C.D == C.DP else tl.load(at, mask=d[:, None] < C.D, other=0)
+
+
+@triton.jit
+def _load_values(v, n0, i, N, C: tl.constexpr):
+    """`[BN, DVP]`: slots `n0 + i`."""
+    d = tl.arange(0, C.DVP)
+    if C.V_CODES:
+        at = v + n0 + (d[:, None] * N + i[None, :])
+        return tl.trans(tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV, other=0))
+    at = v + n0 * C.DV + (i[:, None] * C.DV + d[None, :])
+    return tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[None, :] < C.DV, other=0)
+
+
+@triton.jit
+def _product(x, y, C: tl.constexpr):
+    """In the dtype of `x`, summed in fp32; the interpreter knows no products of bf16."""
+    if C.PLAIN:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32))
+    return tl.dot(x, y.to(x.dtype), input_precision="ieee")
+
+
+@triton.jit
+def _sums(x, y):
+    """INT8 products as floats, `ROUNDER` above their value."""
+    start = tl.full([x.shape[0], y.shape[1]], ROUNDER_BITS, tl.int32)
+    return tl.dot(x, y, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exponentials(x, cut, C: tl.constexpr):
+    """`2^x`, by SAS if that is asked for: nothing where `x` is below `cut`."""
+    return exp2_sas(x, cut) if C.SAS else tl.exp2(x)
+
+
+@triton.jit
+def _block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.constexpr):
+    """Weights of a tile of whole blocks from its integer sums `x`. The largest sum of a block gives its largest score,
+    so that one multiply-add takes a sum to its exponent."""
+    PARTS: tl.constexpr = (BN + C.BLOCK - 1) // C.BLOCK
+    _, k_scale, _, column, inverse, _ = at
+    _, _, top, peak = carry
+    block = n0 + tl.arange(0, PARTS) * C.BLOCK
+    r = tl.load(inverse + block)[None, :]
+    a = tl.load(k_scale + block)[None, :] * unit
+    b = tl.load(column + block)[None, :] - a * ROUNDER
+    x = x.reshape(C.BM, PARTS, BN // PARTS)
+    best = tl.max(x, 2) * a + b
+    here = tl.max(best, 1)
+    base = here - LOG2_LEVELS
+    cut = best
+    if C.SAS:
+        bare = tl.log2(r)
+        peak = tl.maximum(peak, tl.max(best + bare, 1))
+        cut = (peak + threshold - base)[:, None] - bare
+    p = _exponentials(x * a[:, :, None] + (b - base[:, None])[:, :, None], cut[:, :, None], C)
+    return p.reshape(C.BM, BN), tl.sum(tl.sum(p, 2) * r, 1), here, tl.maximum(top, here), peak
+
+
+@triton.jit
+def _token_scores(x, unit, at, n, cap, C: tl.constexpr):
+    """Scores in log2 units plus the logarithm of each value's scale, and 1 / that scale, `[BM, BN]` and `[BN]`."""
+    _, k_scale, _, column, inverse, _ = at
+    b = tl.load(column + n)
+    r = tl.full([x.shape[1]], 1.0, tl.float32)
+    a = r * unit
+    if C.K_CODES:  # a slot that nobody sees may have any scale
+        a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n) * unit)
+    if C.V_CODES:
+        r = tl.load(inverse + n)
+    low = a * (-ROUNDER if C.K_INT8 else 0.0)
+    if C.SOFTCAP:  # `unit` makes this the exponent of its tanh
+        s = cap - 2.0 * cap / (tl.exp2(x * a[None, :] + low[None, :]) + 1.0) + b[None, :]
+    else:
+        s = x * a[None, :] + (low + b)[None, :]
+    return s, r
+
+
+@triton.jit
+def _token_weights(s, r, carry, threshold, C: tl.constexpr):
+    """Weights of a tile from its scores: INT8 ones against the tile's own maximum, others against the running one."""
+    _, _, top, peak = carry
+    here = tl.max(s, 1)
+    new = tl.maximum(top, here)
+    base = new
+    if C.V_INT8:
+        base = tl.where(here == NEGATIVE, 0.0, here) - LOG2_LEVELS
+    cut = s
+    if C.SAS:  # its cut is by the score alone
+        bare = tl.log2(tl.maximum(r, NO_SCALE))[None, :]
+        peak = tl.maximum(peak, tl.max(s + bare, 1))
+        cut = (peak + threshold - base)[:, None] - bare
+    p = _exponentials(s - base[:, None], cut, C)
+    return p, tl.sum(p * r[None, :] if C.V_CODES else p, 1), here, new, peak
+
+
+@triton.jit
+def _tile(q, unit, place, carry, at, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: tl.constexpr, MASK: tl.constexpr,
+          C: tl.constexpr):  # fmt: skip
+    """Take the slots from `n0` into `carry`: sums of values and of weights, the largest score with its value's scale,
+    and without it. `place` `[BM]`: the queries' row positions, compared if `MASK`. `BLOCKS`: scales are read by block
+    and nothing is masked."""
+    k, _, v, _, _, pos = at
+    acc, total, top, _ = carry
+    i = tl.arange(0, BN)
+    order = _key_order(i, C.V_INT8)
+    keys = _load_keys(k, n0, order, C)
+    x = _sums(q, keys) if C.K_INT8 else _product(q, keys, C)
+    if BLOCKS:
+        p, mass, here, new, peak = _block_weights(x, unit, carry, at, n0, threshold, BN, C)
+    else:
+        s, r = _token_scores(x, unit, at, n0 + order, cap, C)
+        if MASK:
+            there = tl.load(pos + n0 + order)[None, :]
+            see = there <= place[:, None]
+            if C.WINDOW:
+                see &= there > place[:, None] - C.WINDOW
+            s = tl.where(see, s, NEGATIVE)
+        p, mass, here, new, peak = _token_weights(s, r, carry, threshold, C)
+    alpha = tl.exp2(top - new)
+    values = _load_values(v, n0, i, N, C)
+    if C.V_INT8:
+        beta = tl.exp2(here - new)
+        sums = _sums(_token_order(float_to_int8(p)), values)
+        acc = sums * beta[:, None] + (acc * alpha[:, None] - (beta * ROUNDER)[:, None])
+        mass *= beta
+    else:
+        p = p.to(q.dtype) if C.V_CODES else p.to(values.dtype)
+        acc = acc * alpha[:, None] + _product(p, values, C)
+    return acc, total * alpha + mass, new, peak
+
+
+@triton.jit
+def _queries(q, stride, column, real, scale, cap, C: tl.constexpr):
+    """`[BM, DP]` as the product takes them, and the unit of their products with keys: log2, or the cap's exponent."""
+    d = tl.arange(0, C.DP)
+    x = tl.load(
+        q + column.to(tl.int64)[:, None] * stride + d[None, :], mask=real[:, None] & (d < C.D)[None, :], other=0
+    )
+    unit = scale
+    if C.K_INT8:
+        x = x.to(tl.float32) * scale
+        unit = tl.max(tl.max(tl.abs(x), 1), 0) / LEVELS
+        unit = tl.where(unit < 1e-36, 0.0, unit)
+        x = float_to_int8(x * (1.0 / tl.where(unit == 0.0, 1.0, unit)))
+    return x, unit * (2.0 * LOG2E * LOG2E / cap if C.SOFTCAP else LOG2E)
+
+
+@triton.jit
+def _window_start(pos, slot, place, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """The first slot of the tile that holds the oldest token which a query at `place`, in `slot`, sees. Slots lie at
+    least as far apart as positions, so it is that many slots back, or farther after crops."""
+    start = tl.maximum(slot - WINDOW + 1, 0) // BN * BN
+    while (start > 0) & (tl.load(pos + start) > place - WINDOW + 1):
+        start -= BN
+    return start
+
+
+@triton.jit(do_not_specialize=["T"])
+def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, sinks, out, lse, T, N, scale, cap,
+           threshold, C: tl.constexpr):  # fmt: skip
+    """One program: `BM` queries of a head. Those of one KV head follow one another, long ones first."""
+    blocks = tl.cdiv(T, C.BM)
+    pid = tl.program_id(0)
+    group = pid // C.G
+    t0 = (blocks - 1 - group % blocks) * C.BM
+    bh = group // blocks
+    b, h = bh // (C.HQ // C.G), bh % (C.HQ // C.G) * C.G + pid % C.G
+    length, closed, open_start, closing, first, count = load_row(rows, b)
+
+    t = t0 + tl.arange(0, C.BM)
+    real = t < count
+    to = first + t
+    to = tl.where(to < T, to, to - T)  # tokens beyond the row's count stand for its padding columns
+    x, unit = _queries(q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, q_t, to, real, scale, cap, C)
+
+    base = bh.to(tl.int64) * N
+    at = (k + base * C.D, k_scale + base, v + base * C.DV, column + base, inverse + base, pos + b.to(tl.int64) * N)
+    slot = closed * C.BLOCK + length - open_start
+    last = tl.minimum(t0 + C.BM, count)
+    end = tl.where(t0 < count, slot + last, 0)
+    plain = tl.minimum(slot + t0 + 1, end)  # slots below are seen by every query
+    if C.BLOCK_SCALES:
+        plain = tl.minimum(plain, tl.minimum((closed + closing) * C.BLOCK, tl.load(clean + bh)))
+    start = 0
+    main = 0
+    if C.WINDOW:
+        oldest = tl.minimum(t0, count - 1)
+        start = _window_start(at[5], slot + oldest, length + oldest, C.BN, C.WINDOW)
+        main = tl.maximum(tl.cdiv(slot + last - C.WINDOW, C.BN) * C.BN, start)
+    plain = tl.maximum(plain // C.BN * C.BN, main)
+
+    nothing = tl.full([C.BM], NOTHING, tl.float32)
+    acc = tl.full([C.BM, C.DVP], 0.0, tl.float32)
+    total, top, peak = tl.full([C.BM], 0.0, tl.float32), nothing, nothing
+    if C.WINDOW:
+        for n0 in tl.range(start, tl.minimum(main, end), C.TAIL, num_stages=C.STAGES):
+            acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, threshold,
+                                          C.TAIL, False, True, C)  # fmt: skip
+    for n0 in tl.range(main, plain, C.BN, num_stages=C.STAGES):
+        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, threshold,
+                                      C.BN, C.BLOCK_SCALES, False, C)  # fmt: skip
+    for n0 in tl.range(plain, end, C.TAIL, num_stages=C.STAGES):
+        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, threshold,
+                                      C.TAIL, False, True, C)  # fmt: skip
+    _finish(acc, total, top, sinks, out, lse, b, h, to, real, t < T, T, C)
+
+
+@triton.jit
+def _finish(acc, total, top, sinks, out, lse, b, h, to, real, inside, T, C: tl.constexpr):
+    """Normalise and write; zeros for columns without a token, and for queries that see nothing."""
+    if C.SINKS:
+        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        new = tl.maximum(top, sink)
+        fade = tl.exp2(top - new)
+        acc, total, top = acc * fade[:, None], total * fade, new
+        total += tl.exp2(sink - new) * (LEVELS if C.V_INT8 else 1.0)
+    some = real & (total > 0.0)
+    weight = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
+    sums = top * LN2 + tl.log(tl.where(some, total, 1.0) / (LEVELS if C.V_INT8 else 1.0))
+    sums = tl.where(some, sums, tl.where(real, NEGATIVE, 0.0))
+    tl.store(lse + (b * C.HQ + h).to(tl.int64) * T + to, sums, mask=inside)
+    d = tl.arange(0, C.DVP)
+    where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
+    tl.store(out + where, (acc * weight[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])

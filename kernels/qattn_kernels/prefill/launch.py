@@ -1,0 +1,122 @@
+"""The prefill kernel's launcher: what it is compiled for, and where its results go."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from qattn_kernels.online import Scores
+from qattn_kernels.panel import Panel
+from qattn_kernels.prefill.configs import CONFIGS, Config
+from qattn_kernels.sizes import power_of_two
+from qattn_kernels.spec import LayerSpec
+
+BLOCK_SCALED = {"flashq"}  # stores whose closed blocks have one scale
+MODEL_QUERIES = 64  # queries of a program where no scale ties them together
+LEAST_CUT = -80.0  # of SAS in log2 units: below it a weight is nothing, and so is that of a score of -inf
+STEP = 2048  # slots at a time in `value_columns`
+
+
+def _config(q: torch.Tensor, int8: bool, width: int) -> Config:
+    kind = "int8" if int8 else "float" if q.dtype == torch.float32 else "half"
+    return CONFIGS[kind, max(width, 64)]
+
+
+def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `kernel.value_columns`. Values without scales have the bias alone."""
+    from qattn_kernels.prefill.kernel import value_columns
+
+    if panel.v_scale is None:
+        return panel.bias, panel.bias, panel.rows
+    column, inverse = torch.empty_like(panel.bias), torch.empty_like(panel.bias)
+    batch, heads, slots = panel.bias.shape
+    clean = torch.empty(batch * heads, dtype=torch.int32, device=panel.bias.device)
+    value_columns[(batch * heads,)](
+        panel.v_scale, panel.bias, column, inverse, clean, panel.rows, heads, slots, BLOCK=block, STEP=STEP
+    )
+    return column, inverse, clean
+
+
+def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a long call over its panel; `prefill/reference.py` is the specification.
+
+    INT8 codes are multiplied as integers if `spec.compute.prefill` is `int8`; what the panel has in the model's dtype
+    always in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which are not the
+    reference's. `p_scale: tile` is the reference's alone.
+
+    Args:
+        q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `panel.rows` says which are real.
+        panel: contiguous tensors; slots that nobody sees hold finite values.
+
+    Returns:
+        `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
+        for padding; a query that sees nothing has zeros and -inf.
+    """
+    from qattn_kernels.prefill.kernel import Shape, attend
+
+    compute = spec.compute
+    q = q if q.stride(3) == 1 else q.contiguous()
+    (batch, hq, tokens, dim), heads = q.shape, panel.k.shape[1]
+    k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
+    k_int8, v_int8 = (codes and compute.prefill == "int8" for codes in (k_codes, v_codes))
+    dim_v = panel.v.shape[2] if v_codes else panel.v.shape[3]
+    dp, dvp = (max(16 if not (k_int8 or v_int8) else 32, power_of_two(d)) for d in (dim, dim_v))
+    config = _config(q, v_int8, max(dp, dvp))
+    shape = Shape(
+        BM=compute.block_q if k_int8 else MODEL_QUERIES,
+        BN=min(config.bn, 2 * spec.window.block),
+        TAIL=min(config.tail, spec.window.block),
+        STAGES=config.stages,
+        HQ=hq,
+        G=hq // heads,
+        D=dim,
+        DV=dim_v,
+        DP=dp,
+        DVP=dvp,
+        BLOCK=spec.window.block,
+        BLOCK_SCALES=k_int8
+        and v_int8
+        and not scores.softcap
+        and spec.k.name in BLOCK_SCALED
+        and spec.v.name in BLOCK_SCALED,
+        K_CODES=k_codes,
+        V_CODES=v_codes,
+        K_INT8=k_int8,
+        V_INT8=v_int8,
+        WINDOW=scores.window,
+        SOFTCAP=scores.softcap != 0,
+        SAS=compute.softmax == "sas",
+        SINKS=scores.sinks is not None,
+        PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
+    )
+    out = torch.empty((batch, tokens, hq, dim_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, hq, tokens), dtype=torch.float32, device=q.device)
+    column, inverse, clean = _value_columns(panel, spec.window.block)
+    attend[(batch * hq * -(-tokens // shape.BM),)](
+        q,
+        *q.stride()[:3],
+        panel.k,
+        panel.bias if panel.k_scale is None else panel.k_scale,
+        panel.v,
+        column,
+        inverse,
+        clean,
+        panel.pos,
+        panel.rows,
+        lse if scores.sinks is None else scores.sinks,
+        out,
+        lse,
+        tokens,
+        panel.bias.shape[2],
+        scores.scale,
+        scores.softcap * math.log2(math.e),
+        max(compute.sas_threshold * math.log2(math.e), LEAST_CUT),
+        C=shape,
+        num_warps=config.warps * max(1, shape.BM // MODEL_QUERIES),
+        num_stages=config.stages,
+        maxnreg=config.registers,
+        enable_fp_fusion=True,
+    )
+    return out.transpose(1, 2), lse

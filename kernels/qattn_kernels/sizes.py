@@ -1,0 +1,89 @@
+"""The constants that a kernel is compiled for, in one hashable value, so that argument lists stay readable."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from qattn_kernels.online import Scores
+from qattn_kernels.spec import LayerSpec
+from qattn_kernels.stores import Store
+from qattn_kernels.stores.flashq import FlashQStore
+
+LEAST_QUERIES = 8  # columns of the smallest tensor core tile
+MOST_QUERIES = 32  # columns of one program; more rows of a short call go to more programs
+
+
+class Sizes(NamedTuple):
+    """Attributes are compile-time constants inside kernels.
+
+    `H` KV heads, `G` query heads of each, `D` head dim, `DP` the power of two that holds it; `BLOCK`, `SPAN`,
+    `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` 2-bit heads,
+    `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own;
+    `N` queries of a decode program, `ONE` a call of one token; `INT8` products of integers; `SAS`, `CAP`, `LOCAL`
+    whether that softmax, a soft cap, a local window is used; `PLAIN` the interpreter runs, which knows no assembly.
+    """
+
+    H: int
+    G: int
+    D: int
+    DP: int
+    BLOCK: int
+    SPAN: int
+    RESIDUAL: int
+    RING: int
+    K_LOW: int
+    V_LOW: int
+    K_MASK: int
+    V_MASK: int
+    N: int
+    ONE: bool
+    INT8: bool
+    SAS: bool
+    CAP: bool
+    LOCAL: bool
+    PLAIN: bool
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def sizes_of(
+    spec: LayerSpec, heads: int, group: int, dim: int, tokens: int, int8: bool, scores: Scores
+) -> Sizes:
+    """For a call of `tokens` new tokens."""
+    at = spec.window
+    (k_low, k_mask), (v_low, v_mask) = (_low_heads(store, heads) for store in (spec.k, spec.v))
+    return Sizes(
+        H=heads,
+        G=group,
+        D=dim,
+        DP=power_of_two(dim),
+        BLOCK=at.block,
+        SPAN=at.span,
+        RESIDUAL=at.residual,
+        RING=at.ring if spec.k.windowed else 0,
+        K_LOW=k_low,
+        V_LOW=v_low,
+        K_MASK=k_mask,
+        V_MASK=v_mask,
+        N=min(MOST_QUERIES, max(LEAST_QUERIES, power_of_two(tokens * group))),
+        ONE=tokens == 1,
+        INT8=int8,
+        SAS=spec.compute.softmax == "sas",
+        CAP=scores.softcap != 0,
+        LOCAL=scores.window != 0,
+        PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
+    )
+
+
+def _low_heads(store: Store, heads: int) -> tuple[int, int]:
+    """How many heads get 2 bits, and which, one bit a head; -1: each row ranks its own."""
+    if not isinstance(store, FlashQStore):
+        return 0, 0
+    low = store.low(heads)
+    if store.low_heads is not None:
+        return low, sum(1 << head for head in store.low_heads)
+    return low, -1 if 0 < low < heads else 0

@@ -1,0 +1,57 @@
+"""What the Triton kernels can compute; everything else is the reference's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from qattn_kernels.spec import LayerSpec
+from qattn_kernels.stores.flashq import FlashQStore
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCKS = (64, 128)
+MOST_GROUP = 8
+STORES = ("flashq", "int8", "model")
+PRIORITIES = ("priority", "min_max", "variation")
+
+
+def no_triton(device_type: str) -> str | None:
+    """Why Triton cannot run on devices of this type here, or None. Its interpreter runs on a CPU if the environment
+    says `TRITON_INTERPRET=1`."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"Triton kernels need a CUDA GPU, and the model is on {device_type}"
+
+
+def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim: int) -> str | None:
+    """Why the kernels cannot compute a layer of this spec and these sizes, or None."""
+    group = query_heads // heads
+    if k_dim != v_dim or k_dim not in HEAD_DIMS:
+        return f"head dims are {k_dim} and {v_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}, K and V alike"
+    if group > MOST_GROUP:
+        return f"{group} query heads share a KV head; the kernels know up to {MOST_GROUP}"
+    if spec.window.block not in BLOCKS:
+        return f"blocks have {spec.window.block} tokens; the kernels know {', '.join(map(str, BLOCKS))}"
+    if spec.compute.p_scale != "row":
+        return f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row"
+    if spec.sparsity.tau > 0:
+        return "sparse V is the reference's so far"
+    return _unsupported_stores(spec)
+
+
+def _unsupported_stores(spec: LayerSpec) -> str | None:
+    for store in (spec.k, spec.v):
+        if store.name not in STORES:
+            return f"there are no kernels for {store.name} yet"
+        if store.name == "model" and "int8" in (spec.compute.prefill, spec.compute.decode):
+            return "INT8 products over keys and values in model precision are the reference's"
+        if isinstance(store, FlashQStore):
+            if store.buffer_scale != "token":
+                return f"buffer_scale is {store.buffer_scale!r}; the kernels scale the buffer by token"
+            if store.bits == "mixed" and store.low_heads is None and store.priority not in PRIORITIES:
+                return f"priority is {store.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
+    if spec.k.windowed != spec.v.windowed:
+        return "one of K and V has a ring and the other none"
+    return None

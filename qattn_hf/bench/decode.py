@@ -1,0 +1,141 @@
+"""Decode attention: one layer's whole step for one new token, packed caches beside every backend of bf16 SDPA.
+
+Both sides run inside one CUDA graph that holds many steps, as a captured decode step of a model does: the packed side
+appends, closes, attends and merges; the other writes keys and values into place and attends over exactly the context.
+Each step of the graph works on buffers that are no longer in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from qattn_hf.bench import sdpa
+from qattn_hf.bench.layers import Heads, bookkeeping, bytes_read, fill, make_layer
+from qattn_hf.bench.timing import Times, attempt, capture, check_finite, measure, release, working_sets
+from qattn_hf.methods import Method
+from qattn_kernels.online import Scores
+
+SDPA_STEPS = 16  # of a graph at least, so that its launch does not weigh
+ROOM = 4  # times the context: the spare capacity that must cost little
+
+
+class Point(NamedTuple):
+    """Rows, cached tokens of each, and for how many times as many tokens the packed caches have room."""
+
+    batch: int
+    context: int
+    room: int = 1
+
+
+FULL = [
+    *(Point(b, c) for b in (1, 4, 16, 64) for c in (512, 2048, 8192, 32768)),
+    *(Point(1, 4096), Point(64, 4096), Point(1, 131072)),
+    *(Point(1, 4096, ROOM), Point(16, 8192, ROOM), Point(64, 4096, ROOM)),
+]
+QUICK = [Point(1, 4096), Point(1, 32768), Point(16, 8192), Point(64, 4096), Point(64, 4096, ROOM)]
+TINY = [Point(1, 128), Point(2, 192), Point(1, 128, ROOM)]
+
+
+def rows(
+    points: Iterable[Point], methods: dict[str, Method], heads: Heads, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """One row a point and way: `way`, shapes, and milliseconds of one step; or `error` where a way cannot run."""
+    for point in points:
+        shape = {"bench": "decode", **point._asdict(), **heads.row(), "device": device.type}
+        backends = {f"sdpa {name}": backend for name, backend in _backends(point, device).items()}
+        ways: dict[str, Any] = {**(backends if point.room == 1 else {}), **methods}
+        for name, way in ways.items():
+            packed = not isinstance(way, sdpa.Backend)
+            timed = partial(_packed if packed else _sdpa, point, way, heads, device)
+            yield {**shape, "way": name, "packed": packed, **attempt(timed, ours=packed)}
+            release(device)
+
+
+def _backends(point: Point, device: torch.device) -> dict[str, sdpa.Backend]:
+    """Those worth trying; a CPU has `flash` and `math` only."""
+    names = set(sdpa.BACKENDS) if device.type == "cuda" else {"flash", "math"}
+    if point.batch * point.context > sdpa.MATH_TOKENS:
+        names.discard("math")
+    return {name: backend for name, backend in sdpa.BACKENDS.items() if name in names}
+
+
+def _new_token(point: Point, heads: Heads, device: torch.device) -> list[torch.Tensor]:
+    """Query, key and value of one new token of each row."""
+    return [
+        torch.randn(point.batch, h, 1, heads.dim, dtype=heads.dtype, device=device)
+        for h in (heads.query, heads.kv, heads.kv)
+    ]
+
+
+@torch.no_grad()
+def _sdpa(point: Point, backend: sdpa.Backend, heads: Heads, device: torch.device) -> dict[str, Any]:
+    n_bytes = point.batch * point.context * heads.bytes_per_token()
+    sets = working_sets(n_bytes, device)
+    token = _new_token(point, heads, device)
+    caches = [sdpa.Cache(heads, point.batch, point.context, device) for _ in range(sets)]
+    steps = [cache.step(backend, *token) for cache in caches]
+    check_finite(steps[0]())
+    steps = steps * (-(-SDPA_STEPS // sets) if device.type == "cuda" else 1)
+    times = measure(capture(steps, device), device)
+    return _result(times, len(steps), n_bytes) | {"buffers": sets}
+
+
+@torch.no_grad()
+def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) -> dict[str, Any]:
+    """Layers whose open tokens are spread over a span, and a graph in which each of them takes several tokens.
+
+    So every replay closes as many blocks as decoding does on average, one each `span` tokens of a row, and the mean
+    length over its steps is `context`.
+    """
+    probe = make_layer(settings, heads, point.batch, 1, device)
+    span = probe.spec.window.span
+    tokens_bytes = bytes_read(probe, probe.capacity) // probe.capacity * point.context
+    sets = working_sets(tokens_bytes, device)
+    sets = _divisor_from(span, sets) if sets <= span else -(-sets // span) * span
+    each = max(1, span // sets)  # tokens that a layer takes in one replay
+    first = max(0, point.context - span // 2)
+    capacity = max(point.context * point.room, first + 3 * span)
+    layers = [make_layer(settings, heads, point.batch, capacity, device) for _ in range(sets)]
+    for i, layer in enumerate(layers):
+        fill(layer, first + i * each % span)
+
+    q, k, v = _new_token(point, heads, device)
+    columns = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    scores = Scores(heads.dim**-0.5)
+
+    def step(layer: Any) -> torch.Tensor:
+        return layer.attend(q, layer.update(k, v)[0], columns, scores)[0]
+
+    restore = bookkeeping(layers)
+    for layer in layers:
+        check_finite(step(layer))
+    restore()
+    steps = [lambda layer=layer: step(layer) for _ in range(each) for layer in layers]
+    times = measure(capture(steps, device), device, prepare=restore)
+    return _result(times, len(steps), bytes_read(layers[0], point.context)) | {
+        "buffers": sets,
+        "capacity": layers[0].capacity,
+        "impl": layers[0].spec.impl,
+    }
+
+
+def _divisor_from(span: int, least: int) -> int:
+    """The smallest divisor of `span` that is not below `least`."""
+    return next(n for n in range(least, span + 1) if span % n == 0)
+
+
+def _result(times: Times, steps: int, n_bytes: int) -> dict[str, Any]:
+    ms, low, high = (round(value / steps, 6) for value in times[:3])
+    return {
+        "ms": ms,
+        "ms_low": low,
+        "ms_high": high,
+        "kv_bytes": n_bytes,
+        "gb_per_s": round(n_bytes / ms / 1e6, 1),
+        "steps": steps,
+        "replays": times.runs,
+    }

@@ -1,0 +1,206 @@
+"""`generate` of a whole model: what a token takes, how much memory, and what each way costs before it runs.
+
+Every way generates twice from the same random prompt. The first run is cold: it pays for compiling and capturing, and
+each of its decode steps is timed alone (the call that `generate` makes, and an argmax, synchronized). The second run
+is as users see it: time to the first token, time of the others, peak memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from qattn_hf.bench.model import kv_bytes
+from qattn_hf.bench.timing import attempt, release, synchronize
+from qattn_hf.bench.ways import Way, capture_floor
+from qattn_hf.cache import QAttnCache
+from qattn_hf.report import report
+
+
+class Point(NamedTuple):
+    """Rows, and tokens of each row's prompt."""
+
+    batch: int
+    context: int
+
+
+FULL = [Point(1, 4096), Point(1, 32768), Point(8, 4096)]
+QUICK = [Point(1, 4096)]
+TINY = [Point(2, 80)]
+
+
+class Run(NamedTuple):
+    """One `generate`: seconds from one token to the next, the first counted from the call; seconds of decode steps."""
+
+    gaps: list[float]
+    steps: list[float]
+    compiled: bool
+    cache: Any
+    prefill_peak: int
+    peak: int
+
+
+class Stamps(StoppingCriteria):
+    """Notes when each token is there; `generate` itself waits for the device right after this."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.times: list[float] = []
+        self.first_peak = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        synchronize(self.device)
+        self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            self.first_peak = _peak(self.device)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def rows(
+    points: Iterable[Point], ways: list[Way], model: PreTrainedModel, device: torch.device, new_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """One row a point and way."""
+    config = model.config.get_text_config(decoder=True)
+    sizes = {key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "num_key_value_heads")}
+    shape = {"bench": "generate", **sizes, "dtype": str(model.dtype).removeprefix("torch."), "device": device.type}
+    for point in points:
+        ids = torch.randint(1, config.vocab_size, point, device=device)
+        for way in ways:
+            found = attempt(partial(_measured, model, way, ids, new_tokens), ours=way.packed)
+            yield {**shape, **point._asdict(), "new_tokens": new_tokens, "way": way.name, "packed": way.packed, **found}
+            gc.collect()  # models are full of cycles
+            release(device)
+
+
+def _measured(model: PreTrainedModel, way: Way, ids: torch.Tensor, new_tokens: int) -> dict[str, Any]:
+    if way.decode == "captured":
+        return {"decode": "captured", "impl": None, "step_ms": _round(capture_floor(model, ids.shape[0]))}
+    with way.prepared(model):
+        cold = generate(model, ids, new_tokens, way.inputs(model), watch=True)
+        cold = cold._replace(cache=None)  # its memory is not the second run's
+        gc.collect()
+        release(model.device)
+        warm = generate(model, ids, new_tokens, way.inputs(model), watch=False)
+    found = _ran(warm, way) | _figures(cold, warm)
+    return found | {
+        "kv_bytes": _cache_bytes(warm.cache),
+        "prefill_peak_bytes": warm.prefill_peak,
+        "peak_bytes": warm.peak,
+    }
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, inputs: dict[str, Any], watch: bool) -> Run:
+    """`new_tokens` greedy tokens after `ids` `[B, T]`, with the time of each; `watch` also times the steps alone."""
+    device = ids.device
+    stamps = Stamps(device)
+    steps: list[float] = []
+    compiled: list[bool] = []
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    with decode_calls(model, partial(_timed, seconds=steps, device=device) if watch else None, compiled):
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([stamps]),
+            return_dict_in_generate=True,
+            **inputs,
+        )
+    gaps = [now - before for before, now in zip([began, *stamps.times], stamps.times, strict=False)]
+    if len(gaps) != new_tokens or (watch and len(steps) != new_tokens - 1):
+        raise RuntimeError(f"asked for {new_tokens} tokens, saw {len(gaps)} and {len(steps)} decode steps")
+    return Run(gaps, steps, bool(compiled), out.past_key_values, stamps.first_peak, _peak(device))
+
+
+@contextmanager
+def decode_calls(
+    model: PreTrainedModel, wrap: Callable[[Callable], Callable] | None, compiled: list[bool]
+) -> Iterator[None]:
+    """Inside, `generate` makes its decode steps through `wrap(call)`; `compiled` tells if it asked for a compiled call.
+
+    `generate` takes `model.get_compiled_call(...)` or else `model.__call__`, both by attribute, so that attributes of
+    this one model are enough. What gets compiled is the bare call, never the wrapped one.
+    """
+    before, get = model.__dict__.get("get_compiled_call"), model.get_compiled_call
+
+    def compiled_call(config: Any) -> Callable:
+        model.__dict__.pop("__call__", None)
+        call = get(config)
+        compiled.append(True)
+        return wrap(call) if wrap else call
+
+    model.__dict__["get_compiled_call"] = compiled_call
+    if wrap:
+        model.__dict__["__call__"] = wrap(model.__call__)
+    try:
+        yield
+    finally:
+        model.__dict__.pop("__call__", None)
+        model.__dict__.pop("get_compiled_call")
+        if before is not None:
+            model.__dict__["get_compiled_call"] = before
+
+
+def _timed(call: Callable, seconds: list[float], device: torch.device) -> Callable:
+    def step(*args: Any, **kwargs: Any) -> Any:
+        synchronize(device)
+        began = time.perf_counter()
+        out = call(*args, **kwargs)
+        out.logits[:, -1].argmax(-1)
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+        return out
+
+    return step
+
+
+def _ran(run: Run, way: Way) -> dict[str, Any]:
+    """What really ran.
+
+    Raises:
+        RuntimeError: it is not what was asked for, so that its figures would stand under a wrong name.
+    """
+    if isinstance(run.cache, QAttnCache):
+        said = report(run.cache).to_dict()
+        ran, why = {"decode": said["decode"], "impl": said["impl"]}, said.get("decode_reason")
+    else:
+        ran, why = {"decode": "compile" if run.compiled else "eager", "impl": None}, None
+    if ran["decode"] != way.decode:
+        raise RuntimeError(f"{way.name} asks for decode={way.decode!r}, but {ran['decode']!r} ran: {why}")
+    return ran
+
+
+def _figures(cold: Run, warm: Run) -> dict[str, Any]:
+    """Medians of the second half of the tokens, when every way has settled; the rest over them is set-up."""
+    token, step = (statistics.median(times[len(times) // 2 :]) for times in (warm.gaps, cold.steps))
+    return {
+        "ms_per_token": _round(token * 1e3),
+        "step_ms": _round(step * 1e3),
+        "first_token_s": _round(warm.gaps[0]),
+        "first_token_extra_s": _round(cold.gaps[0] - warm.gaps[0]),
+        "setup_s": _round(sum(gap - token for gap in cold.gaps[1:])),
+        "setup_again_s": _round(sum(gap - token for gap in warm.gaps[1:])),
+    }
+
+
+def _cache_bytes(cache: Any) -> int:
+    return report(cache).to_dict()["kv_bytes"] if isinstance(cache, QAttnCache) else kv_bytes(cache)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _round(value: float) -> float:
+    return round(value, 5)

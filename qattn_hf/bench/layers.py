@@ -1,0 +1,110 @@
+"""Layers of packed cache for the benches: made by name, and filled with random codes without any prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.methods import Method
+from qattn_kernels.layout import State
+from qattn_kernels.support import no_triton, unsupported
+
+BOOKKEEPING = (torch.int32, torch.int64)  # lengths and positions; codes and numbers have other types
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one attention layer and what they hold."""
+
+    query: int = 32
+    kv: int = 8
+    dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token in model precision."""
+        return 2 * self.kv * self.dim * self.dtype.itemsize
+
+    def row(self) -> dict[str, Any]:
+        """The sizes by their names in a JSON row."""
+        sizes = {"heads": self.query, "kv_heads": self.kv, "head_dim": self.dim}
+        return {**sizes, "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+def make_layer(settings: Method, heads: Heads, batch: int, capacity: int, device: torch.device) -> QAttnLayer:
+    """An empty layer with room for `capacity` tokens a row."""
+    spec = settings.layer_spec(0, 1, heads.kv)
+    reason = no_triton(device.type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.dim)
+    layer = QAttnLayer(replace(spec, impl=settings.chosen_impl(reason)), capacity)
+    nothing = torch.empty(batch, heads.kv, 0, heads.dim, dtype=heads.dtype, device=device)
+    layer.lazy_initialization(nothing, nothing)
+    return layer
+
+
+def fill(layer: QAttnLayer, length: int) -> None:
+    """Put every row of a layer into the state after `length` tokens, all of them random.
+
+    Tensors are filled by their type and name, so that a new store needs nothing here as long as its numbers may be
+    any; whatever is read takes as long for random codes as for those of a model.
+    """
+    window, state = layer.spec.window, layer.state
+    closed = max(0, length - window.residual) // window.span * (window.span // window.block)
+    if length > layer.capacity:
+        raise ValueError(f"{length} tokens do not fit into a layer of {layer.capacity}")
+    for name, tensor in state.items():
+        if tensor.dtype not in BOOKKEEPING:
+            _fill_numbers(state, name)
+    for name in ("length", "longest"):
+        state[name].fill_(length)
+    state["seen"].fill_(length)
+    state["closed"].fill_(closed)
+    state["open_start"].fill_(closed * window.block)
+    state["block_len"][:, :closed] = window.block
+    first = torch.arange(closed, dtype=torch.int32, device=state["block_pos"].device) * window.block
+    state["block_pos"][:, :closed] = first
+    for name, tensor in state.items():
+        if name.endswith(".head_of"):
+            tensor.copy_(torch.arange(tensor.shape[1], device=tensor.device))
+    layer._used = layer._slots_used()
+
+
+def _fill_numbers(state: State, name: str) -> None:
+    tensor, kind = state[name], name.rpartition(".")[2]
+    if kind == "dropped":
+        tensor.zero_()
+    elif kind == "s2":
+        tensor.random_(5, 16)
+    elif kind == "z2":  # centred: with 4-bit codes, code * s2 + z2 then fits INT8; s2 comes first by name
+        tensor.copy_((-15 * state[name.removesuffix("z2") + "s2"].int()) // 2)
+    elif tensor.dtype == torch.uint8:
+        tensor.random_()
+    elif tensor.dtype == torch.int8:
+        tensor.random_(-119, 120)
+    elif kind in ("x", "ring"):
+        tensor.normal_()
+    else:  # scales
+        tensor.uniform_(0.02, 0.03)
+
+
+def bookkeeping(layers: list[QAttnLayer]) -> Callable[[], None]:
+    """A function that puts the lengths of `layers` back to what they are now, so that a step can run again and again.
+
+    Codes stay: the next step writes over what the one before wrote.
+    """
+    now = [t for layer in layers for t in layer.state.values() if t.dtype in BOOKKEEPING]
+    saved = [t.clone() for t in now]
+
+    def restore() -> None:
+        torch._foreach_copy_(now, saved)
+
+    return restore
+
+
+def bytes_read(layer: QAttnLayer, tokens: int) -> int:
+    """Bytes of the layer's tensors that hold `tokens` tokens a row."""
+    grows = (layer.state[name] for name, spec in layer.tensor_specs().items() if spec.block_dim is not None)
+    return sum(t.nbytes for t in grows) * tokens // layer.capacity

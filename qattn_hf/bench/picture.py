@@ -1,0 +1,79 @@
+"""Rows of the benches as a picture; matplotlib is loaded only here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from qattn_hf.bench.tables import Row, best_stock, by_point, ways
+from qattn_hf.errors import QAttnError
+
+BEST = "best SDPA"
+
+
+def need_matplotlib() -> None:
+    """Ask for matplotlib before any work is done.
+
+    Raises:
+        QAttnError: it is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise QAttnError("--plot needs matplotlib: pip install matplotlib, or qattn-hf[plot]") from None
+
+
+def draw(rows: list[Row], target: Path) -> None:
+    """Write a picture of the rows of one bench to `target`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    drawers = {"decode": _decode, "prefill": _prefill, "generate": _generate}
+    drawers[rows[0]["bench"]](figure, [row for row in rows if "error" not in row and row.get("room", 1) == 1])
+    figure.savefig(target, dpi=150)
+
+
+def _decode(figure: Any, rows: list[Row]) -> None:
+    """Milliseconds over context, one panel a batch size."""
+    batches = by_point(rows, "batch")
+    panels = figure.subplots(1, len(batches), squeeze=False)[0]
+    for panel, ((batch,), found) in zip(panels, sorted(batches.items()), strict=True):
+        best = [row for point in by_point(found, "context").values() if (row := best_stock(point))]
+        lines = {BEST: best} | {name: [r for r in found if r["way"] == name] for name in ways(found, packed=True)}
+        for name, line in lines.items():
+            line = sorted(line, key=lambda row: row["context"])
+            style = {"color": "black", "linestyle": "--"} if name == BEST else {}
+            panel.plot([r["context"] for r in line], [r["ms"] for r in line], marker="o", label=name, **style)
+        panel.set(title=f"batch {batch}", xlabel="cached tokens", yscale="log")
+        panel.set_xscale("log", base=2)
+    panels[0].set_ylabel("ms, one layer's decode step")
+    panels[0].legend()
+
+
+def _prefill(figure: Any, rows: list[Row]) -> None:
+    """TOPS, a group of bars a point."""
+    points = by_point(rows, "batch", "tokens")
+    labels = [f"{batch} x {tokens}" for batch, tokens in points]
+    names = [*ways(rows, packed=False), *ways(rows, packed=True)]
+    _bars(figure, labels, names, list(points.values()), "tops", "TOPS, one layer's causal prefill")
+
+
+def _generate(figure: Any, rows: list[Row]) -> None:
+    """Milliseconds a token, a group of bars a point; the floor's captured step has no `generate`."""
+    rows = [row for row in rows if "ms_per_token" in row]
+    points = by_point(rows, "batch", "context")
+    labels = [f"batch {batch}, {context} tokens" for batch, context in points]
+    names = list(dict.fromkeys(row["way"] for row in rows))
+    _bars(figure, labels, names, list(points.values()), "ms_per_token", "ms a token in generate")
+
+
+def _bars(figure: Any, labels: list[str], names: list[str], groups: list[list[Row]], key: str, title: str) -> None:
+    panel = figure.subplots()
+    width = 0.8 / max(1, len(names))
+    for i, name in enumerate(names):
+        heights = [next((row[key] for row in group if row["way"] == name), 0) for group in groups]
+        places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(groups))]
+        panel.bar(places, heights, width, label=name)
+    panel.set_xticks(range(len(labels)), labels)
+    panel.set_ylabel(title)
+    panel.legend(fontsize="small")

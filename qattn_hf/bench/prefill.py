@@ -1,0 +1,83 @@
+"""Prefill: one layer's whole call for a prompt, append and attention, beside bf16 SDPA over the same q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from qattn_hf.bench import sdpa
+from qattn_hf.bench.layers import Heads, make_layer
+from qattn_hf.bench.timing import Times, attempt, check_finite, measure, release
+from qattn_hf.methods import Method
+from qattn_kernels.online import Scores
+
+
+class Point(NamedTuple):
+    """Rows, and tokens of each row's prompt."""
+
+    batch: int
+    tokens: int
+
+
+FULL = [Point(16, 1024), Point(4, 4096), Point(1, 16384), Point(1, 32768)]
+QUICK = [Point(4, 4096), Point(1, 16384)]
+TINY = [Point(1, 96), Point(2, 130)]
+
+
+def rows(
+    points: Iterable[Point], methods: dict[str, Method], heads: Heads, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """One row a point and way: milliseconds of a call and TOPS, where a causal pair of tokens counts 4 D a head."""
+    for point in points:
+        shape = {"bench": "prefill", **point._asdict(), **heads.row(), "device": device.type}
+        names = ("flash", "cudnn") if device.type == "cuda" else ("flash",)
+        backends = {f"sdpa {name}": sdpa.BACKENDS[name] for name in names}
+        ways: dict[str, Any] = {**backends, **methods}
+        for name, way in ways.items():
+            packed = not isinstance(way, sdpa.Backend)
+            timed = partial(_packed if packed else _sdpa, point, way, heads, device)
+            yield {**shape, "way": name, "packed": packed, **attempt(timed, ours=packed)}
+            release(device)
+
+
+def _prompt(point: Point, heads: Heads, device: torch.device) -> list[torch.Tensor]:
+    """Queries, keys and values of the prompts."""
+    counts = (heads.query, heads.kv, heads.kv)
+    shapes = [(point.batch, count, point.tokens, heads.dim) for count in counts]
+    return [torch.randn(shape, dtype=heads.dtype, device=device) for shape in shapes]
+
+
+@torch.no_grad()
+def _sdpa(point: Point, backend: sdpa.Backend, heads: Heads, device: torch.device) -> dict[str, Any]:
+    run = partial(sdpa.causal, backend, *_prompt(point, heads, device))
+    check_finite(run())
+    return _result(measure(run, device), point, heads)
+
+
+@torch.no_grad()
+def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) -> dict[str, Any]:
+    """Each call finds an empty layer that has room for just this prompt."""
+    q, k, v = _prompt(point, heads, device)
+    layer = make_layer(settings, heads, point.batch, point.tokens, device)
+    columns = torch.tensor([[0, point.tokens]], dtype=torch.int32, device=device)
+    scores = Scores(heads.dim**-0.5)
+
+    def run() -> torch.Tensor:
+        return layer.attend(q, layer.update(k, v)[0], columns, scores)[0]
+
+    check_finite(run())
+    return _result(measure(run, device, prepare=layer.reset), point, heads) | {"impl": layer.spec.impl}
+
+
+def _result(times: Times, point: Point, heads: Heads) -> dict[str, Any]:
+    operations = 4 * point.batch * heads.query * point.tokens**2 * heads.dim / 2
+    return {
+        "ms": round(times.median, 5),
+        "ms_low": round(times.low, 5),
+        "ms_high": round(times.high, 5),
+        "tops": round(operations / times.median / 1e9, 3),
+        "calls": times.runs,
+    }

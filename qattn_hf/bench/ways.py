@@ -1,0 +1,132 @@
+"""Ways to generate: packed caches by method and decode path, transformers' own caches, and the floor."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+from qattn_hf import patch, unpatch
+from qattn_hf.bench.model import FLOOR, counting_cache, register_floor
+from qattn_hf.bench.timing import capture, release, synchronize
+from qattn_hf.methods import Method
+from qattn_hf.recipe import Recipe, find_recipe
+
+DECODE_PATHS = ("graph", "compile", "eager")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to generate.
+
+    Attributes:
+        name: as users choose it.
+        decode: the decode path that must run: `graph`, `compile`, `eager`, or `captured` for a bare captured step.
+        packed: whether it is ours.
+        prepared: what the model stands in while it generates.
+        inputs: arguments of one call of `generate`.
+    """
+
+    name: str
+    decode: str
+    packed: bool
+    prepared: Callable[[PreTrainedModel], AbstractContextManager]
+    inputs: Callable[[PreTrainedModel], dict[str, Any]] = lambda model: {}
+
+
+def all_ways(methods: dict[str, Method], device: torch.device) -> dict[str, Way]:
+    """Every way that `device` has, by name; a CPU has no graphs, and `generate` does not compile there."""
+    cuda = device.type == "cuda"
+    ways = [
+        Way("floor", "eager", False, _floor, lambda model: {"past_key_values": counting_cache(model)}),
+        *([Way("floor, captured", "captured", False, _floor)] if cuda else []),
+        *(
+            Way(f"{name} {path}", path, True, partial(_packed, settings=settings, decode=path))
+            for name, settings in methods.items()
+            for path in (DECODE_PATHS if cuda else ("eager",))
+        ),
+        Way("DynamicCache", "eager", False, lambda model: nullcontext()),
+        Way("DynamicCache, flash", "eager", False, lambda model: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+    ]
+    if cuda:
+        ways.append(Way("StaticCache", "compile", False, _static, lambda model: {"cache_implementation": "static"}))
+    return {way.name: way for way in ways}
+
+
+def default_ways(ways: dict[str, Way]) -> list[Way]:
+    """Those that need no compiler, and StaticCache, which is nothing without one."""
+    return [way for way in ways.values() if not (way.packed and way.decode == "compile")]
+
+
+@contextmanager
+def _packed(model: PreTrainedModel, settings: Method, decode: str) -> Iterator[None]:
+    chosen: Recipe = find_recipe(settings.name(), None, {**settings.model_dump(exclude_unset=True), "decode": decode})
+    patch(model, recipe=chosen)
+    try:
+        yield
+    finally:
+        unpatch(model)
+        if decode == "compile":
+            _forget_compiled(model)
+
+
+@contextmanager
+def _static(model: PreTrainedModel) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for name in ("_cache", "_previous_max_cache_length"):  # where `generate` keeps it, or its size, for next time
+            model.__dict__.pop(name, None)
+        _forget_compiled(model)
+
+
+def _forget_compiled(model: PreTrainedModel) -> None:
+    """Compiled steps keep memory, and the next way must pay for its own."""
+    for name in ("_compiled_call", "_last_compile_config"):
+        model.__dict__.pop(name, None)
+    torch._dynamo.reset()
+    gc.collect()
+    release(model.device)
+
+
+@contextmanager
+def _floor(model: PreTrainedModel) -> Iterator[None]:
+    register_floor()
+    before = model.config._attn_implementation
+    model.set_attn_implementation(FLOOR)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def capture_floor(model: PreTrainedModel, batch: int, replays: int = 50) -> float:
+    """Milliseconds of the floor's step and argmax captured in one CUDA graph, synchronized each time."""
+    device = model.device
+    token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    positions = torch.zeros_like(token)
+
+    def step() -> None:
+        logits = model(token, position_ids=positions, past_key_values=counting_cache(model), use_cache=True).logits
+        token.copy_(logits[:, -1:].argmax(-1))
+
+    seconds = []
+    with _floor(model):
+        step()
+        replay = capture([step], device)
+        for _ in range(replays):
+            began = time.perf_counter()
+            replay()
+            synchronize(device)
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) * 1e3

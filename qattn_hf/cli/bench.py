@@ -1,0 +1,266 @@
+"""`qattn bench`: how fast this machine decodes, prefills and generates, packed and stock side by side."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qattn_hf.cli._common import DeviceOption, parse_settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from qattn_hf.bench.layers import Heads
+    from qattn_hf.bench.ways import Way
+    from qattn_hf.methods import Method
+
+bench = typer.Typer(help="Measure speed and memory on this machine, packed and stock caches side by side.")
+
+CPU_NOTE = (
+    "note: on a CPU the reference computes small shapes; this shows that the command works, the figures are not "
+    "those of a GPU"
+)
+MethodsOption = Annotated[
+    list[str] | None,
+    typer.Option("--method", help="Such as turbo or turbo:bits=2; may be repeated.", show_default="turbo, int8, none"),
+]
+BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Rows; may be repeated.")]
+ContextOption = Annotated[list[int] | None, typer.Option("--context", min=1, help="Cached tokens; may be repeated.")]
+TokensOption = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Prompt tokens; may be repeated.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer and smaller points.")]
+HeadsOption = Annotated[
+    str | None,
+    typer.Option("--heads", help="Query heads, KV heads, head dim.", show_default="32,8,128; small on a CPU"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON row a measurement in place of the table.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", help="JSON file for rows, GPU and versions.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", help="PNG file for a picture; needs matplotlib.")]
+
+
+@bench.command("decode")
+def decode(
+    method: MethodsOption = None,
+    batch: BatchOption = None,
+    context: ContextOption = None,
+    heads: HeadsOption = None,
+    quick: QuickOption = False,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """One layer's whole decode step for one new token, beside every SDPA backend in bf16, inside one CUDA graph.
+
+    Example: qattn bench decode --method turbo --batch 1 --batch 16 --context 8192
+    """
+    from qattn_hf.bench import decode as measured
+
+    methods, where = chosen_methods(method), chosen_device(device)
+    sizes = measured.QUICK if quick else measured.FULL
+    points = crossed(sizes if where.type == "cuda" else measured.TINY, batch, context)
+    rows = measured.rows([measured.Point(*p) for p in points], methods, parse_heads(heads, where), where)
+    show(rows, as_json, output, plot)
+
+
+@bench.command("prefill")
+def prefill(
+    method: MethodsOption = None,
+    batch: BatchOption = None,
+    tokens: TokensOption = None,
+    heads: HeadsOption = None,
+    quick: QuickOption = False,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """One layer's whole call for a prompt, append and attention, beside bf16 SDPA with flash and cuDNN, in TOPS.
+
+    Example: qattn bench prefill --method turbo --batch 1 --tokens 16384
+    """
+    from qattn_hf.bench import prefill as measured
+
+    methods, where = chosen_methods(method), chosen_device(device)
+    sizes = measured.QUICK if quick else measured.FULL
+    points = crossed(sizes if where.type == "cuda" else measured.TINY, batch, tokens)
+    rows = measured.rows([measured.Point(*p) for p in points], methods, parse_heads(heads, where), where)
+    show(rows, as_json, output, plot)
+
+
+@bench.command("generate")
+def generate(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Folder or hub name.", show_default="Llama-3.1-8B's shape, random weights"),
+    ] = None,
+    method: MethodsOption = None,
+    way: Annotated[
+        list[str] | None, typer.Option("--way", help="Such as `turbo graph` or `StaticCache`; may be repeated; or all.")
+    ] = None,
+    batch: BatchOption = None,
+    context: ContextOption = None,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens of each answer.")] = 32,
+    quick: QuickOption = False,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """`generate` of a whole model, packed and with transformers' own caches: time of a token, set-up and memory.
+
+    Example: qattn bench generate --way "turbo graph" --way "DynamicCache, flash" --context 4096
+    """
+    from qattn_hf.bench import generate as measured
+    from qattn_hf.bench.ways import all_ways
+
+    where = chosen_device(device)
+    ways = chosen_ways(way, all_ways(chosen_methods(method or ["turbo", "int8"]), where))
+    sizes = measured.QUICK if quick else measured.FULL
+    points = crossed(sizes if where.type == "cuda" else measured.TINY, batch, context)
+    lm = bench_model(model, quick, where)
+    show(measured.rows([measured.Point(*p) for p in points], ways, lm, where, new_tokens), as_json, output, plot)
+
+
+def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
+    """The ways named; none: those that need no compiler of ours; `all`: every one."""
+    from qattn_hf.bench.ways import default_ways
+
+    if not names:
+        return default_ways(known)
+    if unknown := [name for name in names if name not in known and name != "all"]:
+        raise ValueError(f"--way {unknown[0]}: here are {', '.join(known)}, or all")
+    return list(known.values()) if "all" in names else [known[name] for name in names]
+
+
+def bench_model(source: str | None, quick: bool, device: torch.device) -> Any:
+    """The model asked for, else one of random weights: as large as Llama-3.1-8B, some layers of it, or tiny."""
+    import torch
+    from transformers.utils import logging
+
+    from qattn_hf.bench import model as models
+
+    logging.set_verbosity_error()
+    if source is not None:
+        return models.load_model(source, device)
+    if device.type != "cuda":
+        return models.random_model(models.TINY, device, torch.float32)
+    return models.random_model(models.QUICK if quick else models.LLAMA_8B, device, torch.bfloat16)
+
+
+def chosen_methods(names: list[str] | None) -> dict[str, Method]:
+    """`["turbo:bits=2"]` to that name with the method's checked settings."""
+    from qattn_hf.recipe import find_recipe
+
+    found = {}
+    for name in names or ["turbo", "int8", "none"]:
+        method, _, settings = name.partition(":")
+        chosen = parse_settings(settings.split(",") if settings else None)
+        found[name] = find_recipe(method, None, chosen).settings
+    return found
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """The device asked for, else a GPU if there is one; says on stderr what a CPU's figures are worth."""
+    import torch
+
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: no GPU that this torch can use")
+    if device.type != "cuda":
+        print(CPU_NOTE, file=sys.stderr)
+    return device
+
+
+def parse_heads(text: str | None, device: torch.device) -> Heads:
+    """`32,8,128`: query heads, KV heads, head dim; bf16 on a GPU."""
+    import torch
+
+    from qattn_hf.bench.layers import Heads
+
+    text = text or ("32,8,128" if device.type == "cuda" else "4,2,32")
+    numbers = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
+        raise ValueError(f"--heads {text}: give query heads, KV heads and head dim, such as 32,8,128")
+    query, kv, dim = numbers
+    return Heads(query, kv, dim, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def crossed(points: list[Any], first: list[int] | None, second: list[int] | None) -> list[Any]:
+    """`points`, or every pair of the numbers given; a side that was not given is taken from `points`."""
+    if not first and not second:
+        return points
+    first = first or list(dict.fromkeys(p[0] for p in points))
+    second = second or list(dict.fromkeys(p[1] for p in points))
+    return [(a, b) for a in first for b in second]
+
+
+def show(rows: Iterator[dict[str, Any]], as_json: bool, output: Path | None, plot: Path | None) -> None:
+    """Run a bench and print, write and draw what it finds.
+
+    Raises:
+        RuntimeError: one of our ways could not run; everything else was shown before.
+    """
+    if plot is not None:
+        from qattn_hf.bench.picture import draw, need_matplotlib
+
+        need_matplotlib()  # before the work, not after it
+    found = []
+    for row in rows:
+        found.append(row)
+        print(progress(row), file=sys.stderr, flush=True)
+        if as_json:
+            print(json.dumps(row), flush=True)
+    if not as_json:
+        print_table(found)
+    if output is not None:
+        write(found, output)
+    if plot is not None:
+        draw(found, plot)
+    if failed := [row for row in found if row["packed"] and "error" in row]:
+        raise RuntimeError(f"{len(failed)} of {len(found)} measurements failed, the first: {failed[0]['error']}")
+
+
+def progress(row: dict[str, Any]) -> str:
+    """One line about one measurement."""
+    place = ", ".join(f"{key} {row[key]}" for key in ("batch", "context", "tokens") if key in row)
+    place += f", room for {row['context'] * row['room']}" if row.get("room", 1) > 1 else ""
+    if "error" in row:
+        return f"{place}: {row['way']}: {row['error']}"
+    figures = {"ms": "ms", "tops": "TOPS", "gb_per_s": "GB/s", "ms_per_token": "ms a token", "step_ms": "ms a step"}
+    said = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
+    ran = ", ".join(str(row[key]) for key in ("impl", "decode") if row.get(key))
+    return f"{place}: {row['way']}: {said}" + (f" ({ran})" if ran else "")
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from qattn_hf.bench.origin import device_name, versions
+    from qattn_hf.bench.tables import computed_by, table
+
+    header, lines = table(rows)
+    shown = Table(box=None, pad_edge=False)
+    for name in header:
+        shown.add_column(name, justify="left" if name in ("way", "ran", "best SDPA") else "right", no_wrap=True)
+    for line in lines:
+        shown.add_row(*line)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a file has no edge
+    console.print(shown)
+    console.print(f"{device_name()}, torch {versions()['torch']}. {computed_by(rows)}")
+
+
+def write(rows: list[dict[str, Any]], target: Path) -> None:
+    """Rows with where they come from, in the form of `eval/results/`."""
+    from qattn_hf.bench.origin import origin
+
+    head = origin(shlex.join(["qattn", *sys.argv[1:]]))
+    target.write_text(json.dumps({"name": target.stem, **head, "rows": rows}, indent=1) + "\n", encoding="utf-8")

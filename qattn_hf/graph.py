@@ -1,0 +1,177 @@
+"""Decode steps as CUDA graphs: the whole eager step of `generate`, captured once and replayed from then on."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from transformers import PreTrainedModel
+
+from qattn_hf.cache import QAttnCache
+from qattn_hf.capture import SyncWatch, fingerprint, record, refusal
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.pool import Pool
+
+CACHE = "past_key_values"
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass
+class Step:
+    """One captured step.
+
+    Attributes:
+        inputs: tensors that the step reads, in the order of `tensors_of`.
+        replay: runs the step.
+        outputs: leaves of what the model returned, tensors in the graph's memory; the cache itself is left out, since
+            the next one comes with the same arenas.
+        spec: how the leaves belong together.
+    """
+
+    inputs: list[torch.Tensor]
+    replay: Callable[[], None]
+    outputs: list[Any]
+    spec: TreeSpec
+
+    def run(self, tensors: list[torch.Tensor], cache: QAttnCache) -> Any:
+        """The model's output for these inputs, in memory of its own."""
+        for static, given in zip(self.inputs, tensors, strict=True):
+            static.copy_(given)
+        self.replay()
+        leaves = [x.clone() if isinstance(x, torch.Tensor) else cache if x is CACHE else x for x in self.outputs]
+        return tree_unflatten(leaves, self.spec)
+
+
+class GraphedCall:
+    """Calls a model: steps of one token over a planned cache as CUDA graphs, everything else eagerly.
+
+    The first step with new arenas or another kind of inputs runs eagerly, which compiles and loads all that a capture
+    must not; the second is captured and replayed. Made anew by every `generate`; what is captured stays in the pool.
+
+    Args:
+        model: a patched model.
+        pool: its pool.
+        strict: raise where the model turns out not to be capturable, instead of running it eagerly.
+    """
+
+    def __init__(self, model: PreTrainedModel, pool: Pool, strict: bool):
+        self.model, self.pool, self.strict = model, pool, strict
+        pool.serve(fingerprint(model))
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Output of the model for `inputs`; the cache must be among them.
+
+        Raises:
+            CapacityError: if the token would not fit; nothing was written.
+            UnsupportedError: if the model cannot be captured and `strict`.
+        """
+        cache = inputs[CACHE]
+        if inputs["input_ids"] is None or inputs["input_ids"].shape[1] != 1:
+            return self.model(**inputs)
+        tensors = list(tensors_of(inputs))
+        reason = self.pool.refused or _unfit(inputs, tensors, cache)
+        if reason:
+            cache.ran("eager", reason)
+            return self.model(**inputs)
+        cache.reserve(1)  # before anything runs, and before the steps are looked up: it may move tensors
+        steps = self.pool.steps_of(cache.layers)
+        signature = _signature(inputs)
+        if signature not in steps:
+            steps[signature] = None
+            return self._warm_up(inputs, cache)
+        step = steps[signature]
+        if step is not None:
+            cache.count(1)
+        else:
+            step = steps[signature] = self._capture(inputs, cache)
+            if step is None:
+                return self.model(**inputs)
+        cache.ran("graph")
+        return step.run(tensors, cache)
+
+    def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
+        """A step as it is, the model's first one watched."""
+        if self.pool.watched:
+            return self.model(**inputs)
+        self.pool.watched = True
+        with SyncWatch(cache.device) as watch:
+            out = self.model(**inputs)
+        if watch.found:
+            self._refuse(f"its forward waits for the device ({watch.found})", cache)
+        return out
+
+    def _capture(self, inputs: dict[str, Any], cache: QAttnCache) -> Step | None:
+        """The captured step, which the Python code of the layers has counted once; None if it cannot be captured."""
+        with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+            static = _map_tensors(inputs, lambda x: x.clone(memory_format=torch.contiguous_format))
+        try:
+            replay, out = record(functools.partial(self.model, **static), cache.device, self.pool.graphs)
+        except RuntimeError as error:
+            # Layers that had counted the token stand one too high, which the next `reserve` near the end corrects.
+            self._refuse(f"capturing it failed ({_first_line(error)})", cache, error)
+            return None
+        leaves, spec = tree_flatten(out)
+        leaves = [CACHE if x is cache else x for x in leaves]
+        return Step(list(tensors_of(static)), replay, leaves, spec)
+
+    def _refuse(self, reason: str, cache: QAttnCache, cause: Exception | None = None) -> None:
+        if self.strict:
+            raise UnsupportedError(refusal(reason)) from cause
+        self.pool.refused = reason
+        cache.ran("eager", reason)
+        warnings.warn(f"qattn_hf decodes eagerly: this model cannot be captured, {reason}", stacklevel=4)
+
+
+def tensors_of(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Tensors among a model's inputs, in order; masks may come as a dict by layer type."""
+    for value in inputs.values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from tensors_of(value)
+
+
+def _map_tensors(inputs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _map_tensors(value, change)
+        return change(value) if isinstance(value, torch.Tensor) else value
+
+    return {name: changed(value) for name, value in inputs.items()}
+
+
+def _signature(inputs: dict[str, Any]) -> Hashable:
+    """All that must be the same for a captured step to stand for a call: names, shapes, dtypes, plain values."""
+    return tuple(
+        (name, _signature(value))
+        if isinstance(value, dict)
+        else (name, value.shape, value.dtype)
+        if isinstance(value, torch.Tensor)
+        else (name, value)
+        for name, value in inputs.items()
+        if name != CACHE
+    )
+
+
+def _unfit(inputs: dict[str, Any], tensors: list[torch.Tensor], cache: QAttnCache) -> str | None:
+    """Why a call runs eagerly whatever the model is."""
+    for name, value in inputs.items():
+        if name != CACHE and not isinstance(value, (*PLAIN, torch.Tensor, dict)):
+            return f"its input {name} is a {type(value).__name__}"
+    if any(x.device != cache.device for x in tensors):
+        return "an input is on another device"
+    if torch.is_autocast_enabled(cache.device.type):  # its copies of weights die with it
+        return "autocast is on"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong first: ending a spoilt capture raises again."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

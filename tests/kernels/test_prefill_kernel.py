@@ -1,0 +1,258 @@
+"""The prefill kernel over panels made by hand: against fp64 attention over what the panel holds, and the reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICE
+
+from qattn_kernels.layout import Window
+from qattn_kernels.online import Scores, attend
+from qattn_kernels.panel import ROW_FIELDS, Panel
+from qattn_kernels.prefill.launch import prefill
+from qattn_kernels.rows import columns_back, real_first
+from qattn_kernels.spec import Compute, LayerSpec, Sparsity
+from qattn_kernels.stores import Operand, get_store
+from qattn_kernels.stores.base import int8_tokens
+from qattn_kernels.stores.flashq import stage_one
+from qattn_kernels.tiles import FOREVER, Tiles, visible
+
+BLOCK = 64
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """What a kernel does not write is NaN."""
+
+    def poisoned(make):
+        def made(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(math.nan) if x.is_floating_point() else x
+
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` columns a call after `past` tokens, `hq` query heads over `heads`; row `b` has the columns
+    `spans[b]` `(first, count)`. `form` of the panel: `flashq` blocks, `int8` tokens, or the model's dtype. `short`:
+    the first block has lost its last tokens to a crop. `masked`: some tokens are."""
+
+    tokens: int = 65
+    past: int = 0
+    hq: int = 2
+    heads: int = 1
+    dim: int = 64
+    dim_v: int = 0
+    kind: str = "normal"
+    form: str = "flashq"
+    dtype: torch.dtype = torch.float32
+    spans: tuple[tuple[int, int], ...] = ()
+    short: int = 0
+    masked: bool = False
+    block: int = BLOCK
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        return self.spans or ((0, self.tokens),)
+
+
+def data(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries `[B, Hq, T, D]`, keys and values `[B, Hkv, n, block, D]` of the slots."""
+    g = torch.Generator().manual_seed(case.tokens + case.past)
+    n, rows = -(-(case.past + case.short + case.tokens) // case.block) + 1, len(case.rows)
+    q = torch.randn(rows, case.hq, case.tokens, case.dim, generator=g)
+    k = torch.randn(rows, case.heads, n, case.block, case.dim, generator=g)
+    v = torch.randn(rows, case.heads, n, case.block, case.dim_v or case.dim, generator=g)
+    k[..., 3] += 4
+    if case.kind == "peaked":
+        q *= 4
+    if case.kind == "outlier":
+        k[..., 7] *= 12
+        v[..., 5] += 9
+        v[:, :, :, 11] = 0
+    q, k, v = (x.to(case.dtype).float() for x in (q, k, v))
+    return q, k, v
+
+
+def tiles_of(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[Tiles, torch.Tensor]:
+    """Tiles as the reference would see them, and `Panel.rows`."""
+    rows, heads, n, block = k.shape[:4]
+    closed = (case.past + case.short) // block
+    slot = torch.arange(n * block).view(n, block)
+    pos = slot - torch.where(slot < block, 0, case.short)
+    end = case.past + torch.tensor([count for _, count in case.rows])
+    valid = (pos < end[:, None, None]) & ~((slot < block) & (slot >= block - case.short))
+    keep = valid[:, None].expand(-1, heads, -1, -1).clone()
+    if case.masked:
+        keep &= torch.rand(keep.shape, generator=torch.Generator().manual_seed(1)) > 0.2
+    start = closed * block - case.short
+    closing = (end - start) // block
+    fields = torch.zeros(rows, ROW_FIELDS, dtype=torch.int32)
+    for i, x in enumerate((case.past, closed, start, closing, *torch.tensor(case.rows).unbind(1))):
+        fields[:, i] = x
+    full = (torch.arange(n) < (closed + closing)[:, None])[:, None, :, None]
+
+    def side(x: torch.Tensor) -> Operand:
+        if case.form == "model":
+            return Operand(x, None)
+        coded = int8_tokens(x)
+        if case.form == "int8":
+            return coded
+        x1, scale = stage_one(coded)
+        codes = torch.where(full[..., None], x1, coded.x)
+        return Operand(codes, torch.where(full, scale[..., None].expand_as(coded.scales), coded.scales))
+
+    pos = pos.expand(rows, -1, -1).int()
+    since = torch.where(valid, pos, FOREVER).int()
+    return Tiles(side(k), side(v), pos, since, torch.full_like(since, FOREVER), keep), fields
+
+
+def panel_of(case: Case, tiles: Tiles, fields: torch.Tensor) -> Panel:
+    """The same as a panel, its unseen slots full of numbers that must not matter."""
+    dead = ~tiles.keep
+
+    def side(x: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
+        codes = x.x if x.scale is not None else x.x.to(case.dtype)
+        codes = torch.where(dead[..., None], 101, codes).to(codes.dtype).flatten(2, 3)
+        return codes, None if x.scale is None else torch.where(dead, 1e30, x.scale).flatten(2, 3).to(DEVICE)
+
+    (k, k_scale), (v, v_scale) = side(tiles.k), side(tiles.v)
+    v = v if v_scale is None else v.transpose(2, 3).contiguous()
+    bias = torch.where(dead, -math.inf, 0.0).flatten(2, 3)
+    pos = tiles.pos.flatten(1).contiguous()
+    return Panel(k.to(DEVICE), k_scale, v.to(DEVICE), v_scale, bias.to(DEVICE), pos.to(DEVICE), fields.to(DEVICE))
+
+
+def exact(q: torch.Tensor, see: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """fp64 attention of `q` `[B, Hq, T, D]` over `k`, `v` `[B, Hkv, n, block, D]`, `see` as `visible` gives it."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().flatten(2, 3).repeat_interleave(group, 1) for x in (k, v))
+    s = q.double() @ k.mT * scores.scale
+    s = scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
+    s = s.masked_fill(~see.flatten(3).repeat_interleave(group, 1), -math.inf)
+    sinks = torch.full((q.shape[1],), -math.inf) if scores.sinks is None else scores.sinks
+    s = torch.cat([s, sinks.double().view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    return s.softmax(-1).nan_to_num(0.0)[..., :-1] @ v
+
+
+def spec_of(case: Case, **compute: Any) -> LayerSpec:
+    name = {"flashq": "flashq", "int8": "int8", "model": "model"}[case.form]
+    return LayerSpec(get_store(name)(), get_store(name)(), Window(block=case.block), Compute(**compute))
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **compute: Any) -> None:
+    """The kernel errs at most 1.5 times as much as the reference, or a quarter of what the codes cost."""
+    scores = scores or Scores(case.dim**-0.5)
+    spec = spec_of(case, **compute)
+    q, k, v = data(case)
+    tiles, fields = tiles_of(case, k, v)
+    span = fields[:, 4:6]
+    tokens = torch.arange(case.tokens)
+    q_pos = torch.where(tokens < span[:, 1:], case.past + tokens, -1).int()
+    first = real_first(q, span)
+    want = attend(first, q_pos, tiles, scores, spec.compute, Sparsity(), prefill=True)
+    see = visible(tiles, q_pos, scores.window)
+    over = exact(first, see, tiles.k.undone(), tiles.v.undone(), scores)
+    plain = exact(first, see, k, v, scores)
+
+    on_device = replace(scores, sinks=None if scores.sinks is None else scores.sinks.to(DEVICE))
+    wide = q.to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # strides as a model's projection leaves them
+    out, lse = (x.cpu() for x in prefill(wide.to(DEVICE), panel_of(case, tiles, fields), spec, on_device))
+    assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(lse, columns_back(want.lse[..., None], span)[..., 0], atol=2e-2, rtol=0)
+    own, codes = error(want.out, over), error(over, plain)
+    rounding = 0.0 if case.dtype == torch.float32 else torch.finfo(case.dtype).eps  # the interpreter cuts off bits
+    limit = max(1.5 * own, 0.25 * codes, 1e-5) + rounding + sas_gap
+    back = columns_back(over, span)
+    assert error(out, back) <= limit, f"reference {own:.2e}, codes {codes:.2e}"
+    padding = columns_back(torch.ones_like(over), span) == 0
+    assert not out[padding].any()
+
+
+@pytest.mark.parametrize("kind", ["normal", "peaked", "outlier"])
+@pytest.mark.parametrize("form", ["flashq", "int8"])
+def test_int8_errs_as_the_reference_does(kind: str, form: str):
+    check(Case(tokens=129, past=70, kind=kind, form=form))
+
+
+@pytest.mark.parametrize(("tokens", "past"), [(33, 0), (63, 192), (64, 0), (65, 127), (64, 128)])
+def test_lengths_around_a_block(tokens: int, past: int):
+    check(Case(tokens=tokens, past=past))
+    check(Case(tokens=tokens, past=past, form="int8", dim=32), prefill="model")
+
+
+@pytest.mark.parametrize("form", ["flashq", "model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_model_precision(form: str, dtype: torch.dtype):
+    check(Case(tokens=80, past=100, form=form, dtype=dtype), prefill="model")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_int8_of_half_precision_queries(dtype: torch.dtype):
+    check(Case(tokens=80, past=100, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("hq", "heads", "dim", "dim_v"),
+    [(3, 1, 80, 0), (8, 2, 96, 0), (8, 1, 32, 16), (2, 2, 128, 0), (1, 1, 256, 0), (1, 1, 64, 128)],
+)
+def test_heads_and_head_dims(hq: int, heads: int, dim: int, dim_v: int):
+    case = Case(tokens=40, past=140, hq=hq, heads=heads, dim=dim, dim_v=dim_v)
+    check(case)
+    check(replace(case, tokens=33, past=0, form="model", hq=heads), prefill="model")
+
+
+@pytest.mark.parametrize("compute", ["int8", "model"])
+def test_padding_masks_and_crops(compute: str):
+    """Rows of unlike lengths, one without any token; masked tokens; a block that a crop shortened."""
+    spans = ((7, 60), (0, 67), (5, 0))
+    form = "flashq" if compute == "int8" else "model"
+    check(Case(tokens=67, past=140, hq=1, form=form, spans=spans, masked=True, short=20), prefill=compute)
+
+
+def test_queries_that_see_nothing():
+    case = Case(tokens=34, hq=1, form="int8")
+    tiles, fields = tiles_of(case, *data(case)[1:])
+    panel = panel_of(case, tiles._replace(keep=torch.zeros_like(tiles.keep)), fields)
+    out, lse = prefill(data(case)[0].to(DEVICE), panel, spec_of(case), Scores(0.1))
+    assert not out.any() and lse.isneginf().all()
+
+
+@pytest.mark.parametrize("short", [0, 30])
+@pytest.mark.parametrize("compute", ["int8", "model"])
+def test_softcap_window_and_sinks(short: int, compute: str):
+    case = Case(tokens=70, past=130, short=short)
+    sinks = torch.tensor([0.5, 2.0])
+    check(case, Scores(0.3, softcap=5.0), prefill=compute)
+    check(replace(case, hq=1, spans=((9, 61), (70, 0))), Scores(0.1, window=40), prefill=compute)
+    check(case, Scores(0.1, window=150, sinks=sinks), prefill=compute)
+
+
+@pytest.mark.parametrize("block_q", [32, 128])
+def test_other_blocks_of_queries(block_q: int):
+    check(Case(tokens=140, past=130, hq=1), block_q=block_q)
+
+
+def test_blocks_of_128():
+    check(Case(tokens=130, past=140, hq=1, block=128))
+
+
+@pytest.mark.parametrize("form", ["flashq", "int8", "model"])
+def test_sas(form: str):
+    """Tightly without the cut; with it the tiles that the kernel takes may keep what the reference cuts."""
+    case = Case(tokens=70, past=140, kind="peaked", form=form)
+    compute = "model" if form == "model" else "int8"
+    check(case, softmax="sas", sas_threshold=-math.inf, prefill=compute)
+    check(case, softmax="sas", sas_gap=3e-3, prefill=compute)

@@ -1,0 +1,496 @@
+"""How `generate` runs its decode steps: the captured step and the pool, with a stand-in for CUDA graphs on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers import Case, case_id, cases, random_ids, tiny_llama
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.generation import utils as generation
+
+from qattn_hf import CapacityError, QAttnCache, UnsupportedError, capture, graph, patch, pool, release, report, unpatch
+
+GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=12)
+IDS = random_ids(2, 70)
+
+
+class FakeGraphs:
+    """In place of CUDA graphs: a capture runs Python code and no kernel, a replay the kernels and no Python code."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+        self.error: Exception | None = None
+
+    def record(self, run: Any, device: torch.device, graphs: weakref.WeakSet[Any]) -> tuple[Any, Any]:
+        cache = run.keywords["past_key_values"]
+        state = [(tensor, tensor.clone()) for tensor, _ in cache.state_tensors().values()]
+        out = run()
+        for tensor, before in state:
+            tensor.copy_(before)
+        if self.error is not None:
+            raise self.error
+        self.captured += 1
+        kept = tree_map_only(torch.Tensor, lambda x: torch.full_like(x, -1), out)
+        filled = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor)]
+        layers = [weakref.ref(layer) for layer in cache.layers]  # a graph keeps neither the cache nor its layers alive
+        shell = copy.copy(cache)
+        shell.layers = []
+
+        def replay() -> None:
+            self.replayed += 1
+            shell.layers = [layer() for layer in layers]
+            counts = [layer._used for layer in shell.layers]
+            out = run.func(**{**run.keywords, "past_key_values": shell})
+            for old, new in zip(filled, (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)), strict=True):
+                old.copy_(new)
+            for layer, count in zip(shell.layers, counts, strict=True):
+                layer._used = count
+            shell.layers = []
+
+        run = functools.partial(run.func, **{k: v for k, v in run.keywords.items() if v is not cache})
+        graphs.add(replay)
+        return replay, kept
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    """Every model can be captured, and CUDA graphs are `FakeGraphs`."""
+    found = FakeGraphs()
+    monkeypatch.setattr(graph, "record", found.record)
+    monkeypatch.setattr(capture, "why_not", lambda model: None)
+    return found
+
+
+def as_on_a_gpu(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """`generate` asks for the compiled call, as it does on a GPU."""
+    model._valid_auto_compile_criteria = lambda kwargs, config: kwargs["past_key_values"].is_compileable
+    return model
+
+
+@pytest.fixture
+def model(fake: FakeGraphs) -> LlamaForCausalLM:
+    return patch(as_on_a_gpu(tiny_llama()), "turbo")
+
+
+def eager(model: LlamaForCausalLM, ids: torch.Tensor = IDS, **kwargs: Any) -> Any:
+    """What the same model generates without graphs; a model of its own."""
+    twin = patch(unpatch(copy.deepcopy(model)), model._qattn.recipe.method, decode="eager")
+    return twin.generate(ids, **{**GREEDY, **kwargs})
+
+
+def path(model: LlamaForCausalLM) -> tuple[str, str | None]:
+    data = report(model).to_dict()
+    return data["decode"], data["decode_reason"]
+
+
+def addresses(cache: QAttnCache) -> list[int]:
+    return [tensor.data_ptr() for tensor, _ in cache.state_tensors().values() if tensor.numel()]
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = random_ids(3, 70), torch.ones(3, 70, dtype=torch.long)
+    mask[0, :9] = ids[0, :9] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("case", cases(), ids=case_id)
+def test_replays_give_the_tokens_of_eager(fake: FakeGraphs, case: Case):
+    ids, mask = padded()
+    both = [patch(as_on_a_gpu(tiny_llama()), case[0], **case[1], decode=how) for how in ("graph", "eager")]
+    out, want = (
+        m.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=202, return_dict_in_generate=True)
+        for m in both
+    )
+    assert torch.equal(out.sequences, want.sequences)
+    assert (fake.captured, fake.replayed) == (1, 200)  # the first token is the prompt's, the second warms up
+    assert path(both[0]) == ("graph", None) and path(both[1]) == ("eager", None)
+    for layer, other in zip(out.past_key_values.layers, want.past_key_values.layers, strict=True):
+        assert all(torch.equal(t, other.state[name]) for name, t in layer.state.items())
+        assert layer._used == other._used == 271 == int(layer.get_seq_length())
+
+
+def test_the_next_call_replays_at_once(fake, model):
+    gc.disable()  # a cache that only the garbage collector can free would hold its memory for long
+    try:
+        first, where = model.generate(IDS, **GREEDY), addresses(model._qattn.last.cache)
+        assert (fake.captured, fake.replayed) == (1, 10)
+        other = random_ids(2, 75, seed=5)  # same bucket of capacity
+        second = model.generate(other, **GREEDY)
+    finally:
+        gc.enable()
+    assert addresses(model._qattn.last.cache) == where
+    assert (fake.captured, fake.replayed) == (1, 21)
+    assert torch.equal(first, eager(model)) and torch.equal(second, eager(model, other))
+    assert torch.equal(model.generate(IDS, **GREEDY), first)
+
+
+def test_a_cache_that_somebody_holds_is_left_alone(fake, model):
+    held = model.generate(IDS, return_dict_in_generate=True, **GREEDY).past_key_values
+    before = [tensor.clone() for tensor, _ in held.state_tensors().values()]
+    model.generate(random_ids(2, 70, seed=5), **GREEDY)
+    assert not set(addresses(held)) & set(addresses(model._qattn.last.cache))
+    assert all(torch.equal(a, t) for a, (t, _) in zip(before, held.state_tensors().values(), strict=True))
+    assert fake.captured == 2
+    assert model._qattn.pool.idle == []
+    del held
+    assert len(model._qattn.pool.idle) == 1
+
+
+def test_the_pool_is_bounded(fake, model):
+    for rows in (1, 2, 3, 4, 5):
+        model.generate(random_ids(rows, 70), **GREEDY)
+    found = model._qattn.pool
+    assert len(found.idle) == pool.IDLE and len(found.steps) == pool.IDLE + 1 == len(found.graphs)
+    assert fake.captured == 5
+    model.generate(random_ids(4, 70), **GREEDY)
+    assert fake.captured == 5  # the last ones used are still there
+    for name in range(2 * pool.SIGNATURES):
+        model.generate(random_ids(4, 70), **GREEDY, **{"output_hidden_states": bool(name % 2), "logits_to_keep": name})
+    assert len(found.graphs) <= pool.IDLE + 1 + pool.SIGNATURES
+
+
+@pytest.mark.parametrize("how", [release, unpatch])
+def test_memory_is_released(fake, model, how):
+    want = model.generate(IDS, **GREEDY)
+    model.generate(random_ids(1, 70), **GREEDY)
+    patched = model._qattn
+    layers = weakref.WeakSet(layer for _, found in patched.pool.idle for layer in found)
+    layers.update(patched.last.cache.layers)
+    assert len(layers) == 4 and len(patched.pool.graphs) == 2
+    how(model)
+    assert (len(layers), len(patched.pool.graphs), patched.pool.idle, patched.last.cache) == (0, 0, [], None)
+    if how is release:
+        assert torch.equal(model.generate(IDS, **GREEDY), want) and fake.captured == 3
+
+
+def test_a_held_cache_outlives_release(fake, model):
+    held = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
+    release(model)
+    assert len(model._qattn.pool.graphs) == 0
+    more = torch.cat([held.sequences, IDS[:, :3]], 1)
+    cache = copy.deepcopy(held.past_key_values)
+    got = model.generate(more, past_key_values=held.past_key_values, **GREEDY)
+    assert torch.equal(got, eager(model, more, past_key_values=cache))
+    assert path(model) == ("graph", None)
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_of_a_model_start_without_memory(fake, model, how):
+    want = model.generate(IDS, **GREEDY)
+    del model._valid_auto_compile_criteria  # a lambda of this test
+    copied = as_on_a_gpu(how(model))
+    assert len(copied._qattn.pool.graphs) == 0 and copied._qattn.last.cache is None
+    assert torch.equal(copied.generate(IDS, **GREEDY), want)
+    assert fake.captured == 2
+
+
+def decode_steps(model: LlamaForCausalLM, cache: QAttnCache) -> Any:
+    """Prefill 100 tokens, and what then takes one token after the other."""
+    token = model(random_ids(1, 100), past_key_values=cache).logits[:, -1:].argmax(-1)
+    step = model.get_compiled_call(None)
+
+    def steps(count: int) -> Any:
+        nonlocal token
+        for _ in range(count):
+            span = torch.tensor([[[[0, 1]]]], dtype=torch.int32)
+            out = step(input_ids=token, attention_mask=span, past_key_values=cache, return_dict=True)
+            token = out.logits.argmax(-1)
+        return out
+
+    return steps
+
+
+@torch.no_grad()
+def test_overflow_is_refused_before_a_replay(fake, model):
+    cache = QAttnCache.for_model(model, max_cache_len=128)
+    steps = decode_steps(model, cache)
+    steps(28)
+    before = [tensor.clone() for tensor, _ in cache.state_tensors().values()]
+    with pytest.raises(CapacityError, match="nothing was written"):
+        steps(1)
+    assert fake.replayed == 27
+    assert all(torch.equal(a, t) for a, (t, _) in zip(before, cache.state_tensors().values(), strict=True))
+    cache.crop(-5)
+    steps(5)
+    assert (fake.captured, fake.replayed, int(cache.get_seq_length())) == (1, 32, 128)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("move", ["grow", "horizon", "rows"])
+def test_moved_tensors_end_a_captured_step(fake, model, move):
+    cache = QAttnCache.for_model(model)
+    cache.plan(130)
+    steps = decode_steps(model, cache)
+    steps(4)
+    if move == "grow":
+        cache.plan(600)
+    elif move == "horizon":
+        cache.raise_horizon(100)
+    else:
+        cache.batch_select_indices(torch.tensor([0]))
+    out = steps(4)
+    assert (fake.captured, fake.replayed) == (2, 6)
+    model._qattn.decode = "eager"
+    want = decode_steps(model, QAttnCache.for_model(model))(8)
+    assert torch.equal(out.logits.argmax(-1), want.logits.argmax(-1)) and int(cache.get_seq_length()) == 108
+
+
+CHANGES: dict[str, Any] = {
+    "weights": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.flip(0).clone()),
+    "a module": lambda m: setattr(m.model.layers[1], "mlp", copy.deepcopy(m.model.layers[0].mlp)),
+    "a hook": lambda m: m.model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5),
+    "a forward": lambda m: setattr(m.model.norm, "forward", torch.sigmoid),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_captured_anew(fake, change):
+    model = patch(as_on_a_gpu(tiny_llama()), "int8", decode="graph")
+    first = model.generate(IDS, **GREEDY)
+    CHANGES[change](model)
+    second = model.generate(IDS, **GREEDY)
+    model._qattn.decode = "eager"
+    assert torch.equal(second, model.generate(IDS, **GREEDY)) and not torch.equal(first, second)
+    assert fake.captured == 2
+
+
+def test_weights_changed_in_place_need_no_capture(fake, model):
+    first = model.generate(IDS, **GREEDY)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    second = model.generate(IDS, **GREEDY)
+    assert torch.equal(second, eager(model)) and not torch.equal(first, second)
+    assert fake.captured == 1
+
+
+def test_a_hook_of_the_users_own_runs_at_every_step(fake, model):
+    seen: list[int] = []
+    handle = model.model.norm.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    model.generate(IDS, **GREEDY)
+    assert seen == [70] + [1] * 11
+    decode, reason = path(model)
+    assert decode == "eager" and "forward hook" in reason and "lambda" in reason
+    assert "forward hook" in " ".join(str(report(model)).split())
+    handle.remove()
+    model.generate(IDS, **GREEDY)
+    assert path(model) == ("graph", None)
+
+
+def test_outputs_are_the_callers_own(fake, model):
+    wanted = dict(output_logits=True, output_hidden_states=True, return_dict_in_generate=True)
+    out, want = model.generate(IDS, **wanted, **GREEDY), eager(model, **wanted)
+    assert fake.replayed == 10
+    for got, exact in zip(
+        tree_leaves((out.logits, out.hidden_states)), tree_leaves((want.logits, want.hidden_states)), strict=True
+    ):
+        torch.testing.assert_close(got, exact, rtol=0, atol=0)
+    assert out.past_key_values is model._qattn.last.cache
+
+
+@torch.no_grad()
+def test_inputs_are_copied_and_the_cache_is_handed_back(fake, model):
+    cache = QAttnCache.for_model(model, max_cache_len=256)
+    token = model(IDS, past_key_values=cache).logits[:, -1:].argmax(-1)
+    step = model.get_compiled_call(None)
+    call = dict(attention_mask=torch.tensor([[[[0, 1]]]] * 2, dtype=torch.int32), past_key_values=cache, use_cache=True)
+    outs = [step(input_ids=token + i, **call) for i in range(4)]
+    assert fake.replayed == 3 and all(out.past_key_values is cache for out in outs)
+    assert len({out.logits.data_ptr() for out in outs}) == 4
+    assert not torch.equal(outs[2].logits, outs[3].logits)
+
+
+def test_second_turn(fake, model):
+    first = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
+    more = torch.cat([first.sequences, random_ids(2, 150, seed=4)], 1)
+    twin = copy.deepcopy(first.past_key_values)
+    got = model.generate(more, past_key_values=first.past_key_values, **GREEDY)
+    assert torch.equal(got, eager(model, more, past_key_values=twin))
+    assert fake.captured == 2  # it grew
+    again = torch.cat([got, IDS[:, :1]], 1)
+    twin = copy.deepcopy(first.past_key_values)
+    got = model.generate(again, past_key_values=first.past_key_values, max_new_tokens=5, do_sample=False)
+    assert torch.equal(got, eager(model, again, past_key_values=twin, max_new_tokens=5))
+    assert fake.captured == 2  # it did not
+
+
+def test_chunked_prefill_with_a_last_chunk_of_one_token(fake, model):
+    for _ in range(2):
+        got = model.generate(IDS, prefill_chunk_size=23, **GREEDY)
+        assert torch.equal(got, eager(model, prefill_chunk_size=23))
+    assert path(model) == ("graph", None)
+
+
+def test_sampling_is_that_of_eager(fake, model):
+    found = []
+    for run in (model.generate, lambda ids, **kwargs: eager(model, ids, **kwargs)):
+        torch.manual_seed(3)
+        found.append(run(IDS, do_sample=True, max_new_tokens=20))
+    assert torch.equal(*found) and fake.replayed == 18
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_deferred_stop(fake, model, monkeypatch, returned):
+    """5.23 reads the stop one step late where that pays: one step too many, which it crops where the cache lives on."""
+    if not hasattr(generation, "DeferredStopCheck"):
+        pytest.skip("this transformers has no deferred stop check")
+    event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: None})
+    monkeypatch.setattr(generation.torch, "Event", lambda **kwargs: event())
+    kwargs = dict(max_new_tokens=58, eos_token_id=int(eager(model, max_new_tokens=58)[0, 100]), pad_token_id=0)
+    ids = IDS[:1]
+    want = eager(model, ids, return_dict_in_generate=True, **kwargs)
+    monkeypatch.setattr(generation.DeferredStopCheck, "is_supported", staticmethod(lambda *args, **kwargs: True))
+    for stop in (kwargs, {"max_new_tokens": 58}):  # it ends by itself, or exactly where the capacity of 128 does
+        want = eager(model, ids, return_dict_in_generate=True, **stop)
+        out = model.generate(ids, return_dict_in_generate=returned, do_sample=False, **stop)
+        assert torch.equal(out.sequences if returned else out, want.sequences)
+        if returned:
+            cache = out.past_key_values
+            assert int(cache.get_seq_length()) == want.sequences.shape[1] - 1
+            assert all(layer.state["length"].tolist() == [want.sequences.shape[1] - 1] for layer in cache.layers)
+            assert all(layer._used <= layer.capacity for layer in cache.layers)
+    assert path(model) == ("graph", None)
+
+
+class Waits(torch.nn.Module):
+    """A layer that asks the device."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.abs().max().item() < 1e9 else x
+
+
+@pytest.mark.parametrize("kind", ["waits", "fails"])
+def test_a_model_that_cannot_be_captured(fake, kind):
+    model, parts = as_on_a_gpu(tiny_llama()), ["_local_scalar_dense" if kind == "waits" else "not permitted"]
+    if kind == "waits":
+        model.model.layers[1].mlp = Waits(model.model.layers[1].mlp)
+    else:
+        fake.error = RuntimeError("operation not permitted when stream is capturing\nmore")
+    want = patch(model, "turbo", decode="eager").generate(IDS, **GREEDY)
+    patch(model, "turbo")
+    with pytest.warns(UserWarning, match="cannot be captured") as warned:
+        assert torch.equal(model.generate(IDS, **GREEDY), want)
+        assert torch.equal(model.generate(IDS, **GREEDY), want)
+    assert len([w for w in warned if "qattn_hf" in str(w.message)]) == 1
+    decode, reason = path(model)
+    assert decode == "eager" and parts[0] in reason and (fake.captured, fake.replayed) == (0, 0)
+    patch(model, "turbo", decode="graph")
+    with pytest.raises(UnsupportedError, match=parts[0]) as error:
+        model.generate(IDS, **GREEDY)
+    assert "decode='auto'" in str(error.value) and "\n" not in str(error.value)
+    if kind == "waits":  # what was wrong is repaired
+        patch(model, "turbo").model.layers[1].mlp = model.model.layers[1].mlp.inner
+        assert torch.equal(model.generate(IDS, **GREEDY), want) and path(model) == ("graph", None)
+
+
+def test_the_watch_finds_what_waits():
+    device, x = torch.device("cpu"), torch.arange(6.0)
+    quiet = [lambda: x[torch.tensor([1, 2])], lambda: x.masked_fill(x > 2, 0), lambda: torch.where(x > 2, x, 0).sum()]
+    loud = [lambda: x[x > 2], lambda: bool(x.any()), lambda: x.nonzero(), lambda: x.to("meta"), lambda: int(x.max())]
+    for call in (*quiet, *loud):
+        with capture.SyncWatch(device) as watch:
+            call()
+        assert bool(watch.found) == (call in loud)
+
+
+def test_calls_that_no_graph_can_stand_for(fake, model):
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(IDS, **GREEDY)
+    assert path(model) == ("eager", "autocast is on")
+    model.generate(IDS, max_new_tokens=2, do_sample=False)
+    assert path(model) == ("eager", "no two decode steps had the same kind of inputs")
+    model.generate(IDS, num_beams=2, **GREEDY)
+    assert path(model) == ("eager", "beam search is not captured")
+    model.generate(IDS[:1], prompt_lookup_num_tokens=3, **GREEDY)
+    assert path(model) == ("eager", "assisted generation is not captured")
+    model._valid_auto_compile_criteria = lambda kwargs, config: False
+    model.generate(IDS, **GREEDY)
+    assert path(model) == ("eager", "transformers did not ask for a compiled call")
+    assert fake.captured == 0
+
+
+def test_idle_memory_goes_before_a_call_fails(fake, model, monkeypatch):
+    model.generate(IDS, **GREEDY)
+    model.generate(IDS[:1], **GREEDY)
+    allocate, failed = pool.QAttnLayer.lazy_initialization, []
+
+    def scarce(layer: Any, *args: Any) -> None:
+        if model._qattn.pool.idle:
+            failed.append(layer)
+            raise torch.OutOfMemoryError("no memory")
+        allocate(layer, *args)
+
+    monkeypatch.setattr(pool.QAttnLayer, "lazy_initialization", scarce)
+    ids = random_ids(5, 70)
+    assert torch.equal(model.generate(ids, **GREEDY), eager(model, ids)) and len(failed) == 1
+    monkeypatch.setattr(pool.QAttnLayer, "lazy_initialization", lambda *args: scarce_always())
+    with pytest.raises(torch.OutOfMemoryError):
+        model.generate(random_ids(6, 70), **GREEDY)
+
+
+def scarce_always() -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+@contextlib.contextmanager
+def pretending_cuda(monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "device", torch.device("cuda"))
+        yield
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "num_key_value_heads": 2}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+
+
+def test_why_a_model_is_not_captured(monkeypatch):
+    rope = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    models = {
+        "": tiny_llama(),
+        "rope scaling is dynamic": tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, **rope}),
+        "rope scaling is longrope": tiny_llama(rope_parameters={**LONG, **rope}),
+        "experts are routed on the host": mixtral("eager"),
+        None: mixtral("batched_mm"),
+    }
+    for part, found in models.items():
+        with pretending_cuda(monkeypatch, found):
+            reason = capture.why_not(found)
+        assert (part or "") in (reason or "") and bool(part) == bool(reason)
+    assert capture.why_not(tiny_llama()) == "the model is on the cpu"
+    split = tiny_llama()
+    split.lm_head.to("meta")
+    assert capture.why_not(split) == "its weights are on several devices"
+    split = tiny_llama()
+    split.hf_device_map = {"model": 0, "lm_head": "disk"}
+    assert capture.why_not(split) == "its weights are on several devices"
+
+
+def mixtral(experts: str) -> Any:
+    sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **EXPERTS)).eval()
+    model.set_experts_implementation(experts)
+    return model
+
+
+def test_a_cpu_decodes_eagerly():
+    model = patch(tiny_llama())
+    assert path(model) == ("eager", "the model is on the cpu")
+    model.generate(IDS, **GREEDY)
+    assert path(model) == ("eager", "the model is on the cpu")
+    model = patch(model, decode="eager")
+    model.generate(IDS, **GREEDY)
+    assert path(model) == ("eager", None)
