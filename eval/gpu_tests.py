@@ -2,8 +2,8 @@
 
     python eval/record.py gpu-tests -- python eval/gpu_tests.py
 
-These are the files with `cuda` in their name, and the tests of kernels, which run compiled on a GPU and in Triton's
-interpreter elsewhere. CI has no GPU, so what they showed is kept in `eval/results/gpu-tests.json`. Fails if one
+These are the files with `cuda` in their name, and those of `tests/kernels` with `kernel` in theirs, which run compiled
+on a GPU and in Triton's interpreter elsewhere; `-n 8` runs them in eight processes. CI has no GPU, so what they showed is kept in `eval/results/gpu-tests.json`. Fails if one
 fails, if none ran, or without a GPU. Other arguments go to pytest.
 """
 
@@ -20,9 +20,8 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 
 def gpu_tests(folder: Path) -> list[Path]:
-    """Files and folders of tests that show something on a GPU that they cannot show elsewhere."""
-    kernels = folder / "kernels"
-    return sorted(folder.glob("test_*cuda*.py")) + ([kernels] if kernels.is_dir() else [])
+    """Files of tests that show something on a GPU that they cannot show elsewhere."""
+    return sorted([*folder.glob("test_*cuda*.py"), *folder.glob("kernels/test_*kernel*.py")])
 
 
 class Rows:

@@ -186,6 +186,14 @@ def record(
         except RuntimeError:
             _failed.append(graph)
             torch.cuda.set_stream(stream)  # torch leaves its own one behind if a capture fails
+            _reset_generator(device)
             raise
     graphs.add(graph)
     return graph.replay, out
+
+
+def _reset_generator(device: torch.device) -> None:
+    """After a failed capture torch's generator still believes in it and refuses to sample; a whole one ends that."""
+    graph, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
+    with torch.cuda.graph(graph, stream=_side_stream(device)):
+        something.add_(1)

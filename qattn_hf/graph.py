@@ -70,15 +70,15 @@ class GraphedCall:
             CapacityError: if the token would not fit; nothing was written.
             UnsupportedError: if the model cannot be captured and `strict`.
         """
-        cache = inputs[CACHE]
-        if inputs["input_ids"] is None or inputs["input_ids"].shape[1] != 1:
+        cache, ids = inputs[CACHE], inputs.get("input_ids")
+        if ids is None or ids.shape[1] != 1 or not cache.layers[0].is_initialized:
             return self.model(**inputs)
         tensors = list(tensors_of(inputs))
         reason = self.pool.refused or _unfit(inputs, tensors, cache)
         if reason:
             cache.ran("eager", reason)
             return self.model(**inputs)
-        cache.reserve(1)  # before anything runs, and before the steps are looked up: it may move tensors
+        self.pool.allocate(cache.reserve, 1)  # before the steps are looked up: it may move tensors
         steps = self.pool.steps_of(cache.layers)
         signature = _signature(inputs)
         if signature not in steps:
@@ -110,7 +110,8 @@ class GraphedCall:
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
             static = _map_tensors(inputs, lambda x: x.clone(memory_format=torch.contiguous_format))
         try:
-            replay, out = record(functools.partial(self.model, **static), cache.device, self.pool.graphs)
+            run = functools.partial(self.model, **static)
+            replay, out = self.pool.allocate(record, run, cache.device, self.pool.graphs)
         except RuntimeError as error:
             # Layers that had counted the token stand one too high, which the next `reserve` near the end corrects.
             self._refuse(f"capturing it failed ({_first_line(error)})", cache, error)
@@ -147,15 +148,13 @@ def _map_tensors(inputs: dict[str, Any], change: Callable[[torch.Tensor], torch.
 
 def _signature(inputs: dict[str, Any]) -> Hashable:
     """All that must be the same for a captured step to stand for a call: names, shapes, dtypes, plain values."""
-    return tuple(
-        (name, _signature(value))
-        if isinstance(value, dict)
-        else (name, value.shape, value.dtype)
-        if isinstance(value, torch.Tensor)
-        else (name, value)
-        for name, value in inputs.items()
-        if name != CACHE
-    )
+
+    def kind(value: Any) -> Hashable:
+        if isinstance(value, dict):
+            return _signature(value)
+        return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+    return tuple([(name, kind(value)) for name, value in inputs.items() if name != CACHE])
 
 
 def _unfit(inputs: dict[str, Any], tensors: list[torch.Tensor], cache: QAttnCache) -> str | None:

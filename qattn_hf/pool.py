@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from qattn_hf.layer import QAttnLayer
 from qattn_kernels.layout import Geometry
+
+Result = TypeVar("Result")
 
 IDLE = 2  # sets of arenas that wait for their next use; the least recently used one goes
 SIGNATURES = 8  # kinds of steps captured over one set of arenas
@@ -52,6 +54,7 @@ class Pool:
                 for layer in found:
                     layer.reset()
                 return found
+        del self.idle[:-IDLE]
         return layers
 
     def put(self, layers: list[QAttnLayer]) -> None:
@@ -60,9 +63,9 @@ class Pool:
             return
         if len({(layer.blocks, layer.geometry.batch) for layer in layers}) == 1:
             self.idle.append((_key(layers, layers[0].geometry, layers[0].device), layers))
-            del self.idle[:-IDLE]
+            del self.idle[: -IDLE - 1]  # one more until the next cache, which is made after the last one is let go
 
-    def allocate(self, call: Callable[..., None], *args: Any) -> None:
+    def allocate(self, call: Callable[..., Result], *args: Any) -> Result:
         """`call(*args)`, once more without the idle arenas if memory runs out."""
         try:
             return call(*args)
@@ -70,7 +73,7 @@ class Pool:
             if not self.idle:
                 raise
         self.idle.clear()
-        call(*args)
+        return call(*args)
 
     def steps_of(self, layers: list[QAttnLayer]) -> dict[Hashable, Any]:
         """Captured steps by the signature of their inputs; None stands for a step that ran once and can be captured.

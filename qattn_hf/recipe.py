@@ -46,7 +46,7 @@ class Recipe:
             for i in range(text.num_hidden_layers):
                 spec = self.settings.layer_spec(i, text.num_hidden_layers, heads)
                 reason = no_triton(device_type) or unsupported(spec, heads, text.num_attention_heads, dim, dim)
-                specs.append(dataclasses.replace(spec, impl=self.settings.chosen_impl(reason)))
+                specs.append(dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason)))
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None
         return specs

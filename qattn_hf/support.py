@@ -8,7 +8,7 @@ from qattn_hf import _compat
 from qattn_hf.attention import NAME
 from qattn_hf.errors import UnsupportedError
 
-OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call")
+OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate")
 
 
 def check_model(model: object) -> None:

@@ -39,7 +39,8 @@ class FakeGraphs:
         if self.error is not None:
             raise self.error
         self.captured += 1
-        kept = tree_map_only(torch.Tensor, lambda x: torch.full_like(x, -1), out)
+        with torch.inference_mode(False):  # a replay writes its outputs in any mode
+            kept = tree_map_only(torch.Tensor, lambda x: torch.full_like(x, -1), out)
         filled = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor)]
         layers = [weakref.ref(layer) for layer in cache.layers]  # a graph keeps neither the cache nor its layers alive
         shell = copy.copy(cache)
@@ -324,11 +325,20 @@ def test_second_turn(fake, model):
     assert fake.captured == 2  # it did not
 
 
-def test_chunked_prefill_with_a_last_chunk_of_one_token(fake, model):
+@pytest.mark.parametrize(("size", "tokens"), [(23, 70), (1, 9)])
+def test_chunks_of_one_token(fake, model, size, tokens):
     for _ in range(2):
-        got = model.generate(IDS, prefill_chunk_size=23, **GREEDY)
-        assert torch.equal(got, eager(model, prefill_chunk_size=23))
-    assert path(model) == ("graph", None)
+        got = model.generate(IDS[:, :tokens], prefill_chunk_size=size, **GREEDY)
+        assert torch.equal(got, eager(model, IDS[:, :tokens], prefill_chunk_size=size))
+    assert path(model) == ("graph", None) and fake.captured == 1
+
+
+def test_inference_mode_comes_and_goes(fake, model):
+    want = eager(model)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            assert torch.equal(model.generate(IDS, **GREEDY), want)
+    assert fake.captured == 1 and path(model) == ("graph", None)
 
 
 def test_sampling_is_that_of_eager(fake, model):
@@ -437,13 +447,22 @@ def test_idle_memory_goes_before_a_call_fails(fake, model, monkeypatch):
     monkeypatch.setattr(pool.QAttnLayer, "lazy_initialization", scarce)
     ids = random_ids(5, 70)
     assert torch.equal(model.generate(ids, **GREEDY), eager(model, ids)) and len(failed) == 1
-    monkeypatch.setattr(pool.QAttnLayer, "lazy_initialization", lambda *args: scarce_always())
+    monkeypatch.setattr(pool.QAttnLayer, "lazy_initialization", no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         model.generate(random_ids(6, 70), **GREEDY)
 
 
-def scarce_always() -> None:
+def no_memory(*args: Any) -> None:
     raise torch.OutOfMemoryError("no memory")
+
+
+def test_idle_memory_goes_before_a_capture_fails(fake, model, monkeypatch):
+    held = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
+    model.generate(IDS[:1], **GREEDY)
+    record = graph.record
+    monkeypatch.setattr(graph, "record", lambda *args: no_memory() if model._qattn.pool.idle else record(*args))
+    assert torch.equal(model.generate(IDS, **GREEDY), held.sequences)
+    assert path(model) == ("graph", None) and fake.captured == 3 and model._qattn.pool.idle == []
 
 
 @contextlib.contextmanager

@@ -182,18 +182,3 @@ def test_experts(captures: list[float]):
     want = patch(model, "turbo", decode="eager").generate(**inputs, **GREEDY)
     assert torch.equal(patch(model, "turbo").generate(**inputs, **GREEDY), want)
     print(path(model))
-
-
-def test_what_the_loop_adds():
-    """Printed, not judged here: seconds a token of eager and of graph on a model that is all overhead."""
-    model, ids = tiny_llama(num_hidden_layers=32).cuda(), random_ids(1, 70).cuda()
-    for decode in ("eager", "graph"):
-        patch(model, "turbo", decode=decode)
-        times = []
-        for count in (50, 50, 250):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            model.generate(ids, do_sample=False, max_new_tokens=count)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        print(f"{decode}: {(times[2] - times[1]) / 200 * 1e3:.2f} ms a token, first call {times[0] - times[1]:+.3f} s")

@@ -104,7 +104,7 @@ SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"v_low_heads": [[0], [1, 1]], **MIXED}, ("v_low_heads, layer 1 = [1, 1]", "0 to 1, each once")),
     ({"k_low_heads": [[0], [2]], **MIXED}, ("k_low_heads, layer 1 = [2]", "0 to 1")),
     ({"compute": "int8", "decode_compute": "model"}, ("compute='int8'", "decode_compute='model'", "or the two apart")),
-    ({"impl": "triton"}, ("impl = 'triton'", "'auto', 'reference'")),
+    ({"impl": "triton"}, ("impl = 'triton'", "use impl='auto' or 'reference'")),
     ({"decode": "cuda"}, ("decode = 'cuda'", "'auto', 'graph', 'compile' or 'eager'")),
     ({"method": "int8", "recipe": "turbo"}, ("method='int8' clashes", "'turbo'", "give one of them")),
     ({"bits": 3, "crop_horizon": 1, "sofmax": "sas"}, ("bits = 3", "crop_horizon = 1", "did you mean 'softmax'?")),

@@ -39,7 +39,7 @@ def make_layer(settings: Method, heads: Heads, batch: int, capacity: int, device
     """An empty layer with room for `capacity` tokens a row."""
     spec = settings.layer_spec(0, 1, heads.kv)
     reason = no_triton(device.type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.dim)
-    layer = QAttnLayer(replace(spec, impl=settings.chosen_impl(reason)), capacity)
+    layer = QAttnLayer(replace(spec, impl=settings.chosen_impl(device.type, reason)), capacity)
     nothing = torch.empty(batch, heads.kv, 0, heads.dim, dtype=heads.dtype, device=device)
     layer.lazy_initialization(nothing, nothing)
     return layer

@@ -86,8 +86,9 @@ class Method(BaseModel):
         sparsity = Sparsity(self.sparse_v_tau, self.sparse_v_budget)
         return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity)
 
-    def chosen_impl(self, reason: str | None) -> str:
+    def chosen_impl(self, device_type: str, reason: str | None) -> str:
         """Who computes a layer, given why Triton cannot (None: it can); ValueError if `impl` asks for what cannot be."""
         if self.impl == "triton" and reason is not None:
             raise ValueError(f"impl = 'triton': {reason}; use impl='auto' or 'reference'")
-        return "reference" if self.impl == "reference" or reason is not None else "triton"
+        wanted = self.impl == "triton" or (self.impl == "auto" and device_type == "cuda")
+        return "triton" if wanted and reason is None else "reference"

@@ -24,19 +24,7 @@ from qattn_kernels.tiles import FOREVER, Tiles, visible
 BLOCK = 64
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """What a kernel does not write is NaN."""
-
-    def poisoned(make):
-        def made(*args, **kwargs):
-            x = make(*args, **kwargs)
-            return x.fill_(math.nan) if x.is_floating_point() else x
-
-        return made
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from qattn_kernels.decode.table import choose
 from qattn_kernels.pieces import pieces_of
 from qattn_kernels.sizes import power_of_two
 
-EXTRA: dict = {}
 LOG2E = 1.4426950408889634
 
 
@@ -23,7 +22,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     size, state, scores, batch, tokens = call.sizes, call.state, call.scores, call.batch, call.tokens
     k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
     rows = tokens * size.G
-    tuned = choose(size, batch * -(-rows // size.N))
+    tuned = choose(size, batch * -(-rows // size.N), call.spec.k.name == "model")
     splits = min(tuned.splits, call.blocks) + (size.RING > 0)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -36,7 +35,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
         tuned.least, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, size,
-        num_warps=tuned.warps, **EXTRA,
+        num_warps=tuned.warps,
     )  # fmt: skip
     chunk = min(32, power_of_two(splits))
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)

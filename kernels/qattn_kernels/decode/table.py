@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from qattn_kernels.sizes import Sizes
 
-PROGRAMS = 1024  # about one wave: 132 multiprocessors of an H200 hold eight programs each
-MOST_SPLITS = 128
+# (rows times KV heads up to, splits), the best of several on an H200 at 8, 32, 128 and 512; the last one is for more
+SPLITS = ((16, 64), (64, 32), (256, 16), (None, 3))
+LEAST = 2  # blocks: below that the merge costs more than a program saves
 
 
 class Launch(NamedTuple):
@@ -20,8 +21,10 @@ class Launch(NamedTuple):
     stages: int
 
 
-def choose(size: Sizes, rows: int) -> Launch:
-    """For `rows` rows of queries a KV head."""
-    splits = max(1, min(MOST_SPLITS, PROGRAMS // (rows * size.H)))
+def choose(size: Sizes, rows: int, model_precision: bool) -> Launch:
+    """For `rows` rows of queries a KV head; `model_precision`: of the store, whose tiles are larger."""
+    splits = next(splits for most, splits in SPLITS if most is None or rows * size.H <= most)
+    if model_precision:
+        return Launch(splits, LEAST, 2, 2)
     # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
-    return Launch(splits, 2, 1 if size.N <= 8 else 2, 3)
+    return Launch(splits, LEAST, 1 if size.N <= 8 else 2, 3)

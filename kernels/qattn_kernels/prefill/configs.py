@@ -1,4 +1,4 @@
-"""Launch configurations of the prefill kernel, measured on an H200 (Triton 3.6) where a number stands beside them."""
+"""Launch configurations of the prefill kernel; those for head dim 128 were the best of several on an H200."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from typing import NamedTuple
 
 
 class Config(NamedTuple):
-    """`bn` slots a tile where no position is compared, `tail` where some are; warps, pipeline stages, and the most
-    registers of a thread, so that more programs fit a multiprocessor; None: as many as the compiler wants."""
+    """`bn` slots a tile where no position is compared, `tail` where some are; warps, and pipeline stages."""
 
     bn: int
     tail: int
     warps: int
     stages: int
-    registers: int | None = None
 
 
 # (kind of the product with values, power of two that holds the larger head dim); smaller dims take the entry for 64

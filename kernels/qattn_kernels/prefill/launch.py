@@ -116,7 +116,6 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
         C=shape,
         num_warps=config.warps * max(1, shape.BM // MODEL_QUERIES),
         num_stages=config.stages,
-        maxnreg=config.registers,
         enable_fp_fusion=True,
     )
     return out.transpose(1, 2), lse

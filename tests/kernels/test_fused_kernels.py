@@ -1,0 +1,246 @@
+"""The whole step in Triton against its specification: the same state bit for bit, outputs within what codes cost.
+
+Without a GPU in Triton's interpreter, which is slow: few heads, short contexts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import DEVICE, Case, case_id, make_layer
+
+from qattn_hf.layer import QAttnLayer
+from qattn_kernels.append.launch import append_long, finish, make_panel
+from qattn_kernels.call import make_call
+from qattn_kernels.fused import fused_step
+from qattn_kernels.online import Scores
+from qattn_kernels.operator import reference_step
+from qattn_kernels.state import side_of
+
+pytestmark = pytest.mark.usefixtures("poison")
+ON_GPU = DEVICE == "cuda"
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU: too large for the interpreter")
+CASES: list[Case] = [
+    ("turbo", {}),
+    ("turbo", {"bits": "mixed"}),
+    ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9}),
+    ("turbo", {"compute": "model", "buffer_size": 128}),
+    ("int8", {}),
+    ("none", {}),
+]
+MORE_CASES: list[Case] = [
+    ("turbo", {"bits": 2}),
+    ("turbo", {"block_kv": 128, "buffer_size": 128}),
+    ("turbo", {"bits": "mixed", "k_low_heads": [[1]], "v_low_heads": [[0]]}),
+    ("turbo", {"bits": "mixed", "priority": "min_max"}),
+    ("turbo", {"bits": "mixed", "priority": "variation", "n_h": 1}),
+    ("int8", {"compute": "model"}),
+    ("none", {"softmax": "sas", "sas_threshold": -1e9}),
+]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(
+    rows: int, tokens: int, heads: int = 2, group: int = 1, dim: int = 64, kind: str = "normal", seed: int = 0
+) -> Inputs:
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(rows, h, tokens, dim, generator=g) for h in (heads * group, heads, heads))
+    if kind == "peaked":
+        q *= 4
+    if kind == "outlier":
+        k[..., 3] += 20
+        k[..., 17] *= 12
+        v[..., 5] += 9
+    return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE)
+
+
+def step(run, layer: QAttnLayer, qkv: Inputs, start: int, end: int, padding: int = 0, scores: Scores | None = None):
+    """One call of columns `start` to `end`, of which row 0 has `padding` on the left."""
+    q, k, v = (x[:, :, start:end] for x in qkv)
+    if not layer.is_initialized:
+        layer.lazy_initialization(k, v)
+    span = torch.tensor([[0, end - start]] * len(q), dtype=torch.int32)
+    span[0] += torch.tensor([padding, -padding], dtype=torch.int32)
+    args = (q, k, v, span.to(DEVICE), layer.state, layer.spec, scores or Scores(q.shape[-1] ** -0.5))
+    past = (layer.capacity // layer.spec.window.block,) if run is fused_step else ()
+    return run(*args, *past)
+
+
+def feed(run, layer: QAttnLayer, qkv: Inputs, cuts: list[int], first: int = 0, scores: Scores | None = None) -> list:
+    """Outputs of calls that end at `cuts`; row 0 begins with `first` columns of padding."""
+    out, start = [], 0
+    for end in cuts:
+        out.append(step(run, layer, qkv, start, end, min(max(first - start, 0), end - start), scores)[0])
+        start = end
+    return out
+
+
+def differing(a: QAttnLayer, b: QAttnLayer) -> list[str]:
+    return [name for name in a.state if not torch.equal(a.state[name], b.state[name])]
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize(
+    "case", CASES + [pytest.param(c, marks=needs_gpu) for c in MORE_CASES], ids=lambda c: case_id(c)
+)
+def test_state_is_the_references_bit_for_bit(case: Case):
+    """Long and short calls, padding, tokens that are not finite, blocks that close in each kind of call."""
+    qkv = inputs(2, 200)
+    qkv[1][1, 0, 30, 1] = math.nan
+    qkv[2][0, 1, 61, 2] = math.inf
+    cuts = [20, 60, 63, 64, 65, 129, 130, 192, 200] if ON_GPU else [63, 64, 65, 129, 130]
+    one, other = make_layer(case, 256), make_layer(case, 256)
+    want = feed(reference_step, one, qkv, cuts, first=5)
+    got = feed(fused_step, other, qkv, cuts, first=5)
+    assert differing(one, other) == []
+    # both round queries and weights to 8 bits, each in its own way; products of floats differ by their order alone
+    limit = 0.04 if one.spec.compute.decode == "int8" else 2e-3 if case[1].get("softmax") else 1e-5
+    assert all(error(a, b) < limit for a, b in zip(got, want, strict=True))
+    assert torch.equal(got[0][0, :, :5], torch.zeros_like(got[0][0, :, :5]))
+
+
+@pytest.mark.parametrize("case", CASES[:1] + CASES[4:], ids=case_id)
+@pytest.mark.parametrize("tokens", [2, 31] if ON_GPU else [2])
+def test_several_queries_are_single_steps(case: Case, tokens: int):
+    """Drafted tokens, across the end of a block, in one call: the numbers of one by one."""
+    qkv = inputs(1, 64 + tokens, heads=1)
+    start = 63 if tokens == 2 else 50
+    steps, drafts = make_layer(case, 256, 1), make_layer(case, 256, 1)
+    one = feed(fused_step, steps, qkv, [start, *range(start + 1, start + tokens + 1)])[1:]
+    many = feed(fused_step, drafts, qkv, [start, start + tokens])[1]
+    assert differing(steps, drafts) == []
+    torch.testing.assert_close(many, torch.cat(one, 2), atol=1e-5, rtol=1e-5)  # fp32 sums of other splits
+
+
+@pytest.mark.parametrize(("dim", "group"), [(64, 8), (80, 3), (96, 1), (128, 4), (256, 2)])
+@pytest.mark.parametrize("case", CASES if ON_GPU else CASES[:1], ids=case_id)
+def test_head_dims_and_groups(case: Case, dim: int, group: int):
+    qkv = inputs(1, 66, 2 if case[1].get("bits") == "mixed" else 1, group, dim)
+    one, other = make_layer(case, 128, qkv[1].shape[1]), make_layer(case, 128, qkv[1].shape[1])
+    want = feed(reference_step, one, qkv, [65, 66])
+    got = feed(fused_step, other, qkv, [65, 66])
+    assert differing(one, other) == []
+    assert max(map(error, got, want)) < 0.04
+
+
+@pytest.mark.parametrize("scores", [{"softcap": 5.0}, {"window": 40}, {"sinks": (0.5, 2.0)}], ids=["softcap", "window", "sinks"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=case_id)
+def test_softcap_window_and_sinks(case: Case, scores: dict):
+    qkv = inputs(1, 130)
+    if "sinks" in scores:
+        scores = {"sinks": torch.tensor(scores["sinks"], device=DEVICE)}
+    asked = Scores(0.3, **scores)
+    cuts = [128, 129, 130]
+    want = feed(reference_step, make_layer(case, 256), qkv, cuts, scores=asked)
+    got = feed(fused_step, make_layer(case, 256), qkv, cuts, scores=asked)
+    assert max(map(error, got, want)) < (0.04 if case[0] == "turbo" else 1e-5)
+
+
+def undone(layer: QAttnLayer, tokens: int) -> list[torch.Tensor]:
+    """fp64 keys and values of a layer's first row as its codes say: blocks undone, open tokens from the ring."""
+    found = []
+    for side, store in (("k", layer.spec.k), ("v", layer.spec.v)):
+        state = side_of(layer.state, side)
+        x = store.read(state, layer.blocks).undone().flatten(2, 3).double()[:, :, :tokens].clone()
+        if store.windowed:
+            ring, start = store.ring(state).undone().double(), int(layer.state["open_start"][0])
+            index = torch.arange(start, tokens, device=DEVICE)
+            x[:, :, start:] = ring[:, :, index % ring.shape[2]]
+        found.append(x)
+    return found
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """fp64 attention of one query over all keys."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    return ((q.double() @ k.mT) * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+def check_errors(case: Case, kind: str, tokens: int) -> None:
+    """Error against fp64 attention over the undone store: at most 1.5 times the reference's own, or a quarter of what
+    the codes themselves cost. Over many rows, since over few tokens either may be lucky."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    rows, heads = (1, 2 if tokens > 5000 else 16) if ON_GPU else (1, 1)
+    full = inputs(rows, tokens, heads, group=4, dim=128 if ON_GPU else 64, kind=kind)
+    q, k, v = (x.to(dtype) for x in full)
+    one, other = make_layer(case, tokens + 64, heads), make_layer(case, tokens + 64, heads)
+    for layer in (one, other):  # everything but the last token, without attending
+        layer.lazy_initialization(k, v)
+        if tokens > 1:
+            past = slice(0, tokens - 1)
+            span = torch.tensor([[0, tokens - 1]], dtype=torch.int32, device=DEVICE)
+            call = make_call(q[:, :, past], k[:, :, past], v[:, :, past], span, layer.state, layer.spec, Scores(1.0))
+            append_long(call, make_panel(call, 0))
+            finish(call)
+    want = step(reference_step, one, (q, k, v), tokens - 1, tokens)[0]
+    got = step(fused_step, other, (q, k, v), tokens - 1, tokens)[0]
+    held = undone(one, tokens)
+    mine, full_precision = exact(q[:, :, -1:], *held), exact(q[:, :, -1:], k, v)
+    own, codes = error(want, mine), error(mine, full_precision)
+    rounding = 2 * torch.finfo(dtype).eps  # of the outputs themselves, where the reference happens to hit
+    assert error(got, mine) <= max(1.5 * own, 0.25 * codes, rounding)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 31, 63, 64, 65, 129] + ([4096] if ON_GPU else []))
+@pytest.mark.parametrize("kind", ["normal", "peaked", "outlier"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5]], ids=case_id)
+def test_error_against_fp64(case: Case, kind: str, tokens: int):
+    check_errors(case, kind, tokens)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["normal", "peaked", "outlier"])
+@pytest.mark.parametrize("case", [*CASES, MORE_CASES[0]], ids=case_id)
+def test_error_at_32k(case: Case, kind: str):
+    check_errors(case, kind, 32768)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=case_id)
+def test_unused_blocks_are_never_read(case: Case):
+    qkv = inputs(1, 70, heads=1)
+    clean, dirty = make_layer(case, 256, 1), make_layer(case, 256, 1)
+    feed(fused_step, clean, qkv, [66])
+    feed(fused_step, dirty, qkv, [66])
+    for name, spec in dirty.tensor_specs().items():
+        if spec.block_dim is not None:
+            unused = dirty.state[name].narrow(spec.block_dim, 2, dirty.blocks - 2)
+            unused.fill_(math.nan if unused.is_floating_point() else 85)
+    got, want = (step(fused_step, layer, qkv, 66, 70)[0] for layer in (dirty, clean))
+    assert torch.equal(got, want)
+
+
+@needs_gpu
+def test_capacity_does_not_change_results():
+    qkv = inputs(2, 300, group=4, dim=128)
+    results = [feed(fused_step, make_layer(("turbo", {}), capacity), qkv, [299, 300])[1] for capacity in (320, 8192)]
+    assert torch.equal(*results)
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_offsets_beyond_two_to_the_31(case: Case):
+    """The second row lies behind more elements than 32 bits count."""
+    qkv = inputs(2, 200, heads=2, group=2, dim=128)
+    far, near = (make_layer(case, tokens) for tokens in (2**31 // 128 + 4096, 256))
+    if far.spec.k.name == "model":
+        pytest.skip("model precision takes 64 GB at this capacity")
+    for layer in (far, near):
+        layer.lazy_initialization(qkv[1], qkv[2])
+    largest = max(t[0].numel() for t in far.state.values() if t.dim() > 3)
+    assert largest > 2**31
+    start = 0
+    for end in (100, 130, 131, 199, 200):
+        got, want = (
+            fused_step(*(x[:, :, start:end] for x in qkv), torch.tensor([[0, end - start]], dtype=torch.int32).cuda(),
+                       layer.state, layer.spec, Scores(128**-0.5), 4)[0]
+            for layer in (far, near)
+        )  # fmt: skip
+        assert torch.equal(got, want)
+        start = end
+    assert torch.equal(far.state["length"], near.state["length"])
