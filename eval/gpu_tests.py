@@ -3,8 +3,9 @@
     python eval/record.py gpu-tests -- python eval/gpu_tests.py
 
 These are the files with `cuda` in their name, and those of `tests/kernels` with `kernel` in theirs, which run compiled
-on a GPU and in Triton's interpreter elsewhere; `-n 8` runs them in eight processes. CI has no GPU, so what they showed is kept in `eval/results/gpu-tests.json`. Fails if one
-fails, if none ran, or without a GPU. Other arguments go to pytest.
+on a GPU and in Triton's interpreter elsewhere. CI has no GPU, so what they showed is kept in
+`eval/results/gpu-tests.json`. Fails if one fails, if none ran, or without a GPU. Other arguments go to pytest: `-n 8`
+runs them in eight processes.
 """
 
 from __future__ import annotations

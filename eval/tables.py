@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,6 +131,38 @@ def methods_table(results: Path) -> str:
     return markdown(["method", "what it does", "settings"], rows)
 
 
+def kernels_table(results: Path) -> str:
+    """What Triton kernels compute and what the reference alone does, asked of the code that decides it."""
+    from qattn_hf.methods import get_method, list_methods
+    from qattn_kernels import support
+
+    def known(method: str, **settings: Any) -> bool:
+        spec = get_method(method)(**settings).layer_spec(0, 1, 2)
+        return support.unsupported(spec, 2, 2, support.HEAD_DIMS[0], support.HEAD_DIMS[0]) is None
+
+    def two_sides(title: str, found: dict[Any, bool]) -> list[str]:
+        sides = ([f"`{value}`" for value, known in found.items() if known == side] for side in (True, False))
+        return [title, *map(", ".join, sides)]
+
+    def choices(method: str, key: str, *values: Any, **others: Any) -> list[str]:
+        """The values of a setting; those that its type names, if none are given."""
+        values = values or get_args(get_method(method).model_fields[key].annotation)
+        return two_sides(f"`{key}`", {x: known(method, **{key: x}, **others) for x in values})
+
+    rows = [
+        two_sides("method", {name: known(name) for name in list_methods()}),
+        ["head dim, of K and V alike", ", ".join(map(str, support.HEAD_DIMS)), "any other"],
+        ["query heads of a KV head", f"up to {support.MOST_GROUP}", "more"],
+        choices("turbo", "block_kv", buffer_size=128),
+        *(choices("turbo", key) for key in ("bits", "buffer_scale", "p_scale", "softmax")),
+        choices("turbo", "priority", bits="mixed"),
+        choices("turbo", "compute", "int8", "model"),
+        choices("turbo", "sparse_v_tau", 0.0, 0.001),
+        ["`compute` of `none`", *choices("none", "compute", "model", "int8")[1:]],
+    ]
+    return markdown(["", "kernels", "reference alone"], rows)
+
+
 def report_example(results: Path) -> str:
     """What `qattn report` prints for the embedded model; nothing recorded is needed."""
     from qattn_hf.cli import main as qattn
@@ -149,6 +181,7 @@ def report_example(results: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "methods": methods_table,
     "report": report_example,
+    "kernels": kernels_table,
     "quality": quality_table,
     "bits": bits_table,
     "decode": partial(speed_table, bench="decode"),

@@ -77,6 +77,10 @@ class QAttnLayer(CacheLayerMixin):
                 f"the recipe gives {low} heads of a layer 2 bits, but only {heads} KV heads are here: "
                 "use bits=4 or bits=2"
             )
+        k_dim, v_dim = key_states.shape[-1], value_states.shape[-1]
+        reason = unsupported(self.spec, heads, heads, k_dim, v_dim) if self.spec.impl == "triton" else None
+        if reason is not None:
+            raise UnsupportedError(f"this layer was meant for Triton kernels, but {reason}: use impl='reference'")
         self.geometry = self.geometry_of(key_states, value_states)
         self.dtype, self.device = key_states.dtype, device
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
@@ -299,7 +303,7 @@ class QAttnLayer(CacheLayerMixin):
 
     def _fix_addresses(self) -> None:
         """Tell compiled steps that the state stays where it is, and captured ones that it was elsewhere."""
-        assert list(self.state) == state_names(self.spec)
+        assert tuple(self.state) == state_names(self.spec)
         self.moves += 1
         if not torch.compiler.is_compiling():
             for tensor in self.state.values():

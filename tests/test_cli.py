@@ -217,6 +217,11 @@ def test_demo_compares_each_prompt(demo_output):
         assert row["kv_bytes_full_precision"] == cached * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
     verdict, following = out.splitlines()[-2:]
     assert verdict.startswith("Verdict: turbo ") and following.startswith("Next: ")
+    speeds = [data["total"][key] for key in ("tokens_per_second", "tokens_per_second_full_precision")]
+    assert "at {:.0f} tokens a second instead of {:.0f}".format(*speeds) in verdict
+    assert all(row["packed_answer_tokens"] == 6 for row in data["prompts"])
+    rates = [row["tokens_per_second"] for row in data["prompts"]]
+    assert speeds[0] == pytest.approx(len(rates) / sum(1 / rate for rate in rates))  # answers are of one length
 
 
 def test_demo_finds_no_difference_where_there_is_none(demo_output):

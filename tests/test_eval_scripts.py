@@ -155,10 +155,10 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
 
 def test_gpu_tests_are_found_by_name(tmp_path, monkeypatch):
     (tmp_path / "kernels").mkdir()
-    for name in ("test_cuda.py", "test_graph_cuda.py", "test_cli.py"):
+    for name in ("test_cuda.py", "test_graph_cuda.py", "test_cli.py", "kernels/test_kernel.py", "kernels/test_rows.py"):
         (tmp_path / name).touch()
     found = [path.name for path in gpu_tests.gpu_tests(tmp_path)]
-    assert found == ["test_cuda.py", "test_graph_cuda.py", "kernels"]
+    assert found == ["test_kernel.py", "test_cuda.py", "test_graph_cuda.py"]
     monkeypatch.setattr(gpu_tests.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="need a CUDA GPU"):
         gpu_tests.main([])

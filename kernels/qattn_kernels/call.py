@@ -74,7 +74,8 @@ def make_call(
     short = tokens <= SHORT_CALL
     int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
     columns = tokens if short else 1
-    sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, scores)
+    asks = scores.softcap != 0, scores.window != 0
+    sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, store) for side, store in (("k", spec.k), ("v", spec.v)))
     return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows)

@@ -78,3 +78,41 @@ def commit_row(ROWS, STATE, row, b, B, columns, BP: tl.constexpr, C: tl.constexp
         counts = tl.load(ROWS + n * 8 + 5, mask=n < B, other=columns)
         if tl.min(counts, 0) < columns:
             tl.store(STATE[5], seen)
+
+
+@triton.jit
+def twin(y, C: tl.constexpr):
+    """8-bit numbers as two: for `y` `[n, N]` in [-127, 127] whose last `Q` columns repeat the first, the integers in
+    the first, and in the last 254 times what rounding left. In fp32, raised by `ROUNDER`: the low byte is the code.
+    """
+    rounded = y + ROUNDER
+    if C.N > C.Q:
+        second = tl.arange(0, C.N) >= C.Q
+        rounded = tl.where(second[None, :], (y - (rounded - ROUNDER)) * 254.0 + ROUNDER, rounded)
+    return rounded
+
+
+@triton.jit
+def to_codes(raised):
+    """The codes of `twin`."""
+    return raised.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def join_twins(x, C: tl.constexpr):
+    """The joint value of both columns of a twin, `[n, N]` to `[n, Q]`."""
+    if C.N > C.Q:
+        pairs = tl.reshape(x, (x.shape[0], 2, C.Q))
+        return tl.sum(pairs * tl.where(tl.arange(0, 2) == 0, 1.0, 1.0 / 254.0)[None, :, None], 1)
+    else:
+        return x
+
+
+@triton.jit
+def spread_twins(x, C: tl.constexpr):
+    """The joint value in both columns, `[n, N]` to `[n, N]`."""
+    if C.N > C.Q:
+        joint = tl.broadcast_to(join_twins(x, C)[:, None, :], (x.shape[0], 2, C.Q))
+        return tl.reshape(joint, (x.shape[0], C.N))
+    else:
+        return x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from qattn_kernels.append.reference import append
@@ -18,10 +20,11 @@ class CapacityError(ValueError):
     """A call would not fit the capacity of its cache; nothing was written."""
 
 
-def state_names(spec: LayerSpec) -> list[str]:
+@lru_cache(maxsize=1024)
+def state_names(spec: LayerSpec) -> tuple[str, ...]:
     """Names of the state tensors in the order in which the operator takes them."""
     heads = max(getattr(spec.k, "n_low", 0), getattr(spec.v, "n_low", 0), 1)
-    return list(layer_tensors(Geometry(1, heads, 8, 8, 1, torch.float32), spec))
+    return tuple(layer_tensors(Geometry(1, heads, 8, 8, 1, torch.float32), spec))
 
 
 def _check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-# columns of `Panel.rows`: each row as it was before the call, and what the call brings
-LENGTH, CLOSED, OPEN_START, CLOSING, FIRST, COUNT = range(6)
-ROW_FIELDS = 8
+ROW_FIELDS = 8  # columns of `Panel.rows`, of which six are used
 
 
 class Panel(NamedTuple):

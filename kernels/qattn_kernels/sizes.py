@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from typing import NamedTuple
 
-from qattn_kernels.online import Scores
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.stores import Store
 from qattn_kernels.stores.flashq import FlashQStore
 
-LEAST_QUERIES = 8  # columns of the smallest tensor core tile
-MOST_QUERIES = 32  # columns of one program; more rows of a short call go to more programs
+LEAST_COLUMNS = 8  # of a tensor core tile
+MOST_COLUMNS = 32  # of one program; more queries of a short call go to more programs
 
 
 class Sizes(NamedTuple):
@@ -20,8 +20,9 @@ class Sizes(NamedTuple):
     `H` KV heads, `G` query heads of each, `D` head dim, `DP` the power of two that holds it; `BLOCK`, `SPAN`,
     `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` 2-bit heads,
     `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own;
-    `N` queries of a decode program, `ONE` a call of one token; `INT8` products of integers; `SAS`, `CAP`, `LOCAL`
-    whether that softmax, a soft cap, a local window is used; `PLAIN` the interpreter runs, which knows no assembly.
+    `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
+    token; `INT8` products of integers; `SAS`, `CAP`, `LOCAL` whether that softmax, a soft cap, a local window is used;
+    `PLAIN` the interpreter runs, which knows no assembly.
     """
 
     H: int
@@ -36,6 +37,7 @@ class Sizes(NamedTuple):
     V_LOW: int
     K_MASK: int
     V_MASK: int
+    Q: int
     N: int
     ONE: bool
     INT8: bool
@@ -50,11 +52,13 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+@lru_cache(maxsize=1024)
 def sizes_of(
-    spec: LayerSpec, heads: int, group: int, dim: int, tokens: int, int8: bool, scores: Scores
+    spec: LayerSpec, heads: int, group: int, dim: int, tokens: int, int8: bool, cap: bool, local: bool
 ) -> Sizes:
-    """For a call of `tokens` new tokens."""
+    """For a call of `tokens` new tokens, with a soft cap or a local window or neither."""
     at = spec.window
+    columns = min(MOST_COLUMNS, max(LEAST_COLUMNS, power_of_two(tokens * group) * (1 + int8)))
     (k_low, k_mask), (v_low, v_mask) = (_low_heads(store, heads) for store in (spec.k, spec.v))
     return Sizes(
         H=heads,
@@ -69,12 +73,13 @@ def sizes_of(
         V_LOW=v_low,
         K_MASK=k_mask,
         V_MASK=v_mask,
-        N=min(MOST_QUERIES, max(LEAST_QUERIES, power_of_two(tokens * group))),
+        Q=columns // 2 if int8 else columns,
+        N=columns,
         ONE=tokens == 1,
         INT8=int8,
         SAS=spec.compute.softmax == "sas",
-        CAP=scores.softcap != 0,
-        LOCAL=scores.window != 0,
+        CAP=cap,
+        LOCAL=local,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )
 

@@ -12,7 +12,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (64, 128)
 MOST_GROUP = 8
 STORES = ("flashq", "int8", "model")
-PRIORITIES = ("priority", "min_max", "variation")
+PRIORITIES = ("priority", "min_max", "variation")  # `append.ranking` knows them by their index
 
 
 def no_triton(device_type: str) -> str | None:

@@ -33,6 +33,8 @@ class Comparison:
         first_difference: index of the first other token; None when the answers are equal.
         kl: mean over the answer's tokens of KL(full precision || packed), both reading full precision's answer.
         same_top1: share of those tokens that the packed cache would choose too.
+        answer_tokens, packed_answer_tokens: of full precision's answer, and of the packed cache's own.
+        impl, decode: who computed the packed side, and by which decode path.
     """
 
     prompt: Prompt
@@ -42,6 +44,7 @@ class Comparison:
     full_precision_right: bool | None
     packed_right: bool | None
     answer_tokens: int
+    packed_answer_tokens: int
     agreement: float
     first_difference: int | None
     kl: float
@@ -53,6 +56,8 @@ class Comparison:
     effective_bits_total: float
     tokens_per_second: float
     tokens_per_second_full_precision: float
+    impl: str
+    decode: str
 
 
 class Progress(StoppingCriteria):
@@ -81,8 +86,8 @@ def answer(model: Any, tokenizer: Any, ids: torch.Tensor, prompt: Prompt, advanc
         return_dict_in_generate=True,
         output_logits=True,
     )
+    tokens = out.sequences[0, start:].tolist()  # waits for the device
     seconds = time.perf_counter() - began
-    tokens = out.sequences[0, start:].tolist()
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     text = text.split(prompt.stop)[0] if prompt.stop else text
     return Answer(text.strip(), tokens, torch.cat(out.logits).float(), seconds, out.past_key_values)
@@ -124,6 +129,7 @@ def compare(prompt: Prompt, ids: torch.Tensor, full: Answer, packed: Answer, for
         full_precision_right=is_right(prompt, full.text),
         packed_right=is_right(prompt, packed.text),
         answer_tokens=len(full.tokens),
+        packed_answer_tokens=len(packed.tokens),
         agreement=sum(equal) / len(full.tokens),
         first_difference=None if same else (equal.index(False) if False in equal else len(equal)),
         kl=terms.sum(-1).mean().item(),
@@ -135,4 +141,6 @@ def compare(prompt: Prompt, ids: torch.Tensor, full: Answer, packed: Answer, for
         effective_bits_total=held["effective_bits_total"],
         tokens_per_second=len(packed.tokens) / packed.seconds,
         tokens_per_second_full_precision=len(full.tokens) / full.seconds,
+        impl=held["impl"],
+        decode=held["decode"],
     )

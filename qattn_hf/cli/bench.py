@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,10 +63,8 @@ def decode(
     from qattn_hf.bench import decode as measured
 
     methods, where = chosen_methods(method), chosen_device(device)
-    sizes = measured.QUICK if quick else measured.FULL
-    points = crossed(sizes if where.type == "cuda" else measured.TINY, batch, context)
-    rows = measured.rows([measured.Point(*p) for p in points], methods, parse_heads(heads, where), where)
-    show(rows, as_json, output, plot)
+    points = chosen_points(measured, quick, where, batch, context)
+    show(measured.rows(points, methods, parse_heads(heads, where), where), as_json, output, plot)
 
 
 @bench.command("prefill")
@@ -87,10 +86,8 @@ def prefill(
     from qattn_hf.bench import prefill as measured
 
     methods, where = chosen_methods(method), chosen_device(device)
-    sizes = measured.QUICK if quick else measured.FULL
-    points = crossed(sizes if where.type == "cuda" else measured.TINY, batch, tokens)
-    rows = measured.rows([measured.Point(*p) for p in points], methods, parse_heads(heads, where), where)
-    show(rows, as_json, output, plot)
+    points = chosen_points(measured, quick, where, batch, tokens)
+    show(measured.rows(points, methods, parse_heads(heads, where), where), as_json, output, plot)
 
 
 @bench.command("generate")
@@ -121,10 +118,8 @@ def generate(
 
     where = chosen_device(device)
     ways = chosen_ways(way, all_ways(chosen_methods(method or ["turbo", "int8"]), where))
-    sizes = measured.QUICK if quick else measured.FULL
-    points = crossed(sizes if where.type == "cuda" else measured.TINY, batch, context)
-    lm = bench_model(model, quick, where)
-    show(measured.rows([measured.Point(*p) for p in points], ways, lm, where, new_tokens), as_json, output, plot)
+    points, lm = chosen_points(measured, quick, where, batch, context), bench_model(model, quick, where)
+    show(measured.rows(points, ways, lm, where, new_tokens), as_json, output, plot)
 
 
 def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
@@ -189,6 +184,14 @@ def parse_heads(text: str | None, device: torch.device) -> Heads:
         raise ValueError(f"--heads {text}: give query heads, KV heads and head dim, such as 32,8,128")
     query, kv, dim = numbers
     return Heads(query, kv, dim, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def chosen_points(
+    bench: ModuleType, quick: bool, device: torch.device, first: list[int] | None, second: list[int] | None
+) -> list[Any]:
+    """The points of a bench that were asked for; a CPU takes tiny ones."""
+    points = bench.TINY if device.type != "cuda" else bench.QUICK if quick else bench.FULL
+    return [bench.Point(*point) for point in crossed(points, first, second)]
 
 
 def crossed(points: list[Any], first: list[int] | None, second: list[int] | None) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +23,7 @@ from qattn_hf.cli._common import (
 from qattn_hf.report import size
 
 if TYPE_CHECKING:
-    from qattn_hf.cli._compare import Comparison
+    from qattn_hf.cli._compare import Answer, Comparison
     from qattn_hf.cli._prompts import Prompt
     from qattn_hf.recipe import Recipe
 
@@ -64,7 +64,10 @@ def demo(
 
 
 def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Comparison]:
-    """All prompts first in full precision, then packed. Shows its progress on stderr."""
+    """All prompts first in full precision, then packed. Shows its progress on stderr.
+
+    What a first call costs is not timed on either side; on a GPU every answer is given once before it is timed.
+    """
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -90,10 +93,15 @@ def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Compariso
         def advance() -> None:
             progress.advance(task)
 
+        def timed(i: int, prompt: Prompt) -> Answer:
+            if lm.device.type == "cuda":  # kernels get compiled and steps captured, for each length anew
+                answer(lm, tokenizer, ids[i], prompt, lambda: None)
+            return answer(lm, tokenizer, ids[i], prompt, advance)
+
         def answers(what: str) -> list[Any]:
             first_calls_cost = dataclasses.replace(prompts[0], max_new_tokens=2)
-            answer(lm, tokenizer, ids[0], first_calls_cost, lambda: None)  # not to be timed
-            return each(what, lambda i, prompt: answer(lm, tokenizer, ids[i], prompt, advance))
+            answer(lm, tokenizer, ids[0], first_calls_cost, lambda: None)
+            return each(what, timed)
 
         full = answers("full precision")
         patch(lm, recipe=recipe)
@@ -154,17 +162,28 @@ def totals(comparisons: list[Comparison]) -> dict[str, float]:
         "kl": sum(item.kl * item.answer_tokens for item in comparisons) / tokens,
         "kv_bytes": sum(item.kv_bytes for item in comparisons),
         "kv_bytes_full_precision": sum(item.kv_bytes_full_precision for item in comparisons),
+        "tokens_per_second": _speed((item.packed_answer_tokens, item.tokens_per_second) for item in comparisons),
+        "tokens_per_second_full_precision": _speed(
+            (item.answer_tokens, item.tokens_per_second_full_precision) for item in comparisons
+        ),
     }
+
+
+def _speed(answers: Iterable[tuple[int, float]]) -> float:
+    """All tokens over all seconds, of answers with these numbers of tokens and these speeds."""
+    tokens, seconds = zip(*((count, count / speed) for count, speed in answers), strict=True)
+    return sum(tokens) / sum(seconds)
 
 
 def verdict(comparisons: list[Comparison], label: str) -> str:
     """What the figures come to, in one line."""
-    total = totals(comparisons)
+    total, first = totals(comparisons), comparisons[0]
     held, full = total["kv_bytes"], total["kv_bytes_full_precision"]
     return (
         f"Verdict: {label} picks full precision's next token in {total['same_top1']:.1%} of "
         f"{total['answer_tokens']:.0f} steps, mean KL {total['kl']:.5f}, with {size(held)} of KV cache instead of "
-        f"{size(full)} ({full / held:.1f}x smaller)."
+        f"{size(full)} ({full / held:.1f}x smaller), at {total['tokens_per_second']:.0f} tokens a second instead of "
+        f"{total['tokens_per_second_full_precision']:.0f} (computed by: {first.impl}, decode: {first.decode})."
     )
 
 

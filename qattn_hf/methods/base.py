@@ -87,7 +87,7 @@ class Method(BaseModel):
         return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity)
 
     def chosen_impl(self, device_type: str, reason: str | None) -> str:
-        """Who computes a layer, given why Triton cannot (None: it can); ValueError if `impl` asks for what cannot be."""
+        """Who computes a layer, given why Triton cannot (None: it can); ValueError if `impl` asks for what is not."""
         if self.impl == "triton" and reason is not None:
             raise ValueError(f"impl = 'triton': {reason}; use impl='auto' or 'reference'")
         wanted = self.impl == "triton" or (self.impl == "auto" and device_type == "cuda")

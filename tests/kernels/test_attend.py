@@ -117,7 +117,7 @@ def test_operator_is_registered_rightly(tokens: int):
     feed(layer, q, k, v, [60])
     span = torch.tensor([[0, tokens]], dtype=torch.int32)
     state = list(layer.state.values())
-    assert list(layer.state) == state_names(layer.spec)
+    assert tuple(layer.state) == state_names(layer.spec)
     args = (q[:, :, 60 : 60 + tokens], k[:, :, 60 : 60 + tokens], v[:, :, 60 : 60 + tokens], span, state)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.qattn.attend, (*args, layer.spec.encode(), 0.1, 0.0, 0, None, 1), test_utils=checks)

@@ -128,7 +128,9 @@ def test_head_dims_and_groups(case: Case, dim: int, group: int):
     assert max(map(error, got, want)) < 0.04
 
 
-@pytest.mark.parametrize("scores", [{"softcap": 5.0}, {"window": 40}, {"sinks": (0.5, 2.0)}], ids=["softcap", "window", "sinks"])
+@pytest.mark.parametrize(
+    "scores", [{"softcap": 5.0}, {"window": 40}, {"sinks": (0.5, 2.0)}], ids=["softcap", "window", "sinks"]
+)
 @pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=case_id)
 def test_softcap_window_and_sinks(case: Case, scores: dict):
     qkv = inputs(1, 130)
@@ -183,7 +185,7 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
     held = undone(one, tokens)
     mine, full_precision = exact(q[:, :, -1:], *held), exact(q[:, :, -1:], k, v)
     own, codes = error(want, mine), error(mine, full_precision)
-    rounding = 2 * torch.finfo(dtype).eps  # of the outputs themselves, where the reference happens to hit
+    rounding = torch.finfo(dtype).eps * (0.25 if ON_GPU else 2)  # of bf16 outputs; of fp32 sums in another order
     assert error(got, mine) <= max(1.5 * own, 0.25 * codes, rounding)
 
 
@@ -227,9 +229,11 @@ def test_capacity_does_not_change_results():
 def test_offsets_beyond_two_to_the_31(case: Case):
     """The second row lies behind more elements than 32 bits count."""
     qkv = inputs(2, 200, heads=2, group=2, dim=128)
-    far, near = (make_layer(case, tokens) for tokens in (2**31 // 128 + 4096, 256))
+    # a byte holds two values of one head, and half of the heads have 2 bits in mixed
+    tokens = 2**31 // (64 if case[1].get("bits") == "mixed" else 128) + 4096
+    far, near = make_layer(case, tokens), make_layer(case, 256)
     if far.spec.k.name == "model":
-        pytest.skip("model precision takes 64 GB at this capacity")
+        pytest.skip("model precision would take 64 GB")
     for layer in (far, near):
         layer.lazy_initialization(qkv[1], qkv[2])
     largest = max(t[0].numel() for t in far.state.values() if t.dim() > 3)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.append.kernel import finish_kernel, long_kernel, short_kernel, undo_kernel
-from qattn_kernels.append.ranking import PRIORITIES, rank_kernel
+from qattn_kernels.append.ranking import rank_kernel
 from qattn_kernels.call import Call
 from qattn_kernels.panel import Panel
 from qattn_kernels.pieces import pieces_of
 from qattn_kernels.rows import region_blocks
 from qattn_kernels.sizes import power_of_two
+from qattn_kernels.stores.flashq import FlashQStore
+from qattn_kernels.support import PRIORITIES
 
 OVERHANG = 128  # slots behind a row's last token that a tile of the prefill may touch
 CODES = {"enable_fp_fusion": False, "num_warps": 4}  # for kernels that make codes: see `append/kernel.py`
@@ -19,7 +21,7 @@ CODES = {"enable_fp_fusion": False, "num_warps": 4}  # for kernels that make cod
 def rank(call: Call) -> None:
     """Decide which heads get 2 bits, in rows whose first block the call closes; nothing where no row decides."""
     kinds = [
-        PRIORITIES.index(store.priority) if mask < 0 else -1
+        PRIORITIES.index(store.priority) if isinstance(store, FlashQStore) and mask < 0 else -1
         for store, mask in ((call.spec.k, call.sizes.K_MASK), (call.spec.v, call.sizes.V_MASK))
     ]
     if max(kinds) < 0:

@@ -7,8 +7,6 @@ import triton.language as tl
 
 from qattn_kernels.append.kernel import new_tokens, row_before, with_ring
 
-PRIORITIES = ("priority", "min_max", "variation")
-
 
 @triton.jit
 def _priority(S, code, scale, keep, pos, old, bh, SEEN: tl.constexpr, KIND: tl.constexpr,
@@ -39,7 +37,8 @@ def _places(S, priority, b, LOW: tl.constexpr, C: tl.constexpr):
     """Heads of lowest priority to the 2-bit places behind the others, ties to the lower head."""
     n = tl.arange(0, triton.next_power_of_2(C.H))
     real = n < C.H
-    less = (priority[None, :] < priority[:, None]) | ((priority[None, :] == priority[:, None]) & (n[None, :] < n[:, None]))
+    same = priority[None, :] == priority[:, None]
+    less = (priority[None, :] < priority[:, None]) | (same & (n[None, :] < n[:, None]))
     rank = tl.sum((less & real[None, :]).to(tl.int32), 1)
     low = (rank < LOW).to(tl.int32)
     low_row = tl.sum(tl.where(n[:, None] == n[None, :], low[:, None], 0), 0)

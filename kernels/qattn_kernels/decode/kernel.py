@@ -9,7 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import LN2, LOG2E, commit_row, exp2_sas, float_to_int8, load_row, packed_since, slot_bits
+from qattn_kernels.jit import (
+    LN2,
+    LOG2E,
+    commit_row,
+    exp2_sas,
+    join_twins,
+    load_row,
+    packed_since,
+    slot_bits,
+    to_codes,
+    twin,
+)
 from qattn_kernels.pieces.int8 import pair_scores, pair_values
 
 RING_TILE = tl.constexpr(64)  # slots of the ring at a time, which it is a multiple of
@@ -36,14 +47,14 @@ def weights(s, top, running, threshold, C: tl.constexpr):
 
 @triton.jit
 def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
-    """`[DP, N]` queries as they came, scaled in fp32, and as INT8 with one scale each."""
+    """`[DP, N]` queries as they came, scaled in fp32, and as INT8 twins with one scale each."""
     d = tl.arange(0, C.DP)
     head, column = h * C.G + n % C.G, first + t
     base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
     q = tl.load(Q + base[None, :] + d[:, None], mask=real[None, :] & (d < C.D)[:, None], other=0.0)
     scaled = q.to(tl.float32) * scale
     top = tl.max(tl.abs(scaled), 0) + 1e-30
-    return q, scaled, float_to_int8(scaled * (127.0 / top)[None, :]), top * (1.0 / 127.0)
+    return q, scaled, to_codes(twin(scaled * (127.0 / top)[None, :], C)), top * (1.0 / 127.0)
 
 
 @triton.jit
@@ -66,18 +77,20 @@ def _open_seen(s, slot, dropped, row, p, window, C: tl.constexpr):
 @triton.jit
 def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, C: tl.constexpr):
     """Attention over the ring, in the order of its slots: the tokens that were open before the call and its own."""
+    length, closed, open_start, closing, first, count = row
     scale, cap, window, threshold = scores_of
     HALF: tl.constexpr = RING_TILE // 2
     t = tl.arange(0, HALF)
     at = bh.to(tl.int64) * C.RING
     for start in tl.range(0, C.RING, RING_TILE, num_stages=1):
-        lo, hi = pair_scores(K[6] + (at + start) * C.D, K[7] + at + start, HALF, query, scale, C)
-        if C.CAP:
-            lo, hi = soft_cap(lo, cap), soft_cap(hi, cap)
-        lo = _open_seen(lo, start + t, dropped, row, p, window, C)
-        hi = _open_seen(hi, start + HALF + t, dropped, row, p, window, C)
-        top = tl.max(tl.maximum(lo, hi), 0)
-        if tl.max(top, 0) > NOTHING:  # else none of these slots is open, which holds for half of the default ring
+        behind = (start - open_start % C.RING + C.RING) % C.RING  # slots from the first open token to this tile
+        if (behind < length + count - open_start) | (behind > C.RING - RING_TILE):
+            lo, hi = pair_scores(K[6] + (at + start) * C.D, K[7] + at + start, HALF, query, scale, C)
+            if C.CAP:
+                lo, hi = soft_cap(lo, cap), soft_cap(hi, cap)
+            lo = _open_seen(lo, start + t, dropped, row, p, window, C)
+            hi = _open_seen(hi, start + HALF + t, dropped, row, p, window, C)
+            top = tl.max(tl.maximum(lo, hi), 0)
             running = tl.maximum(m, top)
             alpha, beta = tl.exp2(m - running), tl.exp2(top - running)
             w_lo, w_hi = weights(lo, top, running, threshold, C), weights(hi, top, running, threshold, C)
@@ -170,7 +183,7 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
     split, tile, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
-    n = tile * C.N + tl.arange(0, C.N)
+    n = tile * C.Q + tl.arange(0, C.N) % C.Q
     t = n // C.G
     real = t < row[5]
     p = tl.where(real, row[0] + t, -1)
@@ -195,12 +208,13 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
                 K, V, dropped, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc, begin, end,
                 b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
             )  # fmt: skip
-        d = tl.arange(0, C.DP)
-        at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
-        inside = n < T * C.G
-        tl.store(OUT + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])
-        tl.store(STATS + at * 2, m, mask=inside)
-        tl.store(STATS + at * 2 + 1, l, mask=inside)
+        d, c = tl.arange(0, C.DP), tl.arange(0, C.Q)
+        inside = tile * C.Q + c < T * C.G
+        at = (bh.to(tl.int64) * splits + split) * (T * C.G) + tile * C.Q + c
+        out = join_twins(acc, C)
+        tl.store(OUT + at[None, :] * C.D + d[:, None], out, mask=inside[None, :] & (d < C.D)[:, None])
+        tl.store(STATS + at * 2, tl.max(tl.reshape(m, (C.N // C.Q, C.Q)), 0), mask=inside)
+        tl.store(STATS + at * 2 + 1, tl.max(join_twins(l[None, :], C), 0), mask=inside)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     size, state, scores, batch, tokens = call.sizes, call.state, call.scores, call.batch, call.tokens
     k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
     rows = tokens * size.G
-    tuned = choose(size, batch * -(-rows // size.N), call.spec.k.name == "model")
+    tuned = choose(size, batch * -(-rows // size.Q), call.spec.k.name == "model")
     splits = min(tuned.splits, call.blocks) + (size.RING > 0)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -30,14 +30,14 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
     parts, stats = empty(batch * size.H, splits, rows, size.D), empty(batch * size.H, splits, rows, 2)
     threshold = call.spec.compute.sas_threshold * LOG2E
-    decode_kernel[(splits, -(-rows // size.N), batch * size.H)](
+    decode_kernel[(splits, -(-rows // size.Q), batch * size.H)](
         call.query, call.query.stride()[:3], call.rows, call.k, call.v, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
         tuned.least, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, size,
         num_warps=tuned.warps,
     )  # fmt: skip
-    chunk = min(32, power_of_two(splits))
+    chunk = min(64, power_of_two(tuned.splits))  # not of the capacity: sums must not depend on it
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
     lse = empty(batch, size.H * size.G, tokens)
     merge_kernel[(rows, size.H, batch)](

@@ -1,4 +1,4 @@
-"""Launch configurations of the decode, by the sizes of a call; never by its capacity, on which results must not depend."""
+"""Launch configurations of the decode, by the sizes of a call; never by its capacity: results must not depend on it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from qattn_kernels.sizes import Sizes
 
-# (rows times KV heads up to, splits), the best of several on an H200 at 8, 32, 128 and 512; the last one is for more
-SPLITS = ((16, 64), (64, 32), (256, 16), (None, 3))
-LEAST = 2  # blocks: below that the merge costs more than a program saves
+# (rows times KV heads up to, programs that share a row's packed context, least blocks of each): the best of several on
+# an H200 at 8, 32, 128 and 512 rows times heads; the last entry is for more
+SPLITS = ((16, 128, 2), (64, 32, 2), (256, 32, 8), (None, 8, 22))
 
 
 class Launch(NamedTuple):
@@ -23,8 +23,8 @@ class Launch(NamedTuple):
 
 def choose(size: Sizes, rows: int, model_precision: bool) -> Launch:
     """For `rows` rows of queries a KV head; `model_precision`: of the store, whose tiles are larger."""
-    splits = next(splits for most, splits in SPLITS if most is None or rows * size.H <= most)
+    splits, least = next(found for most, *found in SPLITS if most is None or rows * size.H <= most)
     if model_precision:
-        return Launch(splits, LEAST, 2, 2)
+        return Launch(splits, least, 2, 2)
     # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
-    return Launch(splits, LEAST, 1 if size.N <= 8 else 2, 3)
+    return Launch(splits, least, 1 if size.N <= 8 else 2, 3)

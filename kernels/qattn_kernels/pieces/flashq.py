@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import ROUNDER, float_to_int8, int_to_float, round_even
+from qattn_kernels.jit import ROUNDER, int_to_float, round_even, spread_twins, to_codes, twin
 from qattn_kernels.pieces.int8 import quantize
 
 TENSORS = ("codes4", "codes2", "head_of", "s2", "z2", "s", "ring", "ring_scale")
@@ -148,7 +148,7 @@ def _crumbs(x, second, HIGH: tl.constexpr, PLAIN: tl.constexpr):
     if HIGH:
         asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 4; shr.b32 b, $1, 6; lop3.b32 a, $2, b, a, 0xca; and.b32 $0, a, 0x03030303;}"  # noqa: E501
     else:
-        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 b, $1, 2; lop3.b32 a, $2, b, $1, 0xca; and.b32 $0, a, 0x03030303;}"  # noqa: E501
+        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 b, $1, 2; lop3.b32 a, $2, b, $1, 0xca; and.b32 $0, a, 0x03030303;}"  # noqa: E501 # fmt: skip
     return tl.inline_asm_elementwise(asm, "=r,r,r", [x, second], dtype=tl.int8, is_pure=True, pack=4)
 
 
@@ -200,11 +200,11 @@ def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
         q = query[1]
         x = q * step[:, None]
         top = tl.max(tl.abs(x), 0) + 1e-30
-        x8 = float_to_int8(x * (127.0 / top)[None, :])
+        x8 = to_codes(twin(x * (127.0 / top)[None, :], C))
         off = (tl.sum(q * zero[:, None], 0) * s)[None, :]
         up = (top * (s * (1.0 / 127.0)))[None, :]
-        s_lo = int_to_float(tl.dot(lo, x8, out_dtype=tl.int32)) * up + off
-        s_hi = int_to_float(tl.dot(hi, x8, out_dtype=tl.int32)) * up + off
+        s_lo = spread_twins(int_to_float(tl.dot(lo, x8, out_dtype=tl.int32)), C) * up + off
+        s_hi = spread_twins(int_to_float(tl.dot(hi, x8, out_dtype=tl.int32)), C) * up + off
     else:  # undone codes are integers below 2^8, exact in every floating format
         q = query[0]
         x_lo = (lo.to(tl.float32) * step[None, :] + zero[None, :]).to(q.dtype)
@@ -223,9 +223,9 @@ def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.const
     zero = tl.load(S[4] + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
     s = tl.load(S[5] + at)
     if C.INT8:
-        y_lo, y_hi = p_lo * 127.0 + ROUNDER, p_hi * 127.0 + ROUNDER
-        o = tl.dot(lo, y_lo.to(tl.int32, bitcast=True).to(tl.int8), out_dtype=tl.int32)
-        o = int_to_float(tl.dot(hi, y_hi.to(tl.int32, bitcast=True).to(tl.int8), acc=o, out_dtype=tl.int32))
+        y_lo, y_hi = twin(p_lo * 127.0, C), twin(p_hi * 127.0, C)
+        o = tl.dot(lo, to_codes(y_lo), out_dtype=tl.int32)
+        o = int_to_float(tl.dot(hi, to_codes(y_hi), acc=o, out_dtype=tl.int32))
         total = tl.sum((y_lo - ROUNDER) + (y_hi - ROUNDER), 0)
         unit = 1.0 / 127.0
     else:

@@ -22,8 +22,9 @@ from qattn_kernels.jit import LN2, LOG2E, ROUNDER, exp2_sas, float_to_int8, load
 NOTHING = tl.constexpr(-1e30)  # a running maximum before any score: finite, so that differences stay numbers
 NEGATIVE = tl.constexpr(float("-inf"))
 ROUNDER_BITS = tl.constexpr(0x4B400000)
-LEVELS = tl.constexpr(119.0)
-LOG2_LEVELS = tl.constexpr(6.894817763307945)
+QUERY_LEVELS = tl.constexpr(119.0)  # those of the reference, whose codes queries have
+LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than the 119 of what is stored
+LOG2_LEVELS = tl.constexpr(6.988684686772166)
 NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
 
 
@@ -240,7 +241,7 @@ def _queries(q, stride, column, real, scale, cap, C: tl.constexpr):
     unit = scale
     if C.K_INT8:
         x = x.to(tl.float32) * scale
-        unit = tl.max(tl.max(tl.abs(x), 1), 0) / LEVELS
+        unit = tl.max(tl.max(tl.abs(x), 1), 0) / QUERY_LEVELS
         unit = tl.where(unit < 1e-36, 0.0, unit)
         x = float_to_int8(x * (1.0 / tl.where(unit == 0.0, 1.0, unit)))
     return x, unit * (2.0 * LOG2E * LOG2E / cap if C.SOFTCAP else LOG2E)

@@ -1,0 +1,67 @@
+"""Which layers the kernels take, and that what they do not take is said and computed by the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import DEVICE, random_ids, tiny_llama
+
+from qattn_hf import RecipeError, UnsupportedError, patch, report
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.methods import get_method
+from qattn_hf.recipe import find_recipe
+from qattn_kernels.support import no_triton, unsupported
+
+SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+REASONS = [
+    ("turbo", {"block_kv": 32}, (2, 4, 64), "32 tokens"),
+    ("turbo", {"p_scale": "tile"}, (2, 4, 64), "p_scale is 'tile'"),
+    ("turbo", {"buffer_scale": "universal"}, (2, 4, 64), "buffer_scale is 'universal'"),
+    ("turbo", {"bits": "mixed", "priority": "entropy"}, (2, 4, 64), "priority is 'entropy'"),
+    ("turbo", {"sparse_v_tau": 1e-3}, (2, 4, 64), "sparse V"),
+    ("none", {"compute": "int8"}, (2, 4, 64), "model precision"),
+    ("turbo", {}, (2, 4, 72), "head dims are 72"),
+    ("turbo", {}, (1, 9, 64), "9 query heads"),
+    ("turbo", {}, (1, 8, 256), None),
+    ("int8", {"compute": "model"}, (2, 6, 80), None),
+]
+
+
+@pytest.mark.parametrize(("method", "settings", "sizes", "reason"), REASONS, ids=lambda x: str(x)[:40])
+def test_what_the_kernels_take(method: str, settings: dict, sizes: tuple[int, int, int], reason: str | None):
+    heads, query_heads, dim = sizes
+    found = unsupported(get_method(method)(**settings).layer_spec(0, 1, heads), heads, query_heads, dim, dim)
+    assert found is None if reason is None else reason in found
+
+
+def test_triton_where_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    config = tiny_llama(**SIZES).config
+    with pytest.raises(RecipeError, match="need a CUDA GPU, and the model is on cpu"):
+        find_recipe("turbo", None, {"impl": "triton"}).layer_specs(config, "cpu")
+    assert no_triton("cuda") is None
+    specs = find_recipe("turbo", None, {}).layer_specs(config, "cpu")
+    assert {spec.impl for spec in specs} == {"reference"}
+    assert {spec.impl for spec in find_recipe("turbo", None, {}).layer_specs(config, "cuda")} == {"triton"}
+    with pytest.raises(RecipeError, match="p_scale"):
+        find_recipe("turbo", None, {"impl": "triton", "p_scale": "tile"}).layer_specs(config, "cuda")
+
+
+def test_a_layer_of_other_sizes_than_its_config_fails_closed():
+    layer = QAttnLayer(find_recipe("turbo", None, {}).layer_specs(tiny_llama(**SIZES).config, "cuda")[0])
+    k = torch.zeros(1, 1, 4, 72)
+    with pytest.raises(UnsupportedError, match=r"head dims are 72.*impl='reference'"):
+        layer.update(k, k)
+
+
+def test_a_model_generates_through_the_kernels():
+    """Interpreted without a GPU: prefill, decode and the end of a block, with the tokens of the reference."""
+    model = tiny_llama(**SIZES).to(DEVICE)
+    ids = random_ids(1, 62).to(DEVICE)
+    made: dict[str, torch.Tensor] = {}
+    for impl in ("reference", "triton"):
+        patch(model, "int8", impl=impl)
+        out = model.generate(ids, do_sample=False, max_new_tokens=4, output_logits=True, return_dict_in_generate=True)
+        made[impl] = torch.stack(out.logits)
+        assert report(model).to_dict()["impl"] == impl
+    assert (made["triton"] - made["reference"]).abs().max() < 0.05  # logits spread over about 1
