@@ -24,9 +24,15 @@ def int_to_float(x):
 
 
 @triton.jit
+def to_codes(raised):
+    """int8 of integers raised by `ROUNDER`: they stand in the low bytes."""
+    return raised.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
 def float_to_int8(x):
     """Round an fp32 in [-127, 127] to int8, ties to even."""
-    return ((x + ROUNDER).to(tl.int32, bitcast=True)).to(tl.int8)
+    return to_codes(x + ROUNDER)
 
 
 @triton.jit
@@ -83,19 +89,13 @@ def commit_row(ROWS, STATE, row, b, B, columns, BP: tl.constexpr, C: tl.constexp
 @triton.jit
 def twin(y, C: tl.constexpr):
     """8-bit numbers as two: for `y` `[n, N]` in [-127, 127] whose last `Q` columns repeat the first, the integers in
-    the first, and in the last 254 times what rounding left. In fp32, raised by `ROUNDER`: the low byte is the code.
+    the first, and in the last 254 times what rounding left. In fp32, raised by `ROUNDER`, for `to_codes`.
     """
     rounded = y + ROUNDER
     if C.N > C.Q:
         second = tl.arange(0, C.N) >= C.Q
         rounded = tl.where(second[None, :], (y - (rounded - ROUNDER)) * 254.0 + ROUNDER, rounded)
     return rounded
-
-
-@triton.jit
-def to_codes(raised):
-    """The codes of `twin`."""
-    return raised.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ from qattn_kernels.stores.flashq import FlashQStore
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (64, 128)
 MOST_GROUP = 8
-STORES = ("flashq", "int8", "model")
 PRIORITIES = ("priority", "min_max", "variation")  # `append.ranking` knows them by their index
 
 
@@ -43,7 +42,7 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
 
 def _unsupported_stores(spec: LayerSpec) -> str | None:
     for store in (spec.k, spec.v):
-        if store.name not in STORES:
+        if importlib.util.find_spec(f"qattn_kernels.pieces.{store.name}") is None:
             return f"there are no kernels for {store.name} yet"
         if store.name == "model" and "int8" in (spec.compute.prefill, spec.compute.decode):
             return "INT8 products over keys and values in model precision are the reference's"

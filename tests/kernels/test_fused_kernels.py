@@ -189,8 +189,13 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
     assert error(got, mine) <= max(1.5 * own, 0.25 * codes, rounding)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 31, 63, 64, 65, 129] + ([4096] if ON_GPU else []))
-@pytest.mark.parametrize("kind", ["normal", "peaked", "outlier"])
+LENGTHS = [1, 2, 31, 63, 64, 65, 129]
+POINTS = [("normal", n) for n in LENGTHS] + [(kind, n) for kind in ("peaked", "outlier") for n in LENGTHS[-2:]]
+if ON_GPU:
+    POINTS = [(kind, n) for kind in ("normal", "peaked", "outlier") for n in (*LENGTHS, 4096)]
+
+
+@pytest.mark.parametrize(("kind", "tokens"), POINTS)
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5]], ids=case_id)
 def test_error_against_fp64(case: Case, kind: str, tokens: int):
     check_errors(case, kind, tokens)

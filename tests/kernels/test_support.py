@@ -55,7 +55,7 @@ def test_a_layer_of_other_sizes_than_its_config_fails_closed():
 
 
 def test_a_model_generates_through_the_kernels():
-    """Interpreted without a GPU: prefill, decode and the end of a block, with the tokens of the reference."""
+    """Interpreted without a GPU: prefill, decode and the end of a block, with logits near the reference's."""
     model = tiny_llama(**SIZES).to(DEVICE)
     ids = random_ids(1, 62).to(DEVICE)
     made: dict[str, torch.Tensor] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from qattn_kernels.call import Call
@@ -10,7 +12,7 @@ from qattn_kernels.decode.table import choose
 from qattn_kernels.pieces import pieces_of
 from qattn_kernels.sizes import power_of_two
 
-LOG2E = 1.4426950408889634
+LOG2E = math.log2(math.e)
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +37,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
         tuned.least, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, size,
-        num_warps=tuned.warps,
+        num_warps=tuned.warps, enable_fp_fusion=True,
     )  # fmt: skip
     chunk = min(64, power_of_two(tuned.splits))  # not of the capacity: sums must not depend on it
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
@@ -43,5 +45,6 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     merge_kernel[(rows, size.H, batch)](
         parts, stats, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.blocks, splits, tokens,
         tuned.least, chunk, scores.sinks is not None, size, num_warps=1 if chunk <= 4 else 4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -5,27 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qattn_kernels.pieces.int8 import locate as locate  # tokens stand where they came, as there
+from qattn_kernels.pieces.int8 import place as place
+from qattn_kernels.pieces.int8 import seen as seen
+
 TENSORS = ("x",)
 
 
 @triton.jit
 def open(x):
     return x, tl.zeros([x.shape[0]], tl.float32)
-
-
-@triton.jit
-def seen(code, scale):
-    return code, scale
-
-
-@triton.jit
-def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
-    return h
-
-
-@triton.jit
-def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
-    return h, (b * C.H + h).to(tl.int64)
 
 
 @triton.jit
