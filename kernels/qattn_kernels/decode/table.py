@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from qattn_kernels.sizes import Sizes
 
-# (rows times KV heads up to, programs that share a row's packed context, least blocks of each); the last one is for more.
+# (rows times KV heads up to, programs that share a row's packed context, least blocks of each); the last is for more.
 # Read off sweeps of the number of programs on an H200, at 8, 32, 128 and 512 rows times heads and 512 to 131072 tokens;
 # the least blocks of the last two were chosen so that each context gets the number that was best for it.
 SPLITS = ((16, 128, 2), (64, 32, 2), (256, 32, 8), (None, 8, 22))
