@@ -30,7 +30,7 @@ def bench(name: str, *options: str) -> list[str]:
 def parts(options: list[str], yardstick: Path | None) -> dict[str, list[Part]]:
     """What each part records: names of results, with the commands that print their rows."""
     found = {
-        "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", "8"])],
+        "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", "14", "--dist", "worksteal"])],
         "decode": [("speed-decode", bench("decode", *options))],
         "prefill": [("speed-prefill", bench("prefill", *options))],
         "generate": [("speed-generate", bench("generate", "--way", "all", *options))],

@@ -171,12 +171,23 @@ def blocks_seen(row, NB, C: tl.constexpr):
 
 
 @triton.jit
+def stretch_of(blocks, splits, plan, C: tl.constexpr):
+    """Packed blocks of one program, by the row's own length, whatever the capacity.
+
+    `plan`: programs that share a short context, blocks of one from which more take part, least blocks of one.
+    """
+    few, long, least = plan
+    sharing = tl.minimum(tl.maximum(blocks // long, few), splits - (C.RING > 0))
+    return tl.maximum(tl.cdiv(blocks, sharing), least)
+
+
+@triton.jit
 def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS, NB, B, T, scores_of,
-                  LEAST, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
+                  plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
                   V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (split, queries, row and head): a part of the context for up to `N` queries; the first split is the ring.
 
-    The other splits share a row's blocks evenly, at least `LEAST` blocks each, whatever the capacity.
+    The other splits share a row's blocks evenly, as `plan` says (`stretch_of`).
 
     `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights.
     """
@@ -189,7 +200,7 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
     p = tl.where(real, row[0] + t, -1)
     splits = tl.num_programs(0)
     blocks = blocks_seen(row, NB, C)
-    stretch = tl.maximum(tl.cdiv(blocks, splits - (C.RING > 0)), LEAST)
+    stretch = stretch_of(blocks, splits, plan, C)
     begin = (split - (C.RING > 0)) * stretch
     end = tl.minimum(begin + stretch, blocks)
     is_ring = (C.RING > 0) & (split == 0)
@@ -218,7 +229,7 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
 
 
 @triton.jit
-def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, NB, splits, T, LEAST, CHUNK: tl.constexpr,
+def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, NB, splits, T, plan, CHUNK: tl.constexpr,
                  HAS_SINKS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
 
@@ -228,7 +239,7 @@ def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, NB, splits, T, LEAST, CHU
     row = load_row(ROWS, b)
     t, head = r // C.G, h * C.G + r % C.G
     blocks = blocks_seen(row, NB, C)
-    live = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, splits - (C.RING > 0)), LEAST)) + (C.RING > 0)
+    live = tl.cdiv(blocks, stretch_of(blocks, splits, plan, C)) + (C.RING > 0)
     d = tl.arange(0, C.DP)
     base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
     m, l = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32)

@@ -25,7 +25,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
     rows = tokens * size.G
     tuned = choose(size, batch * -(-rows // size.Q), call.spec.k.name == "model")
-    splits = min(tuned.splits, call.blocks) + (size.RING > 0)
+    few, long, _ = tuned.plan
+    splits = min(tuned.most, max(few, call.blocks // long), call.blocks) + (size.RING > 0)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=call.query.device)
@@ -36,15 +37,15 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         call.query, call.query.stride()[:3], call.rows, call.k, call.v, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
-        tuned.least, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, size,
+        tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, size,
         num_warps=tuned.warps, enable_fp_fusion=True,
     )  # fmt: skip
-    chunk = min(64, power_of_two(tuned.splits))  # not of the capacity: sums must not depend on it
+    chunk = min(64, power_of_two(tuned.most))  # not of the capacity: sums must not depend on it
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
     lse = empty(batch, size.H * size.G, tokens)
     merge_kernel[(rows, size.H, batch)](
         parts, stats, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.blocks, splits, tokens,
-        tuned.least, chunk, scores.sinks is not None, size, num_warps=1 if chunk <= 4 else 4,
+        tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk <= 4 else 4,
         enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse
