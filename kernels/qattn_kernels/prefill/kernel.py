@@ -137,7 +137,10 @@ def _exponentials(x, cut, C: tl.constexpr):
 @triton.jit
 def _block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.constexpr):
     """Weights of a tile of whole blocks from its integer sums `x`. The largest sum of a block gives its largest score,
-    so that one multiply-add takes a sum to its exponent."""
+    so that one multiply-add takes a sum to its exponent.
+
+    The terms with `ROUNDER` are large, so that their difference errs by up to one unit of a sum. Scores are taken from
+    one unit above the largest: a weight beyond 127 would come out as a negative 8-bit integer."""
     PARTS: tl.constexpr = (BN + C.BLOCK - 1) // C.BLOCK
     _, k_scale, _, column, inverse, _ = at
     _, _, top, peak = carry
@@ -147,7 +150,7 @@ def _block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.co
     b = tl.load(column + block)[None, :] - a * ROUNDER
     x = x.reshape(C.BM, PARTS, BN // PARTS)
     best = tl.max(x, 2) * a + b
-    here = tl.max(best, 1)
+    here = tl.max(best, 1) + tl.max(a, 1)
     base = here - LOG2_LEVELS
     cut = best
     if C.SAS:
