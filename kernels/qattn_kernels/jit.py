@@ -87,32 +87,17 @@ def commit_row(ROWS, STATE, row, b, B, columns, BP: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def twin(y, C: tl.constexpr):
-    """8-bit numbers as two: for `y` `[n, N]` in [-127, 127] whose last `Q` columns repeat the first, the integers in
-    the first, and in the last 254 times what rounding left. In fp32, raised by `ROUNDER`, for `to_codes`.
+def twin(y):
+    """8-bit numbers as two each: of `y` `[n, Q]` in [-127, 127] column `2 i` has the integer, and column `2 i + 1` 254
+    times what rounding left. `[n, 2 Q]` INT8. A thread holds both columns of a product, so that joining moves nothing.
     """
     rounded = y + ROUNDER
-    if C.N > C.Q:
-        second = tl.arange(0, C.N) >= C.Q
-        rounded = tl.where(second[None, :], (y - (rounded - ROUNDER)) * 254.0 + ROUNDER, rounded)
-    return rounded
+    rest = (y - (rounded - ROUNDER)) * 254.0 + ROUNDER
+    return tl.reshape(to_codes(tl.join(rounded, rest)), (y.shape[0], 2 * y.shape[1]))
 
 
 @triton.jit
-def join_twins(x, C: tl.constexpr):
-    """The joint value of both columns of a twin, `[n, N]` to `[n, Q]`."""
-    if C.N > C.Q:
-        pairs = tl.reshape(x, (x.shape[0], 2, C.Q))
-        return tl.sum(pairs * tl.where(tl.arange(0, 2) == 0, 1.0, 1.0 / 254.0)[None, :, None], 1)
-    else:
-        return x
-
-
-@triton.jit
-def spread_twins(x, C: tl.constexpr):
-    """The joint value in both columns, `[n, N]` to `[n, N]`."""
-    if C.N > C.Q:
-        joint = tl.broadcast_to(join_twins(x, C)[:, None, :], (x.shape[0], 2, C.Q))
-        return tl.reshape(joint, (x.shape[0], C.N))
-    else:
-        return x
+def join_twins(x):
+    """The joint value of integer sums of twins, `[n, 2 Q]` to `[n, Q]` in fp32."""
+    integer, rest = tl.split(tl.reshape(int_to_float(x), (x.shape[0], x.shape[1] // 2, 2)))
+    return integer + rest * (1.0 / 254.0)

@@ -14,11 +14,9 @@ from qattn_kernels.jit import (
     LOG2E,
     commit_row,
     exp2_sas,
-    join_twins,
     load_row,
     packed_since,
     slot_bits,
-    to_codes,
     twin,
 )
 from qattn_kernels.pieces.int8 import pair_scores, pair_values
@@ -47,14 +45,14 @@ def weights(s, top, running, threshold, C: tl.constexpr):
 
 @triton.jit
 def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
-    """`[DP, N]` queries as they came, scaled in fp32, and as INT8 twins with one scale each."""
+    """`[DP, Q]` queries as they came, scaled in fp32, and `[DP, 2 Q]` as INT8 twins with one scale each."""
     d = tl.arange(0, C.DP)
     head, column = h * C.G + n % C.G, first + t
     base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
     q = tl.load(Q + base[None, :] + d[:, None], mask=real[None, :] & (d < C.D)[:, None], other=0.0)
     scaled = q.to(tl.float32) * scale
     top = tl.max(tl.abs(scaled), 0) + 1e-30
-    return q, scaled, to_codes(twin(scaled * (127.0 / top)[None, :], C)), top * (1.0 / 127.0)
+    return q, scaled, twin(scaled * (127.0 / top)[None, :]), top * (1.0 / 127.0)
 
 
 @triton.jit
@@ -185,7 +183,7 @@ def stretch_of(blocks, splits, plan, C: tl.constexpr):
 def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS, NB, B, T, scores_of,
                   plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
                   V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (split, queries, row and head): a part of the context for up to `N` queries; the first split is the ring.
+    """Program (split, queries, row and head): a part of the context for up to `Q` queries; the first split is the ring.
 
     The other splits share a row's blocks evenly, as `plan` says (`stretch_of`).
 
@@ -194,7 +192,7 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
     split, tile, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
-    n = tile * C.Q + tl.arange(0, C.N) % C.Q
+    n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
     real = t < row[5]
     p = tl.where(real, row[0] + t, -1)
@@ -208,8 +206,8 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
         commit_row(ROWS, STATE, row, b, B, T, BP, C)
     if is_ring | (begin < end):
         query = load_queries(Q, strides, b, h, n, t, real, row[4], scores_of[0], C)
-        m, l = tl.full([C.N], NOTHING, tl.float32), tl.full([C.N], 0, tl.float32)
-        acc = tl.full([C.DP, C.N], 0, tl.float32)
+        m, l = tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32)
+        acc = tl.full([C.DP, C.Q], 0, tl.float32)
         dropped = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         if is_ring:
             if C.RING > 0:
@@ -219,13 +217,11 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
                 K, V, dropped, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc, begin, end,
                 b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
             )  # fmt: skip
-        d, c = tl.arange(0, C.DP), tl.arange(0, C.Q)
-        inside = tile * C.Q + c < T * C.G
-        at = (bh.to(tl.int64) * splits + split) * (T * C.G) + tile * C.Q + c
-        out = join_twins(acc, C)
-        tl.store(OUT + at[None, :] * C.D + d[:, None], out, mask=inside[None, :] & (d < C.D)[:, None])
-        tl.store(STATS + at * 2, tl.max(tl.reshape(m, (C.N // C.Q, C.Q)), 0), mask=inside)
-        tl.store(STATS + at * 2 + 1, tl.max(join_twins(l[None, :], C), 0), mask=inside)
+        d, inside = tl.arange(0, C.DP), n < T * C.G
+        at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
+        tl.store(OUT + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])
+        tl.store(STATS + at * 2, m, mask=inside)
+        tl.store(STATS + at * 2 + 1, l, mask=inside)
 
 
 @triton.jit

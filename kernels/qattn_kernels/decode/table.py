@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from qattn_kernels.sizes import Sizes
+from qattn_kernels.sizes import LEAST_COLUMNS, Sizes
 
 # (rows times KV heads up to, programs that share the packed context of each, blocks of a program beyond which more of
 # them take part, and how many at most); the last is for more. Read off sweeps of the number of programs on an H200, at
-# 8, 32, 128 and 512 rows times heads and 512 to 131072 tokens. About 1056 programs run there at once (132
-# multiprocessors, 8 each for the registers they take), so that few long ones leave it idle at the end.
+# 8, 32, 128 and 512 rows times heads and 512 to 131072 tokens.
 SPLITS = ((16, 64, 16, 128), (64, 32, 16, 32), (256, 16, 16, 32), (None, 8, 64, 8))
 LEAST = 2  # blocks of a program: for less its own start and its share of the merge cost more than it saves
+REGISTERS = 184  # a thread may take: eleven programs at once on a multiprocessor, and nothing spilled
 
 
 class Launch(NamedTuple):
@@ -21,18 +21,25 @@ class Launch(NamedTuple):
         most: programs that share the packed context of a row and head, at most.
         plan: how many of them take part, by the row's own length: see `stretch_of`.
         warps, stages: of each program: its warps, its loads in flight.
+        registers: that a thread may take; None: as many as the compiler wants.
     """
 
     most: int
     plan: tuple[int, int, int]
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def choose(size: Sizes, rows: int, model_precision: bool) -> Launch:
     """For `rows` rows of queries a KV head; `model_precision`: of the store, whose tiles are larger."""
     few, long, most = next(found for up_to, *found in SPLITS if up_to is None or rows * size.H <= up_to)
+    plan = few, long, LEAST
     if model_precision:
-        return Launch(most, (few, long, LEAST), 2, 2)
-    # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
-    return Launch(most, (few, long, LEAST), 1 if size.N <= 8 else 2, 3)
+        return Launch(most, plan, 2, 2)
+    if size.N > LEAST_COLUMNS:
+        # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
+        return Launch(most, plan, 2, 3)
+    small = size.DP <= 128 and size.BLOCK == 64
+    one_width = all(low in (0, size.H) for low in (size.K_LOW, size.V_LOW))
+    return Launch(most, plan, 1, 3, REGISTERS if small and one_width else None)

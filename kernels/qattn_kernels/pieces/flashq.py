@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import ROUNDER, int_to_float, round_even, spread_twins, to_codes, twin
+from qattn_kernels.jit import join_twins, round_even, twin
 from qattn_kernels.pieces.int8 import quantize
 
 TENSORS = ("codes4", "codes2", "head_of", "s2", "z2", "s", "ring", "ring_scale")
@@ -200,11 +200,11 @@ def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
         q = query[1]
         x = q * step[:, None]
         top = tl.max(tl.abs(x), 0) + 1e-30
-        x8 = to_codes(twin(x * (127.0 / top)[None, :], C))
+        x8 = twin(x * (127.0 / top)[None, :])
         off = (tl.sum(q * zero[:, None], 0) * s)[None, :]
         up = (top * (s * (1.0 / 127.0)))[None, :]
-        s_lo = spread_twins(int_to_float(tl.dot(lo, x8, out_dtype=tl.int32)), C) * up + off
-        s_hi = spread_twins(int_to_float(tl.dot(hi, x8, out_dtype=tl.int32)), C) * up + off
+        s_lo = join_twins(tl.dot(lo, x8, out_dtype=tl.int32)) * up + off
+        s_hi = join_twins(tl.dot(hi, x8, out_dtype=tl.int32)) * up + off
     else:  # undone codes are integers below 2^8, exact in every floating format
         q = query[0]
         x_lo = (lo.to(tl.float32) * step[None, :] + zero[None, :]).to(q.dtype)
@@ -216,23 +216,19 @@ def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
 
 @triton.jit
 def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr, C: tl.constexpr):
-    """Values' channel scales go into the sum; a zero point is weighed with the sum of the ROUNDED weights."""
+    """Values' channel scales go into the sum, and a zero point is weighed with the sum of the weights."""
     d = tl.arange(0, C.DP)
     lo, hi = _codes(S, place_at, place, True, C)
     step = tl.load(S[3] + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
     zero = tl.load(S[4] + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
     s = tl.load(S[5] + at)
-    if C.INT8:
-        y_lo, y_hi = twin(p_lo * 127.0, C), twin(p_hi * 127.0, C)
-        o = tl.dot(lo, to_codes(y_lo), out_dtype=tl.int32)
-        o = int_to_float(tl.dot(hi, to_codes(y_hi), acc=o, out_dtype=tl.int32))
-        total = tl.sum((y_lo - ROUNDER) + (y_hi - ROUNDER), 0)
-        unit = 1.0 / 127.0
+    if C.INT8:  # twins leave so little of the weights that their own sum serves as well as that of rounded ones
+        o = tl.dot(lo, twin(p_lo * 127.0), out_dtype=tl.int32)
+        o = join_twins(tl.dot(hi, twin(p_hi * 127.0), acc=o, out_dtype=tl.int32)) * (step * (1.0 / 127.0))[:, None]
+        total = tl.sum(p_lo + p_hi, 0)
     else:
         r_lo, r_hi = p_lo.to(dtype), p_hi.to(dtype)
         o = tl.dot(lo.to(dtype), r_lo, input_precision="ieee")
-        o = tl.dot(hi.to(dtype), r_hi, acc=o, input_precision="ieee")
+        o = tl.dot(hi.to(dtype), r_hi, acc=o, input_precision="ieee") * step[:, None]
         total = tl.sum(r_lo.to(tl.float32) + r_hi.to(tl.float32), 0)
-        unit = 1.0
-    w = (beta * (s * unit))[None, :]
-    return acc * alpha[None, :] + (o * step[:, None] + total[None, :] * zero[:, None]) * w, total * unit
+    return acc * alpha[None, :] + (o + total[None, :] * zero[:, None]) * (beta * s)[None, :], total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import int_to_float, round_even, spread_twins, to_codes, twin
+from qattn_kernels.jit import join_twins, round_even, twin
 
 TENSORS = ("codes", "scale")
 LEVELS = tl.constexpr(127)
@@ -70,9 +70,9 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def token_scores(k, scale, query, query_scale, C: tl.constexpr):
-    """Scores `[n, N]` of INT8 tokens `k` `[n, DP]` in log2 units."""
+    """Scores `[n, Q]` of INT8 tokens `k` `[n, DP]` in log2 units."""
     if C.INT8:
-        s = spread_twins(int_to_float(tl.dot(k, query[2], out_dtype=tl.int32)), C) * query[3][None, :]
+        s = join_twins(tl.dot(k, query[2], out_dtype=tl.int32)) * query[3][None, :]
     else:
         s = tl.dot(k.to(query[0].dtype), query[0], input_precision="ieee") * query_scale
     return s * scale[:, None]
@@ -103,16 +103,15 @@ def pair_values(codes, scales, stride, HALF: tl.constexpr, p_lo, p_hi, acc, alph
     top = tl.maximum(tl.max(tl.maximum(w_lo, w_hi), 0), 1e-30)
     if C.INT8:
         up = (127.0 / top)[None, :]
-        o = tl.dot(lo, to_codes(twin(w_lo * up, C)), out_dtype=tl.int32)
-        o = int_to_float(tl.dot(hi, to_codes(twin(w_hi * up, C)), acc=o, out_dtype=tl.int32))
+        o = tl.dot(lo, twin(w_lo * up), out_dtype=tl.int32)
+        o = join_twins(tl.dot(hi, twin(w_hi * up), acc=o, out_dtype=tl.int32))
         unit = 1.0 / 127.0
     else:
         up = (1.0 / top)[None, :]
         o = tl.dot(lo.to(dtype), (w_lo * up).to(dtype), input_precision="ieee")
         o = tl.dot(hi.to(dtype), (w_hi * up).to(dtype), acc=o, input_precision="ieee")
         unit = 1.0
-    total = tl.where(tl.arange(0, C.N) < C.Q, tl.sum(p_lo + p_hi, 0), 0.0)
-    return acc * alpha[None, :] + o * (beta * (top * unit))[None, :], total
+    return acc * alpha[None, :] + o * (beta * (top * unit))[None, :], tl.sum(p_lo + p_hi, 0)
 
 
 @triton.jit
