@@ -44,7 +44,7 @@ def _unsupported_stores(spec: LayerSpec) -> str | None:
     for store in (spec.k, spec.v):
         if importlib.util.find_spec(f"qattn_kernels.pieces.{store.name}") is None:
             return f"there are no kernels for {store.name} yet"
-        if store.name == "model" and "int8" in (spec.compute.prefill, spec.compute.decode):
+        if not store.integer and "int8" in (spec.compute.prefill, spec.compute.decode):
             return "INT8 products over keys and values in model precision are the reference's"
         if isinstance(store, FlashQStore):
             if store.buffer_scale != "token":

@@ -26,7 +26,7 @@ def test_state_depends_on_tokens_alone(case: Case, cuts: list[int]):
     feed(whole, *qkv, [300])
     feed(cut, *qkv, cuts)
     assert same_state(whole, cut) == []
-    assert whole.state["closed"].min() >= 4
+    assert whole.state["closed"].min() >= 2
 
 
 def test_padded_row_equals_row_alone_bit_for_bit(case: Case):
@@ -96,16 +96,16 @@ def test_crop_beyond_horizon_keeps_codes_and_opens_a_block(case: Case):
     for name in ("k.codes4", "v.codes4", "k.codes", "v.codes"):
         if name in before:
             assert torch.equal(layer.state[name][:, :, 0], before[name][:, :, 0])
-    feed(layer, *(x[:, :, 100:230] for x in (q, k, v)), [130])
+    feed(layer, *(x[:, :, 100:290] for x in (q, k, v)), [190])
     if windowed:
         full, tail = divmod(100, block)
         assert layer.state["block_len"][0, : full + 2].tolist() == [*[block] * full, tail, block]
         assert layer.state["block_pos"][0, full + 1] == 100
     else:  # final formats reopen exactly, however far back
         never = make_layer(case)
-        feed(never, q, k, v, [100, 230])
-        rest = [x[:, :, 230:] for x in (q, k, v)]
-        assert torch.equal(feed(layer, *rest, list(range(1, 71))), feed(never, *rest, list(range(1, 71))))
+        feed(never, q, k, v, [100, 290])
+        rest = [x[:, :, 290:] for x in (q, k, v)]
+        assert torch.equal(feed(layer, *rest, list(range(1, 11))), feed(never, *rest, list(range(1, 11))))
 
 
 def test_crop_all_equals_fresh(case: Case):
@@ -174,12 +174,12 @@ def test_reset_equals_fresh_at_the_same_addresses(case: Case):
 def test_growth_changes_nothing_but_room(case: Case):
     q, k, v = random_qkv(2, 400)
     cuts = [30, 100, 300, *range(301, 401)]
-    grown, fixed = make_layer(case, max_cache_len=None), make_layer(case)
+    grown, fixed = make_layer(case, max_cache_len=None), make_layer(case, max_cache_len=1024)
     out = feed(grown, q, k, v, cuts)
     torch.testing.assert_close(out, feed(fixed, q, k, v, cuts), atol=1e-5, rtol=0)  # sums over more empty tiles
     assert torch.equal(grown.state["closed"], fixed.state["closed"])
     assert not grown.is_compileable and fixed.is_compileable
-    assert grown.capacity < 512
+    assert grown.capacity < 1024
 
 
 def test_overflow_of_a_fixed_capacity_loses_nothing(case: Case):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qattn_kernels.state import side_of
-from qattn_kernels.stores.base import Operand, int8_tokens
-from qattn_kernels.stores.flashq import head_priority, pack, stage_one, stage_two, unpack
+from qattn_kernels.stores.base import Operand, int8_tokens, pack, unpack
+from qattn_kernels.stores.flashq import head_priority, stage_one, stage_two
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([4, 2]), st.floats(1e-20, 1e20))

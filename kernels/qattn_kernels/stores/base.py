@@ -74,11 +74,13 @@ class Store:
     in its final form at once.
 
     Attributes:
+        integer: its operands are INT8 with a scale a token, fit for products of integers; else floating point.
         transposed: codes of blocks and ring lie `[D, tokens]`, as the product with values wants them.
     """
 
     name: ClassVar[str]
     windowed: ClassVar[bool] = False
+    integer: ClassVar[bool] = True
 
     transposed: bool = False
 
@@ -130,6 +132,29 @@ def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     divisor = torch.where(scale == 0, 1.0, scale)
     return Operand(torch.round(x / divisor[..., None]).clamp(-levels, levels).to(torch.int8), scale)
+
+
+def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
+    """`[..., block, D]` to `[..., n, D]`, `n = block * bits / 8`: byte `t` holds tokens `t`, `t + n`, ...
+
+    Tokens far apart share a byte, so that a kernel's masks and shifts yield whole part tiles, not interleaved ones.
+    3 bits lie as their lower two and, behind those, their highest.
+    """
+    if bits == 3:
+        return torch.cat([pack(code & 3, 2), pack(code >> 2, 1)], dim=-2)
+    parts = code.chunk(8 // bits, dim=-2)
+    out = parts[0].clone()
+    for i, part in enumerate(parts[1:], 1):
+        out |= part << (bits * i)
+    return out
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `pack`."""
+    if bits == 3:
+        low, high = packed.split([packed.shape[-2] * 2 // 3, packed.shape[-2] // 3], dim=-2)
+        return unpack(low, 2) | unpack(high, 1) << 2
+    return torch.cat([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-2)
 
 
 def write_rows(arena: torch.Tensor, index: torch.Tensor, write: torch.Tensor, values: torch.Tensor) -> None:

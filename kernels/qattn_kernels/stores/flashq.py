@@ -11,7 +11,17 @@ from dataclasses import dataclass
 import torch
 
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
-from qattn_kernels.stores.base import INT8_LEVELS, Arrival, Block, Operand, Store, int8_tokens, write_rows
+from qattn_kernels.stores.base import (
+    INT8_LEVELS,
+    Arrival,
+    Block,
+    Operand,
+    Store,
+    int8_tokens,
+    pack,
+    unpack,
+    write_rows,
+)
 
 
 def stage_one(tokens: Operand) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,23 +44,6 @@ def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Te
     zero = low + ((high - low - scale * levels) >> 1)
     code = torch.round((x1 - zero[..., None, :]) / scale[..., None, :]).clamp(0, levels)
     return code.to(torch.uint8), scale.to(torch.int8), zero.to(torch.int8)
-
-
-def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
-    """`[..., block, D]` to `[..., n, D]`, `n = block * bits / 8`: byte `t` holds tokens `t`, `t + n`, ...
-
-    Tokens far apart share a byte, so that a kernel's masks and shifts yield whole part tiles, not interleaved ones.
-    """
-    parts = code.chunk(8 // bits, dim=-2)
-    out = parts[0].clone()
-    for i, part in enumerate(parts[1:], 1):
-        out |= part << (bits * i)
-    return out
-
-
-def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack`."""
-    return torch.cat([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-2)
 
 
 def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kind: str) -> torch.Tensor:

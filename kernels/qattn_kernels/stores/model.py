@@ -15,6 +15,7 @@ class ModelStore(Store):
     """Keys or values as the model made them."""
 
     name = "model"
+    integer = False
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((geo.batch, geo.heads, geo.blocks, window.block, dim), geo.dtype, block_dim=2)}

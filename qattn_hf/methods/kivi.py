@@ -1,0 +1,44 @@
+"""KIVI: keys quantized by channel, values by token, the newest tokens as they are (papers: KIVI, Liu et al.)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from qattn_hf.methods.base import Arithmetic, Method
+from qattn_kernels.layout import Window
+from qattn_kernels.stores import Store
+from qattn_kernels.stores.kivi import KiviStore
+
+Bits = Literal[2, 3, 4]
+
+
+class Kivi(Method):
+    """KIVI: 2- to 4-bit keys by channel and values by token, behind the newest tokens in model precision."""
+
+    variants = (
+        {"bits": 4, "group_size": 64, "residual_length": 32},
+        {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "softmax": "sas"},
+    )
+
+    bits: Bits = Field(2, description="of K and V; 3 is the reference's alone")
+    k_bits: Bits | None = Field(None, description="of K alone")
+    v_bits: Bits | None = Field(None, description="of V alone")
+    group_size: Literal[32, 64, 128] = Field(32, description="tokens of a key's group, channels of a value's")
+    residual_length: int = Field(128, ge=0, le=128, description="newest tokens that are never packed")
+
+    @classmethod
+    def default_compute(cls) -> Arithmetic:
+        return "model"
+
+    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+        k_bits, v_bits = (self.bits if own is None else own for own in (self.k_bits, self.v_bits))
+        return KiviStore(bits=k_bits), KiviStore(bits=v_bits, per_token=True)
+
+    def window(self) -> Window:
+        size = self.group_size
+        return Window(block=size, span=size, residual=self.residual_length, horizon=self.crop_horizon)
+
+
+METHOD = Kivi
