@@ -9,7 +9,7 @@ import torch
 from qattn_kernels.layout import State
 from qattn_kernels.online import Scores
 from qattn_kernels.panel import ROW_FIELDS
-from qattn_kernels.pieces import side_tensors
+from qattn_kernels.pieces import pieces_of, side_tensors
 from qattn_kernels.sizes import Sizes, sizes_of
 from qattn_kernels.spec import SHORT_CALL, LayerSpec
 
@@ -73,6 +73,7 @@ def make_call(
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
     int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
+    int8 |= short and getattr(pieces_of(spec.k), "TWINS", False)
     columns = tokens if short else 1
     asks = scores.softcap != 0, scores.window != 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)

@@ -101,3 +101,22 @@ def join_twins(x):
     """The joint value of integer sums of twins, `[n, 2 Q]` to `[n, Q]` in fp32."""
     integer, rest = tl.split(tl.reshape(int_to_float(x), (x.shape[0], x.shape[1] // 2, 2)))
     return integer + rest * (1.0 / 254.0)
+
+
+@triton.jit
+def whole_columns(x, C: tl.constexpr):
+    """`[n, Q]` as `[n, N]`, each column twice where a call has twins: a product takes eight columns at least."""
+    if C.N > C.Q:
+        return tl.reshape(tl.join(x, x), (x.shape[0], C.N))
+    else:
+        return x
+
+
+@triton.jit
+def own_columns(x, C: tl.constexpr):
+    """The inverse: `[n, N]` of such a product to `[n, Q]`."""
+    if C.N > C.Q:
+        one, _ = tl.split(tl.reshape(x, (x.shape[0], C.Q, 2)))
+        return one
+    else:
+        return x

@@ -19,7 +19,8 @@ class Sizes(NamedTuple):
 
     `H` KV heads, `G` query heads of each, `D` head dim, `DP` the power of two that holds it; `BLOCK`, `SPAN`,
     `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` 2-bit heads,
-    `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own;
+    `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own; `K_BITS`, `V_BITS` bits of a code
+    where all heads have as many;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
     token; `INT8` products of integers; `SAS`, `CAP`, `LOCAL` whether that softmax, a soft cap, a local window is used;
     `PLAIN` the interpreter runs, which knows no assembly.
@@ -37,6 +38,8 @@ class Sizes(NamedTuple):
     V_LOW: int
     K_MASK: int
     V_MASK: int
+    K_BITS: int
+    V_BITS: int
     Q: int
     N: int
     ONE: bool
@@ -73,6 +76,8 @@ def sizes_of(
         V_LOW=v_low,
         K_MASK=k_mask,
         V_MASK=v_mask,
+        K_BITS=_bits(spec.k),
+        V_BITS=_bits(spec.v),
         Q=columns // 2 if int8 else columns,
         N=columns,
         ONE=tokens == 1,
@@ -92,3 +97,8 @@ def _low_heads(store: Store, heads: int) -> tuple[int, int]:
     if store.low_heads is not None:
         return low, sum(1 << head for head in store.low_heads)
     return low, -1 if 0 < low < heads else 0
+
+
+def _bits(store: Store) -> int:
+    bits = getattr(store, "bits", 0)
+    return bits if isinstance(bits, int) else 0

@@ -7,9 +7,10 @@ import os
 
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.stores.flashq import FlashQStore
+from qattn_kernels.stores.kivi import KiviStore
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-BLOCKS = (64, 128)
+BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half tiles
 MOST_GROUP = 8
 PRIORITIES = ("priority", "min_max", "variation")  # `append.ranking` knows them by their index
 
@@ -31,8 +32,9 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return f"head dims are {k_dim} and {v_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}, K and V alike"
     if group > MOST_GROUP:
         return f"{group} query heads share a KV head; the kernels know up to {MOST_GROUP}"
-    if spec.window.block not in BLOCKS:
-        return f"blocks have {spec.window.block} tokens; the kernels know {', '.join(map(str, BLOCKS))}"
+    blocks = BLOCKS if spec.k.integer or spec.v.integer else (32, *BLOCKS)
+    if spec.window.block not in blocks:
+        return f"blocks have {spec.window.block} tokens; the kernels know {', '.join(map(str, blocks))}"
     if spec.compute.p_scale != "row":
         return f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row"
     if spec.sparsity.tau > 0:
@@ -51,6 +53,8 @@ def _unsupported_stores(spec: LayerSpec) -> str | None:
                 return f"buffer_scale is {store.buffer_scale!r}; the kernels scale the buffer by token"
             if store.bits == "mixed" and store.low_heads is None and store.priority not in PRIORITIES:
                 return f"priority is {store.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
+        if isinstance(store, KiviStore) and (store.bits == 3 or store.per_token != (store is spec.v)):
+            return "of KIVI's formats the kernels know 2 and 4 bits, keys by channel and values by token"
     if spec.k.windowed != spec.v.windowed:
         return "one of K and V has a ring and the other none"
     return None

@@ -39,30 +39,40 @@ def _unless_nan(x):
 
 
 @triton.jit
-def _ring_slots(S, pos, bh, VALUES: tl.constexpr, C: tl.constexpr):
-    """Addresses of codes `[BLOCK, DP]` and of scales; values lie `[D, slots]`, as their product wants them."""
+def _ring_codes(S, pos, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    """Addresses `[n, DP]`; INT8 values lie `[D, slots]`, as their product wants them."""
     slot, d = pos % C.RING, tl.arange(0, C.DP)
-    base = bh.to(tl.int64) * C.RING
-    if VALUES:
-        codes = S[6] + base * C.D + d[None, :] * C.RING + slot[:, None]
+    base = S.ring + bh.to(tl.int64) * C.RING * C.D
+    if VALUES and (S.ring.dtype.element_ty == tl.int8):
+        return base + d[None, :] * C.RING + slot[:, None]
     else:
-        codes = S[6] + base * C.D + slot[:, None] * C.D + d[None, :]
-    return codes, S[7] + base + slot
+        return base + slot[:, None] * C.D + d[None, :]
+
+
+@triton.jit
+def _from_ring(S, pos, there, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    """Open tokens in fp32 with their scales; a ring in the model's precision has none."""
+    inside = there[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
+    code = tl.load(_ring_codes(S, pos, bh, VALUES, C), mask=inside, other=0).to(tl.float32)
+    scale = tl.zeros([code.shape[0]], tl.float32)
+    if S.ring.dtype.element_ty == tl.int8:
+        scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, mask=there, other=0.0)
+    return code, scale
 
 
 @triton.jit
 def with_ring(S, code, scale, pos, old, bh, VALUES: tl.constexpr, C: tl.constexpr):
-    """Open codes: of old tokens from the ring, of new ones as they were just made."""
-    codes, scales = _ring_slots(S, pos, bh, VALUES, C)
-    ring = tl.load(codes, mask=old[:, None] & (tl.arange(0, C.DP) < C.D)[None, :], other=0)
-    return tl.where(old[:, None], ring.to(tl.float32), code), tl.where(old, tl.load(scales, mask=old, other=0.0), scale)
+    """Open tokens: old ones from the ring, new ones as they were just made."""
+    before, before_scale = _from_ring(S, pos, old, bh, VALUES, C)
+    return tl.where(old[:, None], before, code), tl.where(old, before_scale, scale)
 
 
 @triton.jit
 def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
-    codes, scales = _ring_slots(S, pos, bh, VALUES, C)
-    tl.store(codes, code.to(tl.int8), mask=write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :])
-    tl.store(scales, scale, mask=write)
+    inside = write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
+    tl.store(_ring_codes(S, pos, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
+    if S.ring.dtype.element_ty == tl.int8:
+        tl.store(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, scale, mask=write)
 
 
 @triton.jit
@@ -100,9 +110,8 @@ def _short_side(S, x, pos, new, stale, closes, b, h, start, index, NB, flags, OP
         to_ring(S, code, scale, pos, new, bh, VALUES, C)
         if closes:
             tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
-            codes, scales = _ring_slots(S, start + t, bh, VALUES, C)
-            full = tl.load(codes, mask=(tl.arange(0, C.DP) < C.D)[None, :], other=0).to(tl.float32)
-            full, full_scale = SEEN(full, tl.load(scales))
+            full, full_scale = _from_ring(S, start + t, t >= 0, bh, VALUES, C)
+            full, full_scale = SEEN(full, full_scale)
             keep = slot_bits(flags, index * C.BLOCK + t) == 0
             place = PLACE(S, b, h, index == 0, VALUES, C)
             PUT(S, full, full_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)

@@ -64,14 +64,14 @@ def make_panel(call: Call, past: int) -> Panel:
     def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=call.key.device)
 
-    dtype = call.state["k.x"].dtype if spec.k.name == "model" else torch.int8
-    scaled = dtype == torch.int8
-    v_shape = (*shape[:2], size.D, slots) if scaled else (*shape, size.D)
-    scale = [empty(shape) if scaled else None for _ in "kv"]
-    return Panel(
-        empty((*shape, size.D), dtype), scale[0], empty(v_shape, dtype), scale[1], empty(shape),
-        empty((call.batch, slots), torch.int32), call.rows,
-    )  # fmt: skip
+    def side(integer: bool, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not integer:
+            return empty((*shape, size.D), call.key.dtype), None
+        return empty((*shape[:2], size.D, slots) if transposed else (*shape, size.D), torch.int8), empty(shape)
+
+    k, v = side(spec.k.integer, False), side(spec.v.integer, True)
+    pos = empty((call.batch, slots), torch.int32)
+    return Panel(*k, *v, bias=empty(shape), pos=pos, rows=call.rows)
 
 
 def undo(call: Call, panel: Panel, past: int) -> None:

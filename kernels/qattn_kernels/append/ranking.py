@@ -44,7 +44,7 @@ def _places(S, priority, b, LOW: tl.constexpr, C: tl.constexpr):
     low_row = tl.sum(tl.where(n[:, None] == n[None, :], low[:, None], 0), 0)
     before = (low_row[None, :] < low[:, None]) | ((low_row[None, :] == low[:, None]) & (n[None, :] < n[:, None]))
     place = tl.sum((before & real[None, :]).to(tl.int32), 1)
-    tl.store(S[2] + b * C.H + place, n, mask=real)
+    tl.store(S.head_of + b * C.H + place, n, mask=real)
 
 
 @triton.jit

@@ -19,7 +19,6 @@ from qattn_kernels.jit import (
     slot_bits,
     twin,
 )
-from qattn_kernels.pieces.int8 import pair_scores, pair_values
 
 RING_TILE = tl.constexpr(64)  # slots of the ring at a time, which it is a multiple of
 FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
@@ -73,7 +72,8 @@ def _open_seen(s, slot, dropped, row, p, window, C: tl.constexpr):
 
 
 @triton.jit
-def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, C: tl.constexpr):
+def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, SCORES: tl.constexpr, VALUES: tl.constexpr,
+              C: tl.constexpr):  # fmt: skip
     """Attention over the ring, in the order of its slots: the tokens that were open before the call and its own."""
     length, closed, open_start, closing, first, count = row
     scale, cap, window, threshold = scores_of
@@ -83,7 +83,7 @@ def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, C: tl.cons
     for start in tl.range(0, C.RING, RING_TILE, num_stages=1):
         behind = (start - open_start % C.RING + C.RING) % C.RING  # slots from the first open token to this tile
         if (behind < length + count - open_start) | (behind > C.RING - RING_TILE):
-            lo, hi = pair_scores(K[6] + (at + start) * C.D, K[7] + at + start, HALF, query, scale, C)
+            lo, hi = SCORES(K, at + start, HALF, query, scale, C)
             if C.CAP:
                 lo, hi = soft_cap(lo, cap), soft_cap(hi, cap)
             lo = _open_seen(lo, start + t, dropped, row, p, window, C)
@@ -92,10 +92,7 @@ def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, C: tl.cons
             running = tl.maximum(m, top)
             alpha, beta = tl.exp2(m - running), tl.exp2(top - running)
             w_lo, w_hi = weights(lo, top, running, threshold, C), weights(hi, top, running, threshold, C)
-            acc, total = pair_values(
-                V[6] + at * C.D + start, V[7] + at + start, C.RING, HALF, w_lo, w_hi, acc, alpha, beta, query[0].dtype,
-                C,
-            )  # fmt: skip
+            acc, total = VALUES(V, at, start, HALF, w_lo, w_hi, acc, alpha, beta, query[0].dtype, C)
             l = l * alpha + total * beta
             m = running
     return m, l, acc
@@ -131,14 +128,14 @@ def packed_part(K, V, dropped, block_pos, block_len, row, p, query, scores_of, m
     k_place, k_head = K_LOCATE(K, b, h, C.K_LOW, C)
     v_place, v_head = V_LOCATE(V, b, h, C.V_LOW, C)
     head = (b * C.H + h).to(tl.int64) * NB
-    words = dropped.to(tl.pointer_type(tl.int64))
+    words = dropped.to(tl.pointer_type(tl.int32))
     for block in tl.range(begin, end, num_stages=STAGES):
         lo, hi = SCORES(K, head + block, k_head * NB + block, k_place, query, scale, C)
         if C.CAP:
             lo, hi = soft_cap(lo, cap), soft_cap(hi, cap)
-        masked = tl.load(words + block * (C.BLOCK // 64))
-        if C.BLOCK == 128:
-            masked = masked | tl.load(words + block * 2 + 1)
+        masked = tl.load(words + block * (C.BLOCK // 32))
+        for i in tl.static_range(1, C.BLOCK // 32):
+            masked = masked | tl.load(words + block * (C.BLOCK // 32) + i)
         full = tl.load(block_len + block) == C.BLOCK
         if (masked != 0) | (~full) | (block >= row[1]) | C.LOCAL:
             lo = unseen(lo, block, row, p, dropped, block_pos, block_len, 0, window, C)
@@ -182,7 +179,8 @@ def stretch_of(blocks, splits, plan, C: tl.constexpr):
 @triton.jit
 def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS, NB, B, T, scores_of,
                   plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
-                  V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                  V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, RING_SCORES: tl.constexpr,
+                  RING_VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (split, queries, row and head): a part of the context for up to `Q` queries; the first split is the ring.
 
     The other splits share a row's blocks evenly, as `plan` says (`stretch_of`).
@@ -211,7 +209,9 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
         dropped = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         if is_ring:
             if C.RING > 0:
-                m, l, acc = open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, C)
+                m, l, acc = open_part(
+                    K, V, dropped, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
+                )
         else:
             m, l, acc = packed_part(
                 K, V, dropped, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc, begin, end,

@@ -28,6 +28,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     few, long, _ = tuned.plan
     splits = min(tuned.most, max(few, call.blocks // long), call.blocks) + (size.RING > 0)
 
+    over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
+
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=call.query.device)
 
@@ -37,7 +39,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         call.query, call.query.stride()[:3], call.rows, call.k, call.v, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
-        tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, size,
+        tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, *over_ring, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
     chunk = min(64, power_of_two(tuned.most))  # not of the capacity: sums must not depend on it

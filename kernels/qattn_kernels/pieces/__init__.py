@@ -1,15 +1,17 @@
 """What kernels know of each store: jit functions in a file named like the store, found by that name.
 
-Every file offers the same functions; `S` is the tuple of one side's state tensors in the order of `TENSORS`, `low`
-the number of 2-bit heads, `at` the block's index among all blocks of all heads, `place` where a head's codes live.
+Every file offers the same functions, and `Tensors`, the state of one side by name, which they take as `S`. `low` is the
+number of 2-bit heads, `at` the block's index among all blocks of all heads, `place` where a head's codes live.
 
 `open(x)` codes and scales of new tokens; `seen(...)` those of a full block as its codes will say them; `place(...)`
 where a head's codes go, decided when its row's first block closes, and `locate(...)` where they are; `put(...)` writes
 codes into the arenas; `get(...)` a block in panel form; `scores(...)`, `values(...)` the two products of a decode step
 over one block, whose tokens come as two half tiles, `[HALF, N]` each, because that is how packed bytes hold them.
 Queries are the columns: with the tokens as rows a tensor core tile wastes 8 columns at most, where the other way round
-it wastes 16 rows. A store with a ring has `head_of`, `ring` and `ring_scale` in places 2, 6 and 7 of `TENSORS`, where
-the append and the decode find them.
+it wastes 16 rows.
+
+A store with a ring has `ring` among its tensors, and `ring_scale` if that holds INT8, and offers `ring_scores(...)`,
+`ring_values(...)`: the two products over the ring. `TWINS`: its codes enter products of integers whatever `compute`.
 """
 
 from __future__ import annotations
@@ -29,5 +31,6 @@ def pieces_of(store: Store) -> ModuleType:
 
 
 def side_tensors(state: State, side: str, store: Store) -> tuple:
-    """The tensors of one side in the order in which its jit functions take them."""
-    return tuple(state[f"{side}.{name}"] for name in pieces_of(store).TENSORS)
+    """The tensors of one side as its jit functions take them."""
+    tensors = pieces_of(store).Tensors
+    return tensors(*(state[f"{side}.{name}"] for name in tensors._fields))

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from qattn_kernels.jit import join_twins, round_even, twin
-from qattn_kernels.pieces.int8 import quantize
+from qattn_kernels.pieces.int8 import pair_scores, pair_values, quantize
+from qattn_kernels.pieces.packing import channel_scores, half_tiles, read_codes, write_codes
 
-TENSORS = ("codes4", "codes2", "head_of", "s2", "z2", "s", "ring", "ring_scale")
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state."""
+
+    codes4: Any
+    codes2: Any
+    head_of: Any
+    s2: Any
+    z2: Any
+    s: Any
+    ring: Any
+    ring_scale: Any
+
+
 LEVELS = tl.constexpr(119)
 
 
@@ -23,7 +39,7 @@ def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
     place = h
     if (LOW > 0) and (LOW < C.H):
         n = tl.arange(0, triton.next_power_of_2(C.H))
-        there = tl.load(S[2] + b * C.H + n, mask=n < C.H, other=-1)
+        there = tl.load(S.head_of + b * C.H + n, mask=n < C.H, other=-1)
         place = tl.sum(tl.where(there == h, n, 0), 0)
     wide = b * (C.H - LOW) + place
     narrow = b * LOW + place - (C.H - LOW)
@@ -51,24 +67,8 @@ def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
         before = (n < C.H) & ((low < own) | ((low == own) & (n < h)))
         found = tl.sum(before.to(tl.int32), 0)
         if first:
-            tl.store(S[2] + b * C.H + found, h)
+            tl.store(S.head_of + b * C.H + found, h)
     return found
-
-
-@triton.jit
-def _write_codes(codes, x1, zero, step, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    PARTS: tl.constexpr = 8 // BITS
-    ROWS: tl.constexpr = C.BLOCK // PARTS
-    code = round_even(tl.div_rn(x1 - zero[None, :], tl.broadcast_to(step[None, :], x1.shape)))
-    code = tl.clamp(code, 0.0, 2.0**BITS - 1).to(tl.int32)
-    parts = tl.reshape(code, (PARTS, ROWS, C.DP)) << (tl.arange(0, PARTS) * BITS)[:, None, None]
-    packed = tl.sum(parts, 0).to(tl.uint8)  # the parts share no bit, so their sum is their union
-    t, d = tl.arange(0, ROWS), tl.arange(0, C.DP)
-    if VALUES:
-        where = codes + at * (ROWS * C.D) + d[None, :] * ROWS + t[:, None]
-    else:
-        where = codes + at * (ROWS * C.D) + t[:, None] * C.D + d[None, :]
-    tl.store(where, packed, mask=(d < C.D)[None, :])
 
 
 @triton.jit
@@ -83,30 +83,20 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     step = tl.maximum((2 * (high - low) + levels) // (2 * levels), 1)
     zero = low + ((high - low - step * levels) >> 1)
     at = (b * C.H + h).to(tl.int64) * NB + index
-    tl.store(S[3] + at * C.D + d, step.to(tl.int8), mask=d < C.D)
-    tl.store(S[4] + at * C.D + d, zero.to(tl.int8), mask=d < C.D)
-    tl.store(S[5] + at, tl.max(scale, 0))
+    tl.store(S.s2 + at * C.D + d, step.to(tl.int8), mask=d < C.D)
+    tl.store(S.z2 + at * C.D + d, zero.to(tl.int8), mask=d < C.D)
+    tl.store(S.s + at, tl.max(scale, 0))
     zero, step = zero.to(tl.float32), step.to(tl.float32)
+    code = round_even(tl.div_rn(code - zero[None, :], tl.broadcast_to(step[None, :], code.shape)))
+    code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
     if LOW < C.H:
         if place < C.H - LOW:
             at4 = (b * (C.H - LOW) + place).to(tl.int64) * NB + index
-            _write_codes(S[0], code, zero, step, at4, 4, VALUES, C)
+            write_codes(S.codes4, code, at4, 4, VALUES, C)
     if LOW > 0:
         if place >= C.H - LOW:
             at2 = (b * LOW + place - (C.H - LOW)).to(tl.int64) * NB + index
-            _write_codes(S[1], code, zero, step, at2, 2, VALUES, C)
-
-
-@triton.jit
-def _read_codes(codes, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    t, d = tl.arange(0, C.BLOCK), tl.arange(0, C.DP)
-    byte, shift = t % ROWS, (t // ROWS) * BITS
-    if VALUES:
-        where = codes + at * (ROWS * C.D) + d[None, :] * ROWS + byte[:, None]
-    else:
-        where = codes + at * (ROWS * C.D) + byte[:, None] * C.D + d[None, :]
-    return (tl.load(where, mask=(d < C.D)[None, :], other=0).to(tl.int32) >> shift[:, None]) & (2**BITS - 1)
+            write_codes(S.codes2, code, at2, 2, VALUES, C)
 
 
 @triton.jit
@@ -115,61 +105,17 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     d = tl.arange(0, C.DP)
     at = (b * C.H + h).to(tl.int64) * NB + index
-    step = tl.load(S[3] + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
-    zero = tl.load(S[4] + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
+    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
+    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
     code = tl.full([C.BLOCK, C.DP], 0, tl.int32)
     if LOW < C.H:
         if place < C.H - LOW:
-            code = _read_codes(S[0], (b * (C.H - LOW) + place).to(tl.int64) * NB + index, 4, VALUES, C)
+            code = read_codes(S.codes4, (b * (C.H - LOW) + place).to(tl.int64) * NB + index, 4, VALUES, C)
     if LOW > 0:
         if place >= C.H - LOW:
-            code = _read_codes(S[1], (b * LOW + place - (C.H - LOW)).to(tl.int64) * NB + index, 2, VALUES, C)
+            code = read_codes(S.codes2, (b * LOW + place - (C.H - LOW)).to(tl.int64) * NB + index, 2, VALUES, C)
     x1 = code * step[None, :] + zero[None, :]
-    return x1.to(tl.int8), tl.load(S[5] + at) + tl.full([C.BLOCK], 0, tl.float32)
-
-
-@triton.jit
-def _nibbles(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
-    """Four bytes at a time: one half tile of a packed tile."""
-    if PLAIN:
-        return ((x >> (4 * HIGH)) & 15).to(tl.int8)
-    if HIGH:
-        asm: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f;}"
-    else:
-        asm: tl.constexpr = "and.b32 $0, $1, 0x0f0f0f0f;"
-    return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
-
-
-@triton.jit
-def _crumbs(x, second, HIGH: tl.constexpr, PLAIN: tl.constexpr):
-    """The same for 2 bits: `x` holds each byte twice, `second` (-1 or 0) says where its upper pair is meant."""
-    if PLAIN:
-        return ((x >> (4 * HIGH + 2 * (second & 1).to(tl.uint8))) & 3).to(tl.int8)
-    if HIGH:
-        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 4; shr.b32 b, $1, 6; lop3.b32 a, $2, b, a, 0xca; and.b32 $0, a, 0x03030303;}"  # noqa: E501
-    else:
-        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 b, $1, 2; lop3.b32 a, $2, b, $1, 0xca; and.b32 $0, a, 0x03030303;}"  # noqa: E501 # fmt: skip
-    return tl.inline_asm_elementwise(asm, "=r,r,r", [x, second], dtype=tl.int8, is_pure=True, pack=4)
-
-
-@triton.jit
-def _half_tiles(codes, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Codes of the two halves of a block, `[HALF, DP]` of keys, `[DP, HALF]` of values."""
-    HALF: tl.constexpr = C.BLOCK // 2
-    ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    t, d = tl.arange(0, HALF), tl.arange(0, C.DP)
-    if VALUES:
-        where = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
-        x = tl.load(where, mask=(d < C.D)[:, None], other=0)
-    else:
-        where = codes + at * (ROWS * C.D) + (t % ROWS)[:, None] * C.D + d[None, :]
-        x = tl.load(where, mask=(d < C.D)[None, :], other=0)
-    if BITS == 4:
-        return _nibbles(x, 0, C.PLAIN), _nibbles(x, 1, C.PLAIN)
-    else:
-        second = tl.where(t >= ROWS, -1, 0).to(tl.int8)
-        second = tl.broadcast_to(second[None, :] if VALUES else second[:, None], x.shape)
-        return _crumbs(x, second, 0, C.PLAIN), _crumbs(x, second, 1, C.PLAIN)
+    return x1.to(tl.int8), tl.load(S.s + at) + tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
@@ -177,34 +123,27 @@ def _codes(S, place_at, place, VALUES: tl.constexpr, C: tl.constexpr):
     """Both halves of the block of a head, whose width is known to the compiler or told by its place."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     if LOW == 0:
-        lo, hi = _half_tiles(S[0], place_at, 4, VALUES, C)
+        lo, hi = half_tiles(S.codes4, place_at, 4, VALUES, C)
     elif LOW == C.H:
-        lo, hi = _half_tiles(S[1], place_at, 2, VALUES, C)
+        lo, hi = half_tiles(S.codes2, place_at, 2, VALUES, C)
     else:
         if place < C.H - LOW:
-            lo, hi = _half_tiles(S[0], place_at, 4, VALUES, C)
+            lo, hi = half_tiles(S.codes4, place_at, 4, VALUES, C)
         else:
-            lo, hi = _half_tiles(S[1], place_at, 2, VALUES, C)
+            lo, hi = half_tiles(S.codes2, place_at, 2, VALUES, C)
     return lo, hi
 
 
 @triton.jit
 def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
-    """INT8: the keys' channel scales go into the query, so that codes enter the product as they are."""
+    """INT8 products of codes, or products of undone tokens in the query's dtype."""
     d = tl.arange(0, C.DP)
-    step = tl.load(S[3] + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-    zero = tl.load(S[4] + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-    s = tl.load(S[5] + at)
+    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
+    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
+    s = tl.load(S.s + at)
     lo, hi = _codes(S, place_at, place, False, C)
     if C.INT8:
-        q = query[1]
-        x = q * step[:, None]
-        top = tl.max(tl.abs(x), 0) + 1e-30
-        x8 = twin(x * (127.0 / top)[None, :])
-        off = (tl.sum(q * zero[:, None], 0) * s)[None, :]
-        up = (top * (s * (1.0 / 127.0)))[None, :]
-        s_lo = join_twins(tl.dot(lo, x8, out_dtype=tl.int32)) * up + off
-        s_hi = join_twins(tl.dot(hi, x8, out_dtype=tl.int32)) * up + off
+        s_lo, s_hi = channel_scores(lo, hi, step, zero, s, query[1], C)
     else:  # undone codes are integers below 2^8, exact in every floating format
         q = query[0]
         x_lo = (lo.to(tl.float32) * step[None, :] + zero[None, :]).to(q.dtype)
@@ -219,9 +158,9 @@ def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.const
     """Values' channel scales go into the sum, and a zero point is weighed with the sum of the weights."""
     d = tl.arange(0, C.DP)
     lo, hi = _codes(S, place_at, place, True, C)
-    step = tl.load(S[3] + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-    zero = tl.load(S[4] + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-    s = tl.load(S[5] + at)
+    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
+    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
+    s = tl.load(S.s + at)
     if C.INT8:  # twins leave so little of the weights that their own sum serves as well as that of rounded ones
         o = tl.dot(lo, twin(p_lo * 127.0), out_dtype=tl.int32)
         o = join_twins(tl.dot(hi, twin(p_hi * 127.0), acc=o, out_dtype=tl.int32)) * (step * (1.0 / 127.0))[:, None]
@@ -232,3 +171,15 @@ def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.const
         o = tl.dot(hi.to(dtype), r_hi, acc=o, input_precision="ieee") * step[:, None]
         total = tl.sum(r_lo.to(tl.float32) + r_hi.to(tl.float32), 0)
     return acc * alpha[None, :] + (o + total[None, :] * zero[:, None]) * (beta * s)[None, :], total
+
+
+@triton.jit
+def ring_scores(S, at, HALF: tl.constexpr, query, query_scale, C: tl.constexpr):
+    return pair_scores(S.ring + at * C.D, S.ring_scale + at, HALF, query, query_scale, C)
+
+
+@triton.jit
+def ring_values(S, first, start, HALF: tl.constexpr, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
+    codes, scales = S.ring + first * C.D + start, S.ring_scale + first + start
+    return pair_values(codes, scales, C.RING, HALF, p_lo, p_hi, acc, alpha, beta, dtype, C)

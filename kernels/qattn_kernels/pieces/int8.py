@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from qattn_kernels.jit import join_twins, round_even, twin
 
-TENSORS = ("codes", "scale")
 LEVELS = tl.constexpr(127)
+
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state."""
+
+    codes: Any
+    scale: Any
 
 
 @triton.jit
@@ -56,8 +64,8 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     """Tokens `t` of a block in their final form, where `write` holds."""
     at = (b * C.H + h).to(tl.int64) * NB + index
     inside = tl.arange(0, C.DP) < C.D
-    tl.store(_addresses(S[0], at, t, VALUES, C), code.to(tl.int8), mask=write[:, None] & inside[None, :])
-    tl.store(S[1] + at * C.BLOCK + t, scale, mask=write)
+    tl.store(_addresses(S.codes, at, t, VALUES, C), code.to(tl.int8), mask=write[:, None] & inside[None, :])
+    tl.store(S.scale + at * C.BLOCK + t, scale, mask=write)
 
 
 @triton.jit
@@ -65,7 +73,9 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """INT8 tokens `[BLOCK, DP]` of a block, and their scales."""
     at = (b * C.H + h).to(tl.int64) * NB + index
     t, inside = tl.arange(0, C.BLOCK), tl.arange(0, C.DP) < C.D
-    return tl.load(_addresses(S[0], at, t, VALUES, C), mask=inside[None, :], other=0), tl.load(S[1] + at * C.BLOCK + t)
+    return tl.load(_addresses(S.codes, at, t, VALUES, C), mask=inside[None, :], other=0), tl.load(
+        S.scale + at * C.BLOCK + t
+    )
 
 
 @triton.jit
@@ -116,11 +126,21 @@ def pair_values(codes, scales, stride, HALF: tl.constexpr, p_lo, p_hi, acc, alph
 
 @triton.jit
 def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
-    return pair_scores(S[0] + at * (C.BLOCK * C.D), S[1] + at * C.BLOCK, C.BLOCK // 2, query, query_scale, C)
+    return pair_scores(S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK, C.BLOCK // 2, query, query_scale, C)
 
 
 @triton.jit
 def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr, C: tl.constexpr):
     return pair_values(
-        S[0] + at * (C.BLOCK * C.D), S[1] + at * C.BLOCK, C.BLOCK, C.BLOCK // 2, p_lo, p_hi, acc, alpha, beta, dtype, C
+        S.codes + at * (C.BLOCK * C.D),
+        S.scale + at * C.BLOCK,
+        C.BLOCK,
+        C.BLOCK // 2,
+        p_lo,
+        p_hi,
+        acc,
+        alpha,
+        beta,
+        dtype,
+        C,
     )

@@ -1,0 +1,162 @@
+"""KIVI in kernels: `stores/kivi.py` is the specification. A group of tokens is a block, one of channels as large.
+
+Codes enter the products of a decode as integers, exact, whatever the model's precision; queries and weights as 8-bit
+twins, which err less than bf16 does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit import join_twins, round_even, twin
+from qattn_kernels.pieces.int8 import locate as locate  # heads keep their places, and a block its tokens, as there
+from qattn_kernels.pieces.int8 import place as place
+from qattn_kernels.pieces.int8 import seen as seen
+from qattn_kernels.pieces.model import joint_values, pair_scores, pair_values
+from qattn_kernels.pieces.model import open as open
+from qattn_kernels.pieces.packing import channel_scores, half_tiles, read_codes, write_codes
+
+TWINS = True
+LARGEST = tl.constexpr(65504.0)  # of fp16
+
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state."""
+
+    codes: Any
+    step: Any
+    zero: Any
+    ring: Any
+
+
+@triton.jit
+def _asymmetric(low, high, BITS: tl.constexpr):
+    low, high = tl.clamp(low, -LARGEST, LARGEST), tl.clamp(high, -LARGEST, LARGEST)
+    step = tl.div_rn(high - low, tl.full(low.shape, 2**BITS - 1, tl.float32))
+    return step.to(tl.float16), low.to(tl.float16)
+
+
+@triton.jit
+def _encode(x, step, zero, BITS: tl.constexpr):
+    step, zero = tl.broadcast_to(step.to(tl.float32), x.shape), tl.broadcast_to(zero.to(tl.float32), x.shape)
+    code = round_even(tl.div_rn(x - zero, tl.where(step == 0.0, 1.0, step)))
+    return tl.clamp(tl.where(step == 0.0, 0.0, code), 0.0, 2.0**BITS - 1).to(tl.int32)
+
+
+@triton.jit
+def _groups(at, C: tl.constexpr):
+    """Where the statistics of values lie: offsets `[BLOCK, groups]` with a mask; groups cover `DP` channels."""
+    g, t = tl.arange(0, C.DP // min(C.BLOCK, C.DP)), tl.arange(0, C.BLOCK)
+    COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
+    return at * (COUNT * C.BLOCK) + g[None, :] * C.BLOCK + t[:, None], (g < COUNT)[None, :]
+
+
+@triton.jit
+def _by_group(x, C: tl.constexpr):
+    """`[BLOCK, DP]` as `[BLOCK, groups, channels]`."""
+    GROUP: tl.constexpr = min(C.BLOCK, C.DP)
+    return tl.reshape(x, (C.BLOCK, C.DP // GROUP, GROUP))
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """A full block, whose tokens come as they are."""
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    d = tl.arange(0, C.DP)
+    if VALUES:
+        x, inside = _by_group(code, C), _by_group(tl.broadcast_to((d < C.D)[None, :], code.shape), C)
+        low, high = tl.min(tl.where(inside, x, float("inf")), 2), tl.max(tl.where(inside, x, float("-inf")), 2)
+        where, there = _groups(at, C)
+        step, zero = _asymmetric(tl.where(there, low, 0.0), tl.where(there, high, 0.0), C.V_BITS)
+        tl.store(S.step + where, step, mask=there)
+        tl.store(S.zero + where, zero, mask=there)
+        coded = tl.reshape(_encode(x, step[:, :, None], zero[:, :, None], C.V_BITS), code.shape)
+        write_codes(S.codes, coded, at, C.V_BITS, True, C)
+    else:
+        some = tl.max(keep.to(tl.int32), 0) > 0
+        low = tl.where(some, tl.min(tl.where(keep[:, None], code, float("inf")), 0), 0.0)
+        high = tl.where(some, tl.max(tl.where(keep[:, None], code, float("-inf")), 0), 0.0)
+        step, zero = _asymmetric(low, high, C.K_BITS)
+        tl.store(S.step + at * C.D + d, step, mask=d < C.D)
+        tl.store(S.zero + at * C.D + d, zero, mask=d < C.D)
+        write_codes(S.codes, _encode(code, step[None, :], zero[None, :], C.K_BITS), at, C.K_BITS, False, C)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Tokens `[BLOCK, DP]` of a closed block, undone; no scales."""
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    if VALUES:
+        code = read_codes(S.codes, at, C.V_BITS, True, C).to(tl.float32)
+        where, there = _groups(at, C)
+        step = tl.load(S.step + where, mask=there, other=0.0).to(tl.float32)
+        zero = tl.load(S.zero + where, mask=there, other=0.0).to(tl.float32)
+        x = tl.reshape(_by_group(code, C) * step[:, :, None] + zero[:, :, None], code.shape)
+    else:
+        step, zero = _channels(S, at, C)
+        x = read_codes(S.codes, at, C.K_BITS, False, C).to(tl.float32) * step[None, :] + zero[None, :]
+    return x, tl.full([C.BLOCK], 0, tl.float32)
+
+
+@triton.jit
+def _channels(S, at, C: tl.constexpr):
+    d = tl.arange(0, C.DP)
+    step = tl.load(S.step + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
+    return step, tl.load(S.zero + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
+    step, zero = _channels(S, at, C)
+    lo, hi = half_tiles(S.codes, at, C.K_BITS, False, C)
+    return channel_scores(lo, hi, step, zero, 1.0, query[1], C)
+
+
+@triton.jit
+def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr, C: tl.constexpr):
+    """With one group of channels a token's step goes into its weight; with more, values are undone."""
+    lo, hi = half_tiles(S.codes, at, C.V_BITS, True, C)
+    if (C.BLOCK >= C.D) and (C.BLOCK >= 64):
+        t = at * C.BLOCK + tl.arange(0, C.BLOCK // 2)
+        w_lo = p_lo * tl.load(S.step + t).to(tl.float32)[:, None]
+        w_hi = p_hi * tl.load(S.step + t + C.BLOCK // 2).to(tl.float32)[:, None]
+        off = p_lo * tl.load(S.zero + t).to(tl.float32)[:, None]
+        off += p_hi * tl.load(S.zero + t + C.BLOCK // 2).to(tl.float32)[:, None]
+        top = tl.maximum(tl.max(tl.maximum(w_lo, w_hi), 0), 1e-30)
+        up = (127.0 / top)[None, :]
+        o = tl.dot(lo, twin(w_lo * up), out_dtype=tl.int32)
+        o = join_twins(tl.dot(hi, twin(w_hi * up), acc=o, out_dtype=tl.int32)) * (top * (1.0 / 127.0))[None, :]
+        total = tl.sum(p_lo + p_hi, 0)
+        acc = acc * alpha[None, :] + (o + tl.sum(off, 0)[None, :]) * beta[None, :]
+    else:
+        lo, hi = _undone_half(S, lo, at, 0, dtype, C), _undone_half(S, hi, at, 1, dtype, C)
+        acc, total = joint_values(lo, hi, p_lo, p_hi, acc, alpha, beta, C)
+    return acc, total
+
+
+@triton.jit
+def _undone_half(S, code, at, SECOND: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
+    """Values `[DP, HALF]` of a half tile of codes."""
+    HALF: tl.constexpr = C.BLOCK // 2
+    GROUP: tl.constexpr = min(C.BLOCK, C.DP)
+    COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
+    g, t = tl.arange(0, C.DP // GROUP), SECOND * HALF + tl.arange(0, HALF)
+    where, there = at * (COUNT * C.BLOCK) + g[:, None] * C.BLOCK + t[None, :], (g < COUNT)[:, None]
+    step = tl.load(S.step + where, mask=there, other=0.0).to(tl.float32)
+    zero = tl.load(S.zero + where, mask=there, other=0.0).to(tl.float32)
+    x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * step[:, None, :] + zero[:, None, :]
+    return tl.reshape(x, (C.DP, HALF)).to(dtype)
+
+
+@triton.jit
+def ring_scores(S, at, HALF: tl.constexpr, query, query_scale, C: tl.constexpr):
+    return pair_scores(S.ring + at * C.D, HALF, query, query_scale, C)
+
+
+@triton.jit
+def ring_values(S, first, start, HALF: tl.constexpr, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
+    return pair_values(S.ring + (first + start) * C.D, HALF, p_lo, p_hi, acc, alpha, beta, C)
