@@ -25,6 +25,9 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("turbo", {}),
     ("turbo", {"bits": "mixed"}),
     ("turbo", {"bits": 2}),
+    ("kivi", {"bits": 4}),
+    ("kivi", {"bits": 2}),
+    ("kivi", {"bits": 2, "group_size": 128, "residual_length": 32}),
 ]
 
 

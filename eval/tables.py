@@ -158,7 +158,15 @@ def kernels_table(results: Path) -> str:
         choices("turbo", "priority", bits="mixed"),
         choices("turbo", "compute", "int8", "model"),
         choices("turbo", "sparse_v_tau", 0.0, 0.001),
-        ["`compute` of `none`", *choices("none", "compute", "model", "int8")[1:]],
+        *(
+            [f"`{key}` of `{method}`", *choices(method, key, *values)[1:]]
+            for method, key, *values in (
+                ("kivi", "bits"),
+                ("kivi", "group_size"),
+                ("kivi", "compute", "model", "int8"),
+                ("none", "compute", "model", "int8"),
+            )
+        ),
     ]
     return markdown(["", "kernels", "reference alone"], rows)
 

@@ -42,4 +42,5 @@ def choose(size: Sizes, rows: int, model_precision: bool) -> Launch:
         return Launch(most, plan, 2, 3)
     small = size.DP <= 128 and size.BLOCK == 64
     one_width = all(low in (0, size.H) for low in (size.K_LOW, size.V_LOW))
-    return Launch(most, plan, 1, 3, REGISTERS if small and one_width else None)
+    stages = 3 if size.BLOCK < 128 else 2  # more shared memory a program would leave room for too few of them
+    return Launch(most, plan, 1, stages, REGISTERS if small and one_width else None)

@@ -1,0 +1,90 @@
+"""KIVI's store against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import feed, make_layer, random_qkv
+
+from qattn_kernels.state import side_of
+from qattn_kernels.stores.base import pack, unpack
+from qattn_kernels.stores.kivi import asymmetric, encode
+
+
+def test_codes_by_hand():
+    """From -1 to 2 in 2 bits the step is 1; a range of nothing has step 0, and its only value comes back."""
+    low, high = torch.tensor([-1.0, 5.0]), torch.tensor([2.0, 5.0])
+    step, zero = asymmetric(low, high, 2)
+    assert step.tolist() == [1.0, 0.0] and zero.tolist() == [-1.0, 5.0]
+    x = torch.tensor([[-1.0, 5.0], [0.4, 5.0], [0.5, 5.0], [2.0, 5.0]])  # 1.5 steps round to even
+    code = encode(x, step, zero, 2)
+    assert code[:, 0].tolist() == [0, 1, 2, 3] and code[:, 1].tolist() == [0, 0, 0, 0]
+
+
+def test_codes_come_from_the_rounded_step():
+    """1000.25 is 1000 in fp16 and the step 0.1 is not exact: codes must undo to the nearest with what is stored."""
+    x = 1000.25 + torch.arange(16) * 0.1
+    step, zero = asymmetric(x.min(), x.max(), 4)
+    code = encode(x, step, zero, 4)
+    grid = torch.arange(16) * step.float() + zero.float()
+    assert torch.equal(code.long(), (x[:, None] - grid).abs().argmin(1))
+
+
+def test_values_beyond_fp16_stay_finite():
+    step, zero = asymmetric(torch.tensor([-1e30]), torch.tensor([1e30]), 2)
+    assert step.isfinite().all() and zero.isfinite().all()
+    assert encode(torch.tensor([-1e30, 1e30]), step, zero, 2).tolist() == [0, 3]
+
+
+def test_three_bits_lie_in_two_planes():
+    code = torch.randint(0, 8, (2, 64, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = pack(code, 3)
+    assert packed.shape == (2, 24, 5) and torch.equal(unpack(packed, 3), code)
+
+
+@pytest.mark.parametrize(("group", "residual"), [(32, 128), (64, 20), (128, 0)])
+def test_what_is_packed_follows_from_the_length_alone(group: int, residual: int):
+    """`max(0, (S - R) // G * G)` tokens, and what stays open stands as it came."""
+    q, k, v = random_qkv(1, 300)
+    layer = make_layer(("kivi", {"group_size": group, "residual_length": residual}))
+    for start, end in ((0, 33), (33, 150), (150, 151), (151, 300)):
+        feed(layer, *(x[:, :, start:end] for x in (q, k, v)), [end - start])
+        packed = max(0, (end - residual) // group * group)
+        assert int(layer.state["closed"][0]) * group == packed == int(layer.state["open_start"][0])
+    ring = layer.state["k.ring"]
+    open_now = torch.arange(packed, 300)
+    assert torch.equal(ring[:, :, open_now % ring.shape[2]], k[:, :, packed:])
+
+
+def test_keys_err_by_channel_and_values_by_token():
+    """No value is farther from its code than half a step of its own group, give or take the rounding of step and zero
+    in fp16; a channel that stands out does not cost the other keys, a token that stands out not the other values."""
+    g = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, 1, 2, 64, 40, generator=g)  # the second group of channels is a short one
+    k[..., 3] += 50
+    v[:, :, 7] *= 50
+    layer = make_layer(("kivi", {"bits": 4, "residual_length": 0}))
+    feed(layer, torch.zeros(1, 2, 64, 40), k, v, [64])
+    for side, x, store in (("k", k, layer.spec.k), ("v", v, layer.spec.v)):
+        blocks = x.unflatten(2, (2, 32))
+        error = (store.read(side_of(layer.state, side), 2).x - blocks).abs()
+        if side == "k":
+            reach = (blocks.amax(-2) - blocks.amin(-2))[..., None, :]
+        else:
+            parts = [p.amax(-1, True) - p.amin(-1, True) for p in blocks.split(32, -1)]
+            reach = torch.cat([p.expand(*p.shape[:-1], n) for p, n in zip(parts, (32, 8), strict=True)], -1)
+        assert (error <= reach / 15 / 2 + 2**-10 * (reach + blocks.abs())).all()
+
+
+def test_more_bits_are_never_worse():
+    _, k, v = random_qkv(2, 128)
+    errors = []
+    for bits in (2, 3, 4):
+        layer = make_layer(("kivi", {"bits": bits, "residual_length": 0}))
+        feed(layer, torch.zeros(2, 4, 128, 32), k, v, [128])
+        found = [
+            (store.read(side_of(layer.state, side), 4).x.flatten(2, 3) - x).norm() / x.norm()
+            for side, store, x in (("k", layer.spec.k, k), ("v", layer.spec.v, v))
+        ]
+        errors.append(torch.stack(found))
+    assert (errors[0] > 1.8 * errors[1]).all() and (errors[1] > 1.8 * errors[2]).all()  # a bit halves a step
