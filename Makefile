@@ -24,8 +24,8 @@ demo: $(VENV)/.ready ## Answer the same prompts in full precision and through a 
 test: $(VENV)/.ready ## Run all tests (ARGS="-k cache" for some)
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(ARGS)
 
-test-oldest: $(OLDEST)/.ready ## Run the conformance suite with the oldest supported transformers
-	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) tests/conformance $(ARGS)
+test-oldest: $(OLDEST)/.ready ## Run the models of the conformance suite with the oldest supported transformers
+	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) tests/conformance/test_model.py $(ARGS)
 
 lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff check .

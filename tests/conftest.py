@@ -2,8 +2,23 @@
 libraries may do first, so it is settled before any test module."""
 
 import os
+from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Every model can be captured, and CUDA graphs are `FakeGraphs`."""
+    from fake_graphs import FakeGraphs
+
+    from qattn_hf import capture, graph
+
+    found = FakeGraphs()
+    monkeypatch.setattr(graph, "record", found.record)
+    monkeypatch.setattr(capture, "why_not", lambda model: None)
+    return found

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import gc
 import pickle
 import weakref
@@ -12,69 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_graphs import GREEDY, IDS, FakeGraphs, as_on_a_gpu, path
 from helpers import Case, case_id, cases, random_ids, tiny_llama
-from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaForCausalLM
 from transformers.generation import utils as generation
 
-from qattn_hf import CapacityError, QAttnCache, UnsupportedError, capture, graph, patch, pool, release, report, unpatch
-
-GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=12)
-IDS = random_ids(2, 70)
-
-
-class FakeGraphs:
-    """In place of CUDA graphs: a capture runs Python code and no kernel, a replay the kernels and no Python code."""
-
-    def __init__(self) -> None:
-        self.captured = self.replayed = 0
-        self.error: Exception | None = None
-
-    def record(self, run: Any, device: torch.device, graphs: weakref.WeakSet[Any]) -> tuple[Any, Any]:
-        cache = run.keywords["past_key_values"]
-        state = [(tensor, tensor.clone()) for tensor, _ in cache.state_tensors().values()]
-        out = run()
-        for tensor, before in state:
-            tensor.copy_(before)
-        if self.error is not None:
-            raise self.error
-        self.captured += 1
-        with torch.inference_mode(False):  # a replay writes its outputs in any mode
-            kept = tree_map_only(torch.Tensor, lambda x: torch.full_like(x, -1), out)
-        filled = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor)]
-        layers = [weakref.ref(layer) for layer in cache.layers]  # a graph keeps neither the cache nor its layers alive
-        shell = copy.copy(cache)
-        shell.layers = []
-
-        def replay() -> None:
-            self.replayed += 1
-            shell.layers = [layer() for layer in layers]
-            counts = [layer._used for layer in shell.layers]
-            out = run.func(**{**run.keywords, "past_key_values": shell})
-            for old, new in zip(filled, (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)), strict=True):
-                old.copy_(new)
-            for layer, count in zip(shell.layers, counts, strict=True):
-                layer._used = count
-            shell.layers = []
-
-        run = functools.partial(run.func, **{k: v for k, v in run.keywords.items() if v is not cache})
-        graphs.add(replay)
-        return replay, kept
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
-    """Every model can be captured, and CUDA graphs are `FakeGraphs`."""
-    found = FakeGraphs()
-    monkeypatch.setattr(graph, "record", found.record)
-    monkeypatch.setattr(capture, "why_not", lambda model: None)
-    return found
-
-
-def as_on_a_gpu(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """`generate` asks for the compiled call, as it does on a GPU."""
-    model._valid_auto_compile_criteria = lambda kwargs, config: kwargs["past_key_values"].is_compileable
-    return model
+from qattn_hf import CapacityError, QAttnCache, graph, patch, pool, release, report, unpatch
 
 
 @pytest.fixture
@@ -86,11 +28,6 @@ def eager(model: LlamaForCausalLM, ids: torch.Tensor = IDS, **kwargs: Any) -> An
     """What the same model generates without graphs; a model of its own."""
     twin = patch(unpatch(copy.deepcopy(model)), model._qattn.recipe.method, decode="eager")
     return twin.generate(ids, **{**GREEDY, **kwargs})
-
-
-def path(model: LlamaForCausalLM) -> tuple[str, str | None]:
-    data = report(model).to_dict()
-    return data["decode"], data["decode_reason"]
 
 
 def addresses(cache: QAttnCache) -> list[int]:
@@ -372,51 +309,6 @@ def test_deferred_stop(fake, model, monkeypatch, returned):
     assert path(model) == ("graph", None)
 
 
-class Waits(torch.nn.Module):
-    """A layer that asks the device."""
-
-    def __init__(self, inner: torch.nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) if x.abs().max().item() < 1e9 else x
-
-
-@pytest.mark.parametrize("kind", ["waits", "fails"])
-def test_a_model_that_cannot_be_captured(fake, kind):
-    model, parts = as_on_a_gpu(tiny_llama()), ["_local_scalar_dense" if kind == "waits" else "not permitted"]
-    if kind == "waits":
-        model.model.layers[1].mlp = Waits(model.model.layers[1].mlp)
-    else:
-        fake.error = RuntimeError("operation not permitted when stream is capturing\nmore")
-    want = patch(model, "turbo", decode="eager").generate(IDS, **GREEDY)
-    patch(model, "turbo")
-    with pytest.warns(UserWarning, match="cannot be captured") as warned:
-        assert torch.equal(model.generate(IDS, **GREEDY), want)
-        assert torch.equal(model.generate(IDS, **GREEDY), want)
-    assert len([w for w in warned if "qattn_hf" in str(w.message)]) == 1
-    decode, reason = path(model)
-    assert decode == "eager" and parts[0] in reason and (fake.captured, fake.replayed) == (0, 0)
-    patch(model, "turbo", decode="graph")
-    with pytest.raises(UnsupportedError, match=parts[0]) as error:
-        model.generate(IDS, **GREEDY)
-    assert "decode='auto'" in str(error.value) and "\n" not in str(error.value)
-    if kind == "waits":  # what was wrong is repaired
-        patch(model, "turbo").model.layers[1].mlp = model.model.layers[1].mlp.inner
-        assert torch.equal(model.generate(IDS, **GREEDY), want) and path(model) == ("graph", None)
-
-
-def test_the_watch_finds_what_waits():
-    device, x = torch.device("cpu"), torch.arange(6.0)
-    quiet = [lambda: x[torch.tensor([1, 2])], lambda: x.masked_fill(x > 2, 0), lambda: torch.where(x > 2, x, 0).sum()]
-    loud = [lambda: x[x > 2], lambda: bool(x.any()), lambda: x.nonzero(), lambda: x.to("meta"), lambda: int(x.max())]
-    for call in (*quiet, *loud):
-        with capture.SyncWatch(device) as watch:
-            call()
-        assert bool(watch.found) == (call in loud)
-
-
 def test_calls_that_no_graph_can_stand_for(fake, model):
     with torch.autocast("cpu", torch.bfloat16):
         model.generate(IDS, **GREEDY)
@@ -463,53 +355,3 @@ def test_idle_memory_goes_before_a_capture_fails(fake, model, monkeypatch):
     monkeypatch.setattr(graph, "record", lambda *args: no_memory() if model._qattn.pool.idle else record(*args))
     assert torch.equal(model.generate(IDS, **GREEDY), held.sequences)
     assert path(model) == ("graph", None) and fake.captured == 3 and model._qattn.pool.idle == []
-
-
-@contextlib.contextmanager
-def pretending_cuda(monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
-    with monkeypatch.context() as patched:
-        patched.setattr(type(model), "device", torch.device("cuda"))
-        yield
-
-
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "num_key_value_heads": 2}
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
-
-
-def test_why_a_model_is_not_captured(monkeypatch):
-    rope = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
-    models = {
-        "": tiny_llama(),
-        "rope scaling is dynamic": tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, **rope}),
-        "rope scaling is longrope": tiny_llama(rope_parameters={**LONG, **rope}),
-        "experts are routed on the host": mixtral("eager"),
-        None: mixtral("batched_mm"),
-    }
-    for part, found in models.items():
-        with pretending_cuda(monkeypatch, found):
-            reason = capture.why_not(found)
-        assert (part or "") in (reason or "") and bool(part) == bool(reason)
-    assert capture.why_not(tiny_llama()) == "the model is on the cpu"
-    split = tiny_llama()
-    split.lm_head.to("meta")
-    assert capture.why_not(split) == "its weights are on several devices"
-    split = tiny_llama()
-    split.hf_device_map = {"model": 0, "lm_head": "disk"}
-    assert capture.why_not(split) == "its weights are on several devices"
-
-
-def mixtral(experts: str) -> Any:
-    sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **EXPERTS)).eval()
-    model.set_experts_implementation(experts)
-    return model
-
-
-def test_a_cpu_decodes_eagerly():
-    model = patch(tiny_llama())
-    assert path(model) == ("eager", "the model is on the cpu")
-    model.generate(IDS, **GREEDY)
-    assert path(model) == ("eager", "the model is on the cpu")
-    model = patch(model, decode="eager")
-    model.generate(IDS, **GREEDY)
-    assert path(model) == ("eager", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from qattn_kernels.spec import LayerSpec
 BLOCK_SCALED = {"flashq"}  # stores whose closed blocks have one scale
 MODEL_QUERIES = 64  # queries of a program where no scale ties them together
 LEAST_CUT = -80.0  # of SAS in log2 units: below it a weight is nothing, and so is that of a score of -inf
+LOG2E = math.log2(math.e)
 STEP = 2048  # slots at a time in `value_columns`
 
 
@@ -39,6 +41,44 @@ def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor
     return column, inverse, clean
 
 
+def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[Any, Config]:
+    """What a call is compiled for, and how it is launched."""
+    from qattn_kernels.prefill.kernel import Shape
+
+    compute = spec.compute
+    hq, dim, heads = q.shape[1], q.shape[3], panel.k.shape[1]
+    k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
+    k_int8, v_int8 = (codes and compute.prefill == "int8" for codes in (k_codes, v_codes))
+    dim_v = panel.v.shape[2] if v_codes else panel.v.shape[3]
+    dp, dvp = (max(16 if not (k_int8 or v_int8) else 32, power_of_two(d)) for d in (dim, dim_v))
+    config = _config(q, v_int8, max(dp, dvp))
+    by_block = {spec.k.name, spec.v.name} <= BLOCK_SCALED
+    shape = Shape(
+        BM=compute.block_q if k_int8 else MODEL_QUERIES,
+        BN=min(config.bn, 2 * spec.window.block),
+        TAIL=min(config.tail, spec.window.block),
+        STAGES=config.stages,
+        HQ=hq,
+        G=hq // heads,
+        D=dim,
+        DV=dim_v,
+        DP=dp,
+        DVP=dvp,
+        BLOCK=spec.window.block,
+        BLOCK_SCALES=k_int8 and v_int8 and not scores.softcap and by_block,
+        K_CODES=k_codes,
+        V_CODES=v_codes,
+        K_INT8=k_int8,
+        V_INT8=v_int8,
+        WINDOW=scores.window,
+        SOFTCAP=scores.softcap != 0,
+        SAS=compute.softmax == "sas",
+        SINKS=scores.sinks is not None,
+        PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
+    )
+    return shape, config
+
+
 def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a long call over its panel; `prefill/reference.py` is the specification.
 
@@ -54,68 +94,20 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
         `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
         for padding; a query that sees nothing has zeros and -inf.
     """
-    from qattn_kernels.prefill.kernel import Shape, attend
+    from qattn_kernels.prefill.kernel import attend
 
-    compute = spec.compute
     q = q if q.stride(3) == 1 else q.contiguous()
-    (batch, hq, tokens, dim), heads = q.shape, panel.k.shape[1]
-    k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
-    k_int8, v_int8 = (codes and compute.prefill == "int8" for codes in (k_codes, v_codes))
-    dim_v = panel.v.shape[2] if v_codes else panel.v.shape[3]
-    dp, dvp = (max(16 if not (k_int8 or v_int8) else 32, power_of_two(d)) for d in (dim, dim_v))
-    config = _config(q, v_int8, max(dp, dvp))
-    shape = Shape(
-        BM=compute.block_q if k_int8 else MODEL_QUERIES,
-        BN=min(config.bn, 2 * spec.window.block),
-        TAIL=min(config.tail, spec.window.block),
-        STAGES=config.stages,
-        HQ=hq,
-        G=hq // heads,
-        D=dim,
-        DV=dim_v,
-        DP=dp,
-        DVP=dvp,
-        BLOCK=spec.window.block,
-        BLOCK_SCALES=k_int8
-        and v_int8
-        and not scores.softcap
-        and spec.k.name in BLOCK_SCALED
-        and spec.v.name in BLOCK_SCALED,
-        K_CODES=k_codes,
-        V_CODES=v_codes,
-        K_INT8=k_int8,
-        V_INT8=v_int8,
-        WINDOW=scores.window,
-        SOFTCAP=scores.softcap != 0,
-        SAS=compute.softmax == "sas",
-        SINKS=scores.sinks is not None,
-        PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
-    )
-    out = torch.empty((batch, tokens, hq, dim_v), dtype=q.dtype, device=q.device)
+    shape, config = _shape(q, panel, spec, scores)
+    batch, hq, tokens = q.shape[:3]
+    out = torch.empty((batch, tokens, hq, shape.DV), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, hq, tokens), dtype=torch.float32, device=q.device)
     column, inverse, clean = _value_columns(panel, spec.window.block)
+    k_scale = panel.bias if panel.k_scale is None else panel.k_scale
+    sinks = lse if scores.sinks is None else scores.sinks
+    cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
     attend[(batch * hq * -(-tokens // shape.BM),)](
-        q,
-        *q.stride()[:3],
-        panel.k,
-        panel.bias if panel.k_scale is None else panel.k_scale,
-        panel.v,
-        column,
-        inverse,
-        clean,
-        panel.pos,
-        panel.rows,
-        lse if scores.sinks is None else scores.sinks,
-        out,
-        lse,
-        tokens,
-        panel.bias.shape[2],
-        scores.scale,
-        scores.softcap * math.log2(math.e),
-        max(compute.sas_threshold * math.log2(math.e), LEAST_CUT),
-        C=shape,
-        num_warps=config.warps * max(1, shape.BM // MODEL_QUERIES),
-        num_stages=config.stages,
-        enable_fp_fusion=True,
-    )
+        q, *q.stride()[:3], panel.k, k_scale, panel.v, column, inverse, clean, panel.pos, panel.rows, sinks, out, lse,
+        tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=shape,
+        num_warps=config.warps * max(1, shape.BM // MODEL_QUERIES), num_stages=config.stages, enable_fp_fusion=True,
+    )  # fmt: skip
     return out.transpose(1, 2), lse
