@@ -22,6 +22,7 @@ KV_HEADS = 8
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),
     ("int8", {}),
+    ("fp8", {}),
     ("turbo", {}),
     ("turbo", {"bits": "mixed"}),
     ("turbo", {"bits": 2}),

@@ -31,6 +31,7 @@ CASES: list[Case] = [
     ("none", {}),
     ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0}),
     ("kivi", {"k_bits": 2, "v_bits": 4, "residual_length": 20}),
+    ("fp8", {}),
 ]
 MORE_CASES: list[Case] = [
     ("turbo", {"bits": 2}),

@@ -134,6 +134,7 @@ def _long_side(S, X, SCALE, x, keep, pos, old, used, closes, b, h, index, NB, sl
     else:
         if used:
             PUT(S, code, scale, keep, ~old, t, b, h, index, NB, h, VALUES, C)
+        code, scale = SEEN(code, scale)
         before, before_scale = GET(S, b, h, tl.minimum(index, NB - 1), NB, h, VALUES, C)
         code = tl.where(old[:, None], before.to(tl.float32), code)
         scale = tl.where(old, before_scale, scale)

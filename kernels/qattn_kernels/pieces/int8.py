@@ -51,7 +51,7 @@ def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _addresses(codes, at, t, VALUES: tl.constexpr, C: tl.constexpr):
+def addresses(codes, at, t, VALUES: tl.constexpr, C: tl.constexpr):
     """Addresses `[n, DP]` of tokens `t` of a block; values lie `[D, tokens]`, as their product wants them."""
     d = tl.arange(0, C.DP)
     if VALUES:
@@ -64,7 +64,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     """Tokens `t` of a block in their final form, where `write` holds."""
     at = (b * C.H + h).to(tl.int64) * NB + index
     inside = tl.arange(0, C.DP) < C.D
-    tl.store(_addresses(S.codes, at, t, VALUES, C), code.to(tl.int8), mask=write[:, None] & inside[None, :])
+    tl.store(addresses(S.codes, at, t, VALUES, C), code.to(tl.int8), mask=write[:, None] & inside[None, :])
     tl.store(S.scale + at * C.BLOCK + t, scale, mask=write)
 
 
@@ -73,9 +73,18 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """INT8 tokens `[BLOCK, DP]` of a block, and their scales."""
     at = (b * C.H + h).to(tl.int64) * NB + index
     t, inside = tl.arange(0, C.BLOCK), tl.arange(0, C.DP) < C.D
-    return tl.load(_addresses(S.codes, at, t, VALUES, C), mask=inside[None, :], other=0), tl.load(
+    return tl.load(addresses(S.codes, at, t, VALUES, C), mask=inside[None, :], other=0), tl.load(
         S.scale + at * C.BLOCK + t
     )
+
+
+@triton.jit
+def numbers(x):
+    """INT8 codes as they are; bytes, which are FP8's, as numbers of E4M3."""
+    if x.dtype == tl.uint8:
+        return x.to(tl.float8e4nv, bitcast=True)
+    else:
+        return x
 
 
 @triton.jit
@@ -93,8 +102,8 @@ def pair_scores(codes, scales, HALF: tl.constexpr, query, query_scale, C: tl.con
     """Scores of two half tiles of INT8 keys that lie one after the other."""
     t, d = tl.arange(0, HALF), tl.arange(0, C.DP)
     at = codes + t[:, None] * C.D + d[None, :]
-    lo = tl.load(at, mask=(d < C.D)[None, :], other=0)
-    hi = tl.load(at + HALF * C.D, mask=(d < C.D)[None, :], other=0)
+    lo = numbers(tl.load(at, mask=(d < C.D)[None, :], other=0))
+    hi = numbers(tl.load(at + HALF * C.D, mask=(d < C.D)[None, :], other=0))
     s_lo = token_scores(lo, tl.load(scales + t), query, query_scale, C)
     s_hi = token_scores(hi, tl.load(scales + HALF + t), query, query_scale, C)
     return s_lo, s_hi
@@ -107,8 +116,8 @@ def pair_values(codes, scales, stride, HALF: tl.constexpr, p_lo, p_hi, acc, alph
     the weights are rounded."""
     t, d = tl.arange(0, HALF), tl.arange(0, C.DP)
     at = codes + d[:, None] * stride + t[None, :]
-    lo = tl.load(at, mask=(d < C.D)[:, None], other=0)
-    hi = tl.load(at + HALF, mask=(d < C.D)[:, None], other=0)
+    lo = numbers(tl.load(at, mask=(d < C.D)[:, None], other=0))
+    hi = numbers(tl.load(at + HALF, mask=(d < C.D)[:, None], other=0))
     w_lo, w_hi = p_lo * tl.load(scales + t)[:, None], p_hi * tl.load(scales + HALF + t)[:, None]
     top = tl.maximum(tl.max(tl.maximum(w_lo, w_hi), 0), 1e-30)
     if C.INT8:

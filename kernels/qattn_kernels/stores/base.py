@@ -16,7 +16,7 @@ INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be undone
 class Operand(NamedTuple):
     """Keys or values in the form that a product takes: `x * scale[..., None]` are the numbers.
 
-    `x` is INT8 with one fp32 `scale` a token, or floating point with `scale` None.
+    `x` is INT8, or FP8's numbers in fp16, with one fp32 `scale` a token; or floating point with `scale` None.
     """
 
     x: torch.Tensor

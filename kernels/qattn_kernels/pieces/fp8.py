@@ -1,0 +1,60 @@
+"""FP8 with one scale a token in kernels: `stores/fp8.py` is the specification. The products are those of INT8 tokens in
+floating point: a code is exact in every format that a query has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit import round_even
+from qattn_kernels.pieces.int8 import Tensors as Tensors  # a byte a value and a scale a token, as there
+from qattn_kernels.pieces.int8 import addresses, numbers
+from qattn_kernels.pieces.int8 import get as get_codes
+from qattn_kernels.pieces.int8 import locate as locate
+from qattn_kernels.pieces.int8 import place as place
+from qattn_kernels.pieces.int8 import scores as scores
+from qattn_kernels.pieces.int8 import values as values
+
+LARGEST = tl.constexpr(448.0)  # of E4M3
+LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6: below it numbers of E4M3 lie 2^-9 apart
+
+
+@triton.jit
+def _rounded(x):
+    """To the nearest number of E4M3, ties to even: 20 of 23 bits behind the point go."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    small = round_even(x * 512.0) * (1.0 / 512.0)
+    return tl.where(tl.abs(x) < LEAST_NORMAL, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def open(x):
+    """Needs `enable_fp_fusion=False`, like all that makes codes."""
+    top = tl.max(tl.abs(x), 1)
+    scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    return _rounded(tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))), scale
+
+
+@triton.jit
+def seen(code, scale):
+    """Undone, as a prefill in the model's precision reads it."""
+    return code * scale[:, None], scale
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    inside = tl.arange(0, C.DP) < C.D
+    byte = code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(addresses(S.codes, at, t, VALUES, C), byte, mask=write[:, None] & inside[None, :])
+    tl.store(S.scale + at * C.BLOCK + t, scale, mask=write)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    code, scale = get_codes(S, b, h, index, NB, place, VALUES, C)
+    return numbers(code).to(tl.float32) * scale[:, None], scale

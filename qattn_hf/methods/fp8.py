@@ -1,0 +1,30 @@
+"""FP8 a token: the other safe default."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from qattn_hf.methods.base import Arithmetic, Method
+from qattn_kernels.stores import Store
+from qattn_kernels.stores.fp8 import Fp8Store
+
+
+class Fp8(Method):
+    """FP8 E4M3 keys and values with one scale a token: half the memory of bf16, append only."""
+
+    @classmethod
+    def default_compute(cls) -> Arithmetic:
+        return "model"
+
+    @model_validator(mode="after")
+    def _no_integers(self) -> Fp8:
+        for key in ("compute", "prefill_compute", "decode_compute"):
+            if getattr(self, key) == "int8":
+                raise ValueError(f"{key}='int8' clashes with method 'fp8', whose codes are no integers: take 'int8'")
+        return self
+
+    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+        return Fp8Store(), Fp8Store(transposed=True)
+
+
+METHOD = Fp8
