@@ -32,14 +32,14 @@ from transformers import (
 
 from qattn_hf import QAttnCache, QAttnError, list_methods, patch, report, unpatch
 
-VOCAB, PROMPT, NEW, PAD = 101, 84, 5, 15
+VOCAB, PROMPT, NEW, PAD = 101, 200, 5, 15
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -62,7 +62,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 # Root mean square error of logits over that of the logits: below it nothing is packed, above it something is broken.
-NOISE = {"int8": (1e-3, 0.05), "turbo": (3e-3, 0.2)}
+NOISE = {"int8": (5e-4, 0.05), "turbo": (3e-3, 0.2)}
 ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
@@ -231,7 +231,7 @@ def test_plain_call_makes_a_packed_cache(through):
     model = patch(tiny(), "turbo")
     out = (model if through == "model" else model.get_decoder())(tokens())
     assert isinstance(out.past_key_values, QAttnCache)
-    assert report(out.past_key_values).to_dict()["packed_tokens"] == 64
+    assert report(out.past_key_values).to_dict()["packed_tokens"] == PROMPT // 64 * 64
 
 
 @pytest.mark.parametrize("method", list_methods())

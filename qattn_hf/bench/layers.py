@@ -81,7 +81,7 @@ def _fill_numbers(state: State, name: str) -> None:
     elif kind == "z2":  # centred: with 4-bit codes, code * s2 + z2 then fits INT8; s2 comes first by name
         tensor.copy_((-15 * state[name.removesuffix("z2") + "s2"].int()) // 2)
     elif tensor.dtype == torch.uint8:
-        tensor.random_()
+        tensor.random_(0, 127)  # which is no number in FP8
     elif tensor.dtype == torch.int8:
         tensor.random_(-119, 120)
     elif kind in ("x", "ring"):
