@@ -47,7 +47,7 @@ def _unsupported_stores(spec: LayerSpec) -> str | None:
         if importlib.util.find_spec(f"qattn_kernels.pieces.{store.name}") is None:
             return f"there are no kernels for {store.name} yet"
         if not store.integer and "int8" in (spec.compute.prefill, spec.compute.decode):
-            return "INT8 products over keys and values in model precision are the reference's"
+            return "INT8 products over keys and values that are no integers are the reference's"
         if isinstance(store, FlashQStore):
             if store.buffer_scale != "token":
                 return f"buffer_scale is {store.buffer_scale!r}; the kernels scale the buffer by token"

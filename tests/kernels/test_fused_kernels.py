@@ -9,6 +9,8 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import DEVICE, Case, case_id, make_layer
 
 from qattn_hf.layer import QAttnLayer
@@ -17,7 +19,9 @@ from qattn_kernels.call import make_call
 from qattn_kernels.fused import fused_step
 from qattn_kernels.online import Scores
 from qattn_kernels.operator import reference_step
+from qattn_kernels.pieces.fp8 import open as open_fp8
 from qattn_kernels.state import side_of
+from qattn_kernels.stores.fp8 import fp8_tokens
 
 pytestmark = pytest.mark.usefixtures("poison")
 ON_GPU = DEVICE == "cuda"
@@ -260,3 +264,23 @@ def test_offsets_beyond_two_to_the_31(case: Case):
         assert torch.equal(got, want)
         start = end
     assert torch.equal(far.state["length"], near.state["length"])
+
+
+@triton.jit
+def _open_rows(X, CODES):
+    at = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    code, _ = open_fp8(tl.load(X + at))
+    tl.store(CODES + at, code)
+
+
+def test_fp8_rounds_as_torch_does():
+    """Over all its range: ties, and the small numbers that lie evenly apart."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 64, generator=g) * 2.0 ** torch.randint(-14, 7, (64, 64), generator=g)
+    x[:16] = torch.arange(1024).view(16, 64) * 2.0**-12  # half and quarter steps below 2^-6 and above
+    x[16:32] = (torch.arange(1024).view(16, 64) - 512) * 0.5
+    x = x.clamp(-448, 448)
+    x[:, 0] = 448.0  # scale 1
+    codes = torch.empty(64, 64, device=DEVICE)
+    _open_rows[(1,)](x.to(DEVICE), codes, enable_fp_fusion=False)
+    assert torch.equal(codes.cpu(), fp8_tokens(x).x.float())

@@ -8,10 +8,10 @@ from qattn_kernels.sizes import LEAST_COLUMNS, Sizes
 
 # (rows times KV heads up to, programs that share the packed context of each, blocks of a program beyond which more of
 # them take part, and how many at most); the last is for more. Read off sweeps of the number of programs on an H200, at
-# 8, 32, 128 and 512 rows times heads and 512 to 131072 tokens.
+# 8, 32, 128 and 512 rows times heads and 512 to 131072 tokens, with 4-bit kernels that took 168 to 239 registers.
 SPLITS = ((16, 64, 16, 128), (64, 32, 16, 32), (256, 16, 16, 32), (None, 8, 64, 8))
 LEAST = 2  # blocks of a program: for less its own start and its share of the merge cost more than it saves
-REGISTERS = 184  # a thread may take: eleven programs at once on a multiprocessor, and nothing spilled
+REGISTERS = 184  # a thread may take: eleven programs at once on a multiprocessor; 4- and 2-bit codes spill nothing then
 
 
 class Launch(NamedTuple):
