@@ -4,8 +4,9 @@
     python eval/gpu.py --quick --results /tmp/x  # smaller points, written elsewhere
     python eval/gpu.py --yardstick ../shared     # quality too: DIR/check/yardstick.py over DIR/models and DIR/data
 
-Parts run in the order of `--help`, each in a process of its own, so that one which fails costs no other's result; the
-exit code says how many failed. `python eval/tables.py` then makes the README's tables.
+Each measurement runs in a process of its own, so that one which fails costs no other's result; the exit code says how
+many failed. Those that time nothing (tests, quality) run side by side, those that do one after another when the GPU is
+theirs. `python eval/tables.py` then makes the README's tables.
 """
 
 from __future__ import annotations
@@ -15,11 +16,27 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-QUALITY_METHODS = "fp,turbo,turbo:bits=mixed,turbo:bits=2,int8,turbo:softmax=sas"
+# Settings whose quality is recorded: a result for each family and model, so that a new method needs no run of all.
+QUALITY_METHODS = {
+    "8bit": "fp,int8,fp8",
+    "kivi": "kivi:bits=4,kivi:bits=2,kivi:bits=2,group_size=128,residual_length=32",
+    "turbo": "turbo,turbo:bits=mixed,turbo:bits=2,turbo:softmax=sas",
+}
+DECODE_METHODS = (
+    "turbo",
+    "int8",
+    "fp8",
+    "none",
+    "kivi:bits=4,group_size=128",
+    "kivi:bits=2,group_size=128,residual_length=32",
+)
+UNTIMED = ("tests", "quality")
+TEST_PROCESSES = max(1, (os.cpu_count() or 1) // 2)
 Part = tuple[str, list[str]]
 
 
@@ -29,31 +46,37 @@ def bench(name: str, *options: str) -> list[str]:
 
 def parts(options: list[str], yardstick: Path | None) -> dict[str, list[Part]]:
     """What each part records: names of results, with the commands that print their rows."""
+    methods = [text for method in DECODE_METHODS for text in ("--method", method)]
     found = {
-        "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", "14", "--dist", "worksteal"])],
-        "decode": [("speed-decode", bench("decode", *options))],
+        "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", str(TEST_PROCESSES), "--dist", "worksteal"])],
+        "decode": [("speed-decode", bench("decode", *methods, *options))],
         "prefill": [("speed-prefill", bench("prefill", *options))],
         "generate": [("speed-generate", bench("generate", "--way", "all", *options))],
     }
     if yardstick is not None:
-        found["quality"] = [quality(yardstick, model) for model in sorted((yardstick / "models").iterdir())]
+        models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
+        found["quality"] = [quality(yardstick, model, family) for family in QUALITY_METHODS for model in models]
     return found
 
 
-def quality(yardstick: Path, model: Path) -> Part:
-    """The full run of the yardstick over one model."""
+def quality(yardstick: Path, model: Path, family: str) -> Part:
+    """The full run of the yardstick over one model, for one family of settings."""
     script, data = yardstick / "check" / "yardstick.py", yardstick / "data"
-    command = ["python", str(script), str(model), str(data), "--methods", QUALITY_METHODS]
-    return f"quality-full-{model.name}", command
+    command = ["python", str(script), str(model), str(data), "--methods", QUALITY_METHODS[family]]
+    return f"quality-full-{model.name}-{family}", command
 
 
-def record(part: Part, results: Path) -> int:
-    """Run and record one command; its exit code."""
+def record(part: Part, results: Path) -> tuple[int, str]:
+    """Run and record one command; its exit code, and a line on how it went."""
     name, command = part
+    print(f"== {name}", flush=True)
+    began = time.perf_counter()
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     script = [sys.executable, "eval/record.py", name, "--results", str(results.resolve()), "--", *command]
-    return subprocess.run(script, cwd=ROOT, env=environment).returncode
+    code = subprocess.run(script, cwd=ROOT, env=environment).returncode
+    verdict = "recorded" if code == 0 else f"FAILED ({code}), not recorded"
+    return code, f"{name}: {verdict}, {time.perf_counter() - began:.0f} s"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -75,15 +98,12 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("the part quality needs --yardstick DIR")
 
     given = [*(["--quick"] if options.quick else []), *(["--device", options.device] if options.device else [])]
-    available = parts(given, options.yardstick.resolve() if options.yardstick else None)
-    summary = []
-    for name in (name for name in known if name in chosen):
-        for part in available[name]:
-            print(f"== {part[0]}", flush=True)
-            began = time.perf_counter()
-            code = record(part, options.results)
-            verdict = "recorded" if code == 0 else f"FAILED ({code}), not recorded"
-            summary.append((code, f"{part[0]}: {verdict}, {time.perf_counter() - began:.0f} s"))
+    available = parts(given, options.yardstick.absolute() if options.yardstick else None)
+    chosen_parts = {name: available[name] for name in known if name in chosen}
+    side_by_side = [part for name in UNTIMED for part in chosen_parts.pop(name, [])]
+    with ThreadPoolExecutor(max(1, len(side_by_side))) as pool:
+        summary = list(pool.map(lambda part: record(part, options.results), side_by_side))
+    summary += [record(part, options.results) for group in chosen_parts.values() for part in group]
     print("\n".join(["==", *(text for _, text in summary)]), flush=True)
     sys.exit(sum(code != 0 for code, _ in summary))
 

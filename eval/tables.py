@@ -61,9 +61,13 @@ def quality_table(results: Path) -> str:
     def figure(row: dict[str, Any], key: str, form: str) -> str:
         return format(row[key], form) if key in row else ""
 
-    parts = []
+    groups: dict[tuple[bool, str], list[Result]] = {}
     for result in load(results, "quality-"):
-        scores = [name for name in ("sums", "recall") if any(name in row for row in result["rows"])]
+        groups.setdefault((result["name"].startswith("quality-full-"), result["rows"][0]["model"]), []).append(result)
+    parts = []
+    for (_, model), recorded in groups.items():
+        found = [row for result in recorded for row in result["rows"]]
+        scores = [name for name in ("sums", "recall") if any(name in row for row in found)]
         header = ["cache", "KL", "same top-1", "perplexity", "change", *scores, "bits, closed blocks", "bits, all"]
         rows = [
             [
@@ -76,10 +80,9 @@ def quality_table(results: Path) -> str:
                 figure(row, "effective_bits", ".3f"),
                 figure(row, "effective_bits_total", ".3f"),
             ]
-            for row in result["rows"]
+            for row in found
         ]
-        model = result["rows"][0]["model"]
-        parts.append(f"**{model}**\n\n{markdown(header, rows)}\n\nHow: {origin(result)}")
+        parts.append(f"**{model}**\n\n{markdown(header, rows)}\n\nHow: {' '.join(map(origin, recorded))}")
     return "\n\n".join(parts) or "Not measured yet."
 
 
