@@ -18,12 +18,6 @@ def round_even(x):
 
 
 @triton.jit
-def int_to_float(x):
-    """int32 to fp32 for |x| < 2^22, by an addition: the conversion unit is as slow as the exponential's."""
-    return (x + 0x4B400000).to(tl.float32, bitcast=True) - ROUNDER
-
-
-@triton.jit
 def to_codes(raised):
     """int8 of integers raised by `ROUNDER`: they stand in the low bytes."""
     return raised.to(tl.int32, bitcast=True).to(tl.int8)
@@ -87,20 +81,34 @@ def commit_row(ROWS, STATE, row, b, B, columns, BP: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def twin(y):
-    """8-bit numbers as two each: of `y` `[n, Q]` in [-127, 127] column `2 i` has the integer, and column `2 i + 1` 254
+def twin(y, C: tl.constexpr):
+    """Two 8-bit numbers of each: of `y` `[n, Q]` in [-127, 127] column `2 i + 1` has the integer, and column `2 i` 256
     times what rounding left. `[n, 2 Q]` INT8. A thread holds both columns of a product, so that joining moves nothing.
+
+    One fused product and sum leaves both in the low bytes of a float; 128 more than `y` rounds to the nearest integer.
     """
-    rounded = y + ROUNDER
-    rest = (y - (rounded - ROUNDER)) * 254.0 + ROUNDER
-    return tl.reshape(to_codes(tl.join(rounded, rest)), (y.shape[0], 2 * y.shape[1]))
+    z = (y * 256.0 + (ROUNDER + 128.0)).to(tl.int32, bitcast=True)
+    if C.PLAIN:
+        both = (z ^ 128).to(tl.int16)
+    else:
+        asm: tl.constexpr = "{.reg .b32 t; prmt.b32 t, $1, $2, 0x5410; xor.b32 $0, t, 0x00800080;}"
+        both = tl.inline_asm_elementwise(asm, "=r,r,r", [z], dtype=tl.int16, is_pure=True, pack=2)
+    return tl.reshape(tl.join(both.to(tl.int8), (both >> 8).to(tl.int8)), (y.shape[0], 2 * y.shape[1]))
+
+
+@triton.jit
+def dot_twins(a, b):
+    """Product of INT8 codes with twins, for `join_twins`: its sums start where their bits are those of a float."""
+    start = tl.full([a.shape[0], b.shape[1]], 0x4B400000, tl.int32)
+    return tl.dot(a, b, acc=start, out_dtype=tl.int32)
 
 
 @triton.jit
 def join_twins(x):
-    """The joint value of integer sums of twins, `[n, 2 Q]` to `[n, Q]` in fp32."""
-    integer, rest = tl.split(tl.reshape(int_to_float(x), (x.shape[0], x.shape[1] // 2, 2)))
-    return integer + rest * (1.0 / 254.0)
+    """The joint value of integer sums of twins, `[n, 2 Q]` to `[n, Q]` in fp32, for sums below 2^22."""
+    sums = x.to(tl.float32, bitcast=True) - ROUNDER
+    rest, integer = tl.split(tl.reshape(sums, (x.shape[0], x.shape[1] // 2, 2)))
+    return integer + rest * (1.0 / 256.0)
 
 
 @triton.jit
@@ -120,3 +128,38 @@ def own_columns(x, C: tl.constexpr):
         return one
     else:
         return x
+
+
+@triton.jit
+def stack(first, second):
+    """`[n, Q]` and `[n, Q]` as `[2 n, Q]`; nothing moves."""
+    return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (2 * first.shape[0], first.shape[1]))
+
+
+@triton.jit
+def unstack(x):
+    """The inverse."""
+    return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@triton.jit
+def token_order(n: tl.constexpr, PARTS: tl.constexpr):
+    """The token of each row of a tile whose `PARTS` parts take turns, eight rows each. So the rows of a thread come in
+    the order of those that it has of an accumulator; in another the compiler would compute the softmax twice, once for
+    the tile and once for the accumulator."""
+    row = tl.arange(0, n)
+    return row // 8 % PARTS * (n // PARTS) + row // (8 * PARTS) * 8 + row % 8
+
+
+@triton.jit
+def take_turns(x, PARTS: tl.constexpr):
+    """`[n, Q]` in the order of the tokens as a tile in `token_order`; nothing moves."""
+    parts = tl.reshape(x, (PARTS, x.shape[0] // (8 * PARTS), 8, x.shape[1]))
+    return tl.reshape(tl.permute(parts, (1, 0, 2, 3)), (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def in_line(x, PARTS: tl.constexpr):
+    """The inverse."""
+    parts = tl.reshape(x, (x.shape[0] // (8 * PARTS), PARTS, 8, x.shape[1]))
+    return tl.reshape(tl.permute(parts, (1, 0, 2, 3)), (x.shape[0], x.shape[1]))

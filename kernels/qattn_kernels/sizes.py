@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
     `H` KV heads, `G` query heads of each, `D` head dim, `DP` the power of two that holds it; `BLOCK`, `SPAN`,
     `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` 2-bit heads,
     `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own; `K_BITS`, `V_BITS` bits of a code
-    where all heads have as many;
+    where all heads have as many; `PARTS` of a block of packed keys, which take turns in a tile of scores;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
     token; `INT8` products of integers; `SAS`, `CAP`, `LOCAL` whether that softmax, a soft cap, a local window is used;
     `PLAIN` the interpreter runs, which knows no assembly.
@@ -40,6 +40,7 @@ class Sizes(NamedTuple):
     V_MASK: int
     K_BITS: int
     V_BITS: int
+    PARTS: int
     Q: int
     N: int
     ONE: bool
@@ -78,6 +79,7 @@ def sizes_of(
         V_MASK=v_mask,
         K_BITS=_bits(spec.k),
         V_BITS=_bits(spec.v),
+        PARTS={2: 4, 4: 2}.get(_bits(spec.k), 2 if k_low else 1),
         Q=columns // 2 if int8 else columns,
         N=columns,
         ONE=tokens == 1,

@@ -17,6 +17,7 @@ from qattn_kernels.jit import (
     load_row,
     packed_since,
     slot_bits,
+    token_order,
     twin,
 )
 
@@ -44,14 +45,20 @@ def weights(s, top, running, threshold, C: tl.constexpr):
 
 @triton.jit
 def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
-    """`[DP, Q]` queries as they came, scaled in fp32, and `[DP, 2 Q]` as INT8 twins with one scale each."""
+    """`[DP, Q]` queries as they came, scaled in fp32, and with one scale each as INT8 twins `[DP, 2 Q]` or in fp16;
+    that scale; and what twins were made of, in [-127, 127]."""
     d = tl.arange(0, C.DP)
     head, column = h * C.G + n % C.G, first + t
     base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
-    q = tl.load(Q + base[None, :] + d[:, None], mask=real[None, :] & (d < C.D)[:, None], other=0.0)
+    spread = tl.max_contiguous(d, 1)  # so lanes hold neighbours, and bytes made of them meet in no bank
+    q = tl.load(Q + base[None, :] + spread[:, None], mask=real[None, :] & (d < C.D)[:, None], other=0.0)
     scaled = q.to(tl.float32) * scale
     top = tl.max(tl.abs(scaled), 0) + 1e-30
-    return q, scaled, twin(scaled * (127.0 / top)[None, :]), top * (1.0 / 127.0)
+    unit = scaled * (127.0 / top)[None, :]
+    if C.N > C.Q:
+        return q, scaled, twin(unit, C), top * (1.0 / 127.0), unit
+    else:
+        return q, scaled, (scaled * (1.0 / top)[None, :]).to(tl.float16), top, unit
 
 
 @triton.jit
@@ -77,42 +84,53 @@ def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, SCORES: tl
     """Attention over the ring, in the order of its slots: the tokens that were open before the call and its own."""
     length, closed, open_start, closing, first, count = row
     scale, cap, window, threshold = scores_of
-    HALF: tl.constexpr = RING_TILE // 2
-    t = tl.arange(0, HALF)
     at = bh.to(tl.int64) * C.RING
     for start in tl.range(0, C.RING, RING_TILE, num_stages=1):
         behind = (start - open_start % C.RING + C.RING) % C.RING  # slots from the first open token to this tile
         if (behind < length + count - open_start) | (behind > C.RING - RING_TILE):
-            lo, hi = SCORES(K, at + start, HALF, query, scale, C)
+            s = SCORES(K, at + start, RING_TILE, query, scale, C)
             if C.CAP:
-                lo, hi = soft_cap(lo, cap), soft_cap(hi, cap)
-            lo = _open_seen(lo, start + t, dropped, row, p, window, C)
-            hi = _open_seen(hi, start + HALF + t, dropped, row, p, window, C)
-            top = tl.max(tl.maximum(lo, hi), 0)
+                s = soft_cap(s, cap)
+            s = _open_seen(s, start + tl.arange(0, RING_TILE), dropped, row, p, window, C)
+            top = tl.max(s, 0)
             running = tl.maximum(m, top)
             alpha, beta = tl.exp2(m - running), tl.exp2(top - running)
-            w_lo, w_hi = weights(lo, top, running, threshold, C), weights(hi, top, running, threshold, C)
-            acc, total = VALUES(V, at, start, HALF, w_lo, w_hi, acc, alpha, beta, query[0].dtype, C)
+            w = weights(s, top, running, threshold, C)
+            acc, total = VALUES(V, at, start, RING_TILE, w, acc, alpha, beta, C)
             l = l * alpha + total * beta
             m = running
     return m, l, acc
 
 
 @triton.jit
-def unseen(s, block, row, p, dropped, block_pos, block_len, half, window, C: tl.constexpr):
-    """Scores of a half tile with those gone that a query may not see."""
+def masked_words(words, block, C: tl.constexpr):
+    """The bits of a block's masked tokens, in four scalars whatever its size."""
+    WORDS: tl.constexpr = C.BLOCK // 32
+    at = words + block * WORDS
+    first, second = tl.load(at), tl.load(at + min(1, WORDS - 1))
+    if WORDS > 2:
+        return first, second, tl.load(at + 2), tl.load(at + 3)
+    else:
+        return first, second, first, second
+
+
+@triton.jit
+def unseen(s, block, row, p, masked, block_pos, tokens, window, C: tl.constexpr):
+    """Scores of a block of so many `tokens` with those gone that a query may not see. Of scalars alone: what a thread
+    loads for others goes through shared memory, once for each layout in which the compiler keeps scores."""
     length, closed, open_start, closing, first, count = row
-    t = half * (C.BLOCK // 2) + tl.arange(0, C.BLOCK // 2)
-    keep = slot_bits(dropped, block * C.BLOCK + t) == 0
+    t = token_order(C.BLOCK, C.PARTS)
+    low, high = tl.where(t < 32, masked[0], masked[1]), tl.where(t < 96, masked[2], masked[3])
+    keep = (tl.where(t < 64, low, high) >> (t % 32)) & 1 == 0
     late = block >= closed
     if C.RING > 0:  # closed by this call: read by queries that single steps would let read it
         start = tl.load(block_pos + block)
-        keep = keep & (t < tl.load(block_len + block))
+        keep = keep & (t < tokens)
         see = (~late) | (p >= packed_since(block - closed, open_start, C))
         see = keep[:, None] & see[None, :]
     else:  # tokens stand in their final form at once
         start = tl.where(late, open_start + (block - closed) * C.BLOCK, tl.load(block_pos + block))
-        keep = keep & (late | (t < tl.load(block_len + block)))
+        keep = keep & (late | (t < tokens))
         see = keep[:, None] & ((~late) | ((start + t)[:, None] <= p[None, :]))
     if C.LOCAL:
         see = see & ((start + t)[:, None] > (p - window)[None, :])
@@ -120,35 +138,53 @@ def unseen(s, block, row, p, dropped, block_pos, block_len, half, window, C: tl.
 
 
 @triton.jit
-def packed_part(K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, b, h, NB,
-                K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def packed_part(K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head, k_head,
+                v_head, SCORES: tl.constexpr, VALUES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
                 STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Attention over the blocks `begin` to `end` of the arenas."""
+    """Attention over the blocks `begin` to `end` of the arenas, whose first blocks of this head are `head`, and among
+    those of its width `k_head` and `v_head`."""
     scale, cap, window, threshold = scores_of
-    k_place, k_head = K_LOCATE(K, b, h, C.K_LOW, C)
-    v_place, v_head = V_LOCATE(V, b, h, C.V_LOW, C)
-    head = (b * C.H + h).to(tl.int64) * NB
     words = dropped.to(tl.pointer_type(tl.int32))
     for block in tl.range(begin, end, num_stages=STAGES):
-        lo, hi = SCORES(K, head + block, k_head * NB + block, k_place, query, scale, C)
+        s = SCORES(K, head + block, k_head + block, query, scale, K_BITS, C)
         if C.CAP:
-            lo, hi = soft_cap(lo, cap), soft_cap(hi, cap)
-        masked = tl.load(words + block * (C.BLOCK // 32))
-        for i in tl.static_range(1, C.BLOCK // 32):
-            masked = masked | tl.load(words + block * (C.BLOCK // 32) + i)
-        full = tl.load(block_len + block) == C.BLOCK
-        if (masked != 0) | (~full) | (block >= row[1]) | C.LOCAL:
-            lo = unseen(lo, block, row, p, dropped, block_pos, block_len, 0, window, C)
-            hi = unseen(hi, block, row, p, dropped, block_pos, block_len, 1, window, C)
-        top = tl.max(tl.maximum(lo, hi), 0)
+            s = soft_cap(s, cap)
+        masked, tokens = masked_words(words, block, C), tl.load(block_len + block)
+        some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
+        if some | (tokens != C.BLOCK) | (block >= row[1]) | C.LOCAL:
+            s = unseen(s, block, row, p, masked, block_pos, tokens, window, C)
+        top = tl.max(s, 0)
         running = tl.maximum(m, top)
         alpha, beta = tl.exp2(m - running), tl.exp2(top - running)
-        w_lo, w_hi = weights(lo, top, running, threshold, C), weights(hi, top, running, threshold, C)
-        acc, total = VALUES(
-            V, head + block, v_head * NB + block, v_place, w_lo, w_hi, acc, alpha, beta, query[0].dtype, C
-        )
+        w = weights(s, top, running, threshold, C)
+        acc, total = VALUES(V, head + block, v_head + block, w, acc, alpha, beta, V_BITS, C)
         l = l * alpha + total * beta
         m = running
+    return m, l, acc
+
+
+@triton.jit
+def packed_by_width(K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, b, h, NB,
+                    K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                    STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """`packed_part` with a loop of its own for each pair of widths: loads inside a branch are not pipelined."""
+    k_place, k_head = K_LOCATE(K, b, h, C.K_LOW, C)
+    v_place, v_head = V_LOCATE(V, b, h, C.V_LOW, C)
+    head, k_head, v_head = (b * C.H + h).to(tl.int64) * NB, k_head * NB, v_head * NB
+    if (C.K_LOW % C.H == 0) and (C.V_LOW % C.H == 0):
+        m, l, acc = packed_part(
+            K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head, k_head, v_head,
+            SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C,
+        )  # fmt: skip
+    else:
+        k_low, v_low = k_place >= C.H - C.K_LOW, v_place >= C.H - C.V_LOW
+        for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
+            if (C.K_LOW if pair % 2 else C.H - C.K_LOW) > 0 and (C.V_LOW if pair // 2 else C.H - C.V_LOW) > 0:
+                if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
+                    m, l, acc = packed_part(
+                        K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head,
+                        k_head, v_head, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2, STAGES, C,
+                    )  # fmt: skip
     return m, l, acc
 
 
@@ -179,8 +215,8 @@ def stretch_of(blocks, splits, plan, C: tl.constexpr):
 @triton.jit
 def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS, NB, B, T, scores_of,
                   plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
-                  V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, RING_SCORES: tl.constexpr,
-                  RING_VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                  V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr,
+                  RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (split, queries, row and head): a part of the context for up to `Q` queries; the first split is the ring.
 
     The other splits share a row's blocks evenly, as `plan` says (`stretch_of`).
@@ -213,11 +249,11 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
                     K, V, dropped, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
                 )
         else:
-            m, l, acc = packed_part(
+            m, l, acc = packed_by_width(
                 K, V, dropped, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc, begin, end,
                 b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
             )  # fmt: skip
-        d, inside = tl.arange(0, C.DP), n < T * C.G
+        d, inside = CHANNELS(C), n < T * C.G
         at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
         tl.store(OUT + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])
         tl.store(STATS + at * 2, m, mask=inside)

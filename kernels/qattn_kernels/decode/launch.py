@@ -39,8 +39,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         call.query, call.query.stride()[:3], call.rows, call.k, call.v, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
-        tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, *over_ring, size,
-        num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
+        tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
+        size, num_warps=tuned.warps, enable_fp_fusion=True,
     )  # fmt: skip
     chunk = min(64, power_of_two(tuned.most))  # not of the capacity: sums must not depend on it
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)

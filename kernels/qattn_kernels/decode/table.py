@@ -11,7 +11,6 @@ from qattn_kernels.sizes import LEAST_COLUMNS, Sizes
 # 8, 32, 128 and 512 rows times heads and 512 to 131072 tokens, with 4-bit kernels that took 168 to 239 registers.
 SPLITS = ((16, 64, 16, 128), (64, 32, 16, 32), (256, 16, 16, 32), (None, 8, 64, 8))
 LEAST = 2  # blocks of a program: for less its own start and its share of the merge cost more than it saves
-REGISTERS = 184  # a thread may take: eleven programs at once on a multiprocessor; 4- and 2-bit codes spill nothing then
 
 
 class Launch(NamedTuple):
@@ -21,14 +20,12 @@ class Launch(NamedTuple):
         most: programs that share the packed context of a row and head, at most.
         plan: how many of them take part, by the row's own length: see `stretch_of`.
         warps, stages: of each program: its warps, its loads in flight.
-        registers: that a thread may take; None: as many as the compiler wants.
     """
 
     most: int
     plan: tuple[int, int, int]
     warps: int
     stages: int
-    registers: int | None = None
 
 
 def choose(size: Sizes, rows: int, model_precision: bool) -> Launch:
@@ -40,7 +37,4 @@ def choose(size: Sizes, rows: int, model_precision: bool) -> Launch:
     if size.N > LEAST_COLUMNS:
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         return Launch(most, plan, 2, 3)
-    small = size.DP <= 128 and size.BLOCK == 64
-    one_width = all(low in (0, size.H) for low in (size.K_LOW, size.V_LOW))
-    stages = 3 if size.BLOCK < 128 else 2  # more shared memory a program would leave room for too few of them
-    return Launch(most, plan, 1, stages, REGISTERS if small and one_width else None)
+    return Launch(most, plan, 1, 3)

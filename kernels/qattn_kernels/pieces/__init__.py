@@ -1,12 +1,15 @@
 """What kernels know of each store: jit functions in a file named like the store, found by that name.
 
 Every file offers the same functions, and `Tensors`, the state of one side by name, which they take as `S`. `low` is the
-number of 2-bit heads, `at` the block's index among all blocks of all heads, `place` where a head's codes live.
+number of 2-bit heads, `at` the block's index among all blocks of all heads, `index` that among the blocks of heads of
+its width, `place` where a head's codes live.
 
 `open(x)` codes and scales of new tokens; `seen(...)` those of a full block as its codes will say them; `place(...)`
 where a head's codes go, decided when its row's first block closes, and `locate(...)` where they are; `put(...)` writes
 codes into the arenas; `get(...)` a block in panel form; `scores(...)`, `values(...)` the two products of a decode step
-over one block, whose tokens come as two half tiles, `[HALF, N]` each, because that is how packed bytes hold them.
+over one block of `BITS`-bit codes, whose tokens stand in `token_order` since packed bytes hold several part tiles;
+`channels(C)` the channels of the rows of what `values` sums.
+
 Queries are the columns: with the tokens as rows a tensor core tile wastes 8 columns at most, where the other way round
 it wastes 16 rows.
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import join_twins, round_even, twin
-from qattn_kernels.pieces.int8 import pair_scores, pair_values, quantize
-from qattn_kernels.pieces.packing import channel_scores, half_tiles, read_codes, write_codes
+from qattn_kernels.jit import round_even, twin
+from qattn_kernels.pieces.int8 import quantize, token_scores, token_values
+from qattn_kernels.pieces.packing import code_scores, code_values, read_codes, write_codes
 
 
 class Tensors(NamedTuple):
@@ -25,7 +25,9 @@ class Tensors(NamedTuple):
     ring_scale: Any
 
 
+TWINS = True
 LEVELS = tl.constexpr(119)
+FINE = tl.constexpr(1024.0)
 
 
 @triton.jit
@@ -119,67 +121,54 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _codes(S, place_at, place, VALUES: tl.constexpr, C: tl.constexpr):
-    """Both halves of the block of a head, whose width is known to the compiler or told by its place."""
-    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
-    if LOW == 0:
-        lo, hi = half_tiles(S.codes4, place_at, 4, VALUES, C)
-    elif LOW == C.H:
-        lo, hi = half_tiles(S.codes2, place_at, 2, VALUES, C)
-    else:
-        if place < C.H - LOW:
-            lo, hi = half_tiles(S.codes4, place_at, 4, VALUES, C)
-        else:
-            lo, hi = half_tiles(S.codes2, place_at, 2, VALUES, C)
-    return lo, hi
+def channels(C: tl.constexpr):
+    """A thread of a tensor core tile holds every eighth row; so ordered these are four neighbours each, whose scales it
+    loads at once."""
+    row = tl.arange(0, C.DP)
+    return row // 32 * 32 + row % 8 * 4 + row // 8 % 4
 
 
 @triton.jit
-def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
-    """INT8 products of codes, or products of undone tokens in the query's dtype."""
-    d = tl.arange(0, C.DP)
-    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-    s = tl.load(S.s + at)
-    lo, hi = _codes(S, place_at, place, False, C)
-    if C.INT8:
-        s_lo, s_hi = channel_scores(lo, hi, step, zero, s, query[1], C)
-    else:  # undone codes are integers below 2^8, exact in every floating format
-        q = query[0]
-        x_lo = (lo.to(tl.float32) * step[None, :] + zero[None, :]).to(q.dtype)
-        x_hi = (hi.to(tl.float32) * step[None, :] + zero[None, :]).to(q.dtype)
-        s_lo = tl.dot(x_lo, q, input_precision="ieee") * (s * query_scale)
-        s_hi = tl.dot(x_hi, q, input_precision="ieee") * (s * query_scale)
-    return s_lo, s_hi
+def _by_rows(x, C: tl.constexpr):
+    """Numbers `[DP]` of the channels in the order of the rows."""
+    return tl.reshape(tl.permute(tl.reshape(x, (C.DP // 32, 8, 4)), (0, 2, 1)), (C.DP,))
 
 
 @triton.jit
-def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr, C: tl.constexpr):
-    """Values' channel scales go into the sum, and a zero point is weighed with the sum of the weights."""
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    """Channel steps go into the query, scaled for the largest that there can be: a maximum would cost a reduction a
+    block, and twins have bits to spare. The sum of zeros is one of integers, which a warp has an instruction for."""
     d = tl.arange(0, C.DP)
-    lo, hi = _codes(S, place_at, place, True, C)
-    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
+    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0)
+    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0)
     s = tl.load(S.s + at)
-    if C.INT8:  # twins leave so little of the weights that their own sum serves as well as that of rounded ones
-        o = tl.dot(lo, twin(p_lo * 127.0), out_dtype=tl.int32)
-        o = join_twins(tl.dot(hi, twin(p_hi * 127.0), acc=o, out_dtype=tl.int32)) * (step * (1.0 / 127.0))[:, None]
-        total = tl.sum(p_lo + p_hi, 0)
-    else:
-        r_lo, r_hi = p_lo.to(dtype), p_hi.to(dtype)
-        o = tl.dot(lo.to(dtype), r_lo, input_precision="ieee")
-        o = tl.dot(hi.to(dtype), r_hi, acc=o, input_precision="ieee") * step[:, None]
-        total = tl.sum(r_lo.to(tl.float32) + r_hi.to(tl.float32), 0)
+    LARGEST: tl.constexpr = 16 if BITS == 4 else 79
+    x8 = twin(query[4] * (step.to(tl.float32) * (1.0 / LARGEST))[:, None], C)
+    off = tl.sum((query[4] * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query[3]
+    products = code_scores(S.codes4 if BITS == 4 else S.codes2, index, x8, BITS, C) * (s * LARGEST)
+    return products * query[3][None, :] + (off * (s * (1.0 / FINE)))[None, :]
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    """Channel steps go into the sum, and a zero point is weighed with the sum of the weights: twins leave so little of
+    these that their own sum serves as well as that of rounded ones."""
+    d = tl.arange(0, C.DP)
+    step = _by_rows(tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    zero = _by_rows(tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    s = tl.load(S.s + at)
+    o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * 127.0, channels(C), BITS, C)
+    o *= (step * (1.0 / 127.0))[:, None]
+    total = tl.sum(p, 0)
     return acc * alpha[None, :] + (o + total[None, :] * zero[:, None]) * (beta * s)[None, :], total
 
 
 @triton.jit
-def ring_scores(S, at, HALF: tl.constexpr, query, query_scale, C: tl.constexpr):
-    return pair_scores(S.ring + at * C.D, S.ring_scale + at, HALF, query, query_scale, C)
+def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
+    return token_scores(S.ring + at * C.D, S.ring_scale + at, TOKENS, query, query_scale, C)
 
 
 @triton.jit
-def ring_values(S, first, start, HALF: tl.constexpr, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
+def ring_values(S, first, start, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
     codes, scales = S.ring + first * C.D + start, S.ring_scale + first + start
-    return pair_values(codes, scales, C.RING, HALF, p_lo, p_hi, acc, alpha, beta, dtype, C)
+    return token_values(codes, scales, C.RING, channels(C), TOKENS, 1, p, acc, alpha, beta, C)

@@ -10,6 +10,7 @@ import triton.language as tl
 from qattn_kernels.jit import round_even
 from qattn_kernels.pieces.int8 import Tensors as Tensors  # a byte a value and a scale a token, as there
 from qattn_kernels.pieces.int8 import addresses, numbers
+from qattn_kernels.pieces.int8 import channels as channels
 from qattn_kernels.pieces.int8 import get as get_codes
 from qattn_kernels.pieces.int8 import locate as locate
 from qattn_kernels.pieces.int8 import place as place

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import join_twins, round_even, twin
+from qattn_kernels.jit import dot_twins, in_line, join_twins, round_even, token_order, twin
 
 LEVELS = tl.constexpr(127)
 
@@ -79,6 +79,11 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def channels(C: tl.constexpr):
+    return tl.arange(0, C.DP)
+
+
+@triton.jit
 def numbers(x):
     """INT8 codes as they are; bytes, which are FP8's, as numbers of E4M3."""
     if x.dtype == tl.uint8:
@@ -88,68 +93,42 @@ def numbers(x):
 
 
 @triton.jit
-def token_scores(k, scale, query, query_scale, C: tl.constexpr):
-    """Scores `[n, Q]` of INT8 tokens `k` `[n, DP]` in log2 units."""
-    if C.INT8:
-        s = join_twins(tl.dot(k, query[2], out_dtype=tl.int32)) * query[3][None, :]
-    else:
-        s = tl.dot(k.to(query[0].dtype), query[0], input_precision="ieee") * query_scale
-    return s * scale[:, None]
+def token_scores(codes, scales, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
+    """Scores `[TOKENS, Q]` of keys that lie one after the other."""
+    t, d = tl.arange(0, TOKENS), tl.arange(0, C.DP)
+    k = numbers(tl.load(codes + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0))
+    if C.N > C.Q:
+        s = join_twins(dot_twins(k, query[2]))
+    else:  # codes are exact in fp16, whose conversions are far cheaper than bf16's
+        s = tl.dot(k.to(tl.float16), query[2])
+    return s * query[3][None, :] * tl.load(scales + t)[:, None]
 
 
 @triton.jit
-def pair_scores(codes, scales, HALF: tl.constexpr, query, query_scale, C: tl.constexpr):
-    """Scores of two half tiles of INT8 keys that lie one after the other."""
-    t, d = tl.arange(0, HALF), tl.arange(0, C.DP)
-    at = codes + t[:, None] * C.D + d[None, :]
-    lo = numbers(tl.load(at, mask=(d < C.D)[None, :], other=0))
-    hi = numbers(tl.load(at + HALF * C.D, mask=(d < C.D)[None, :], other=0))
-    s_lo = token_scores(lo, tl.load(scales + t), query, query_scale, C)
-    s_hi = token_scores(hi, tl.load(scales + HALF + t), query, query_scale, C)
-    return s_lo, s_hi
-
-
-@triton.jit
-def pair_values(codes, scales, stride, HALF: tl.constexpr, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
-    """The same for values, whose channels lie `stride` apart: a scale is multiplied into its token's weight before
-    the weights are rounded."""
-    t, d = tl.arange(0, HALF), tl.arange(0, C.DP)
-    at = codes + d[:, None] * stride + t[None, :]
-    lo = numbers(tl.load(at, mask=(d < C.D)[:, None], other=0))
-    hi = numbers(tl.load(at + HALF, mask=(d < C.D)[:, None], other=0))
-    w_lo, w_hi = p_lo * tl.load(scales + t)[:, None], p_hi * tl.load(scales + HALF + t)[:, None]
-    top = tl.maximum(tl.max(tl.maximum(w_lo, w_hi), 0), 1e-30)
-    if C.INT8:
-        up = (127.0 / top)[None, :]
-        o = tl.dot(lo, twin(w_lo * up), out_dtype=tl.int32)
-        o = join_twins(tl.dot(hi, twin(w_hi * up), acc=o, out_dtype=tl.int32))
+def token_values(
+    codes, scales, stride, d, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr
+):
+    """The same for values, whose channels, taken in the order of `d`, lie `stride` apart: a scale is multiplied into
+    its token's weight before the weights, which come in `token_order`, are rounded."""
+    t = tl.arange(0, TOKENS)
+    v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < C.D)[:, None], other=0))
+    w = p * tl.load(scales + token_order(TOKENS, PARTS))[:, None]
+    top = tl.maximum(tl.max(w, 0), 1e-30)
+    if C.N > C.Q:
+        o = join_twins(dot_twins(v, twin(in_line(w * (127.0 / top)[None, :], PARTS), C)))
         unit = 1.0 / 127.0
     else:
-        up = (1.0 / top)[None, :]
-        o = tl.dot(lo.to(dtype), (w_lo * up).to(dtype), input_precision="ieee")
-        o = tl.dot(hi.to(dtype), (w_hi * up).to(dtype), acc=o, input_precision="ieee")
+        o = tl.dot(v.to(tl.float16), in_line(w * (1.0 / top)[None, :], PARTS).to(tl.float16))
         unit = 1.0
-    return acc * alpha[None, :] + o * (beta * (top * unit))[None, :], tl.sum(p_lo + p_hi, 0)
+    return acc * alpha[None, :] + o * (beta * (top * unit))[None, :], tl.sum(p, 0)
 
 
 @triton.jit
-def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
-    return pair_scores(S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK, C.BLOCK // 2, query, query_scale, C)
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    return token_scores(S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK, C.BLOCK, query, query_scale, C)
 
 
 @triton.jit
-def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr, C: tl.constexpr):
-    return pair_values(
-        S.codes + at * (C.BLOCK * C.D),
-        S.scale + at * C.BLOCK,
-        C.BLOCK,
-        C.BLOCK // 2,
-        p_lo,
-        p_hi,
-        acc,
-        alpha,
-        beta,
-        dtype,
-        C,
-    )
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
+    return token_values(codes, scales, C.BLOCK, channels(C), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import join_twins, round_even, twin
+from qattn_kernels.jit import in_line, own_columns, round_even, token_order, twin, unstack, whole_columns
+from qattn_kernels.pieces.int8 import channels as channels
 from qattn_kernels.pieces.int8 import locate as locate  # heads keep their places, and a block its tokens, as there
 from qattn_kernels.pieces.int8 import place as place
 from qattn_kernels.pieces.int8 import seen as seen
-from qattn_kernels.pieces.model import joint_values, pair_scores, pair_values
 from qattn_kernels.pieces.model import open as open
-from qattn_kernels.pieces.packing import channel_scores, half_tiles, read_codes, write_codes
+from qattn_kernels.pieces.model import token_scores, token_values
+from qattn_kernels.pieces.packing import code_scores, code_values, half_values, read_codes, write_codes
 
 TWINS = True
 LARGEST = tl.constexpr(65504.0)  # of fp16
@@ -109,37 +110,38 @@ def _channels(S, at, C: tl.constexpr):
 
 
 @triton.jit
-def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    """Channel steps go into the query, zeros into a sum of their own."""
     step, zero = _channels(S, at, C)
-    lo, hi = half_tiles(S.codes, at, C.K_BITS, False, C)
-    return channel_scores(lo, hi, step, zero, 1.0, query[1], C)
+    x = query[1] * step[:, None]
+    size = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)  # of positive numbers it is that of their bits, and cheaper
+    top = tl.maximum(size.to(tl.float32, bitcast=True), 1e-30)
+    off = tl.sum(query[1] * zero[:, None], 0)[None, :]
+    up = (top * (1.0 / 127.0))[None, :]
+    return code_scores(S.codes, at, twin(x * (127.0 / top)[None, :], C), BITS, C) * up + off
 
 
 @triton.jit
-def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr, C: tl.constexpr):
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     """With one group of channels a token's step goes into its weight; with more, values are undone."""
-    lo, hi = half_tiles(S.codes, at, C.V_BITS, True, C)
     if (C.BLOCK >= C.D) and (C.BLOCK >= 64):
-        t = at * C.BLOCK + tl.arange(0, C.BLOCK // 2)
-        w_lo = p_lo * tl.load(S.step + t).to(tl.float32)[:, None]
-        w_hi = p_hi * tl.load(S.step + t + C.BLOCK // 2).to(tl.float32)[:, None]
-        off = p_lo * tl.load(S.zero + t).to(tl.float32)[:, None]
-        off += p_hi * tl.load(S.zero + t + C.BLOCK // 2).to(tl.float32)[:, None]
-        top = tl.maximum(tl.max(tl.maximum(w_lo, w_hi), 0), 1e-30)
-        up = (127.0 / top)[None, :]
-        o = tl.dot(lo, twin(w_lo * up), out_dtype=tl.int32)
-        o = join_twins(tl.dot(hi, twin(w_hi * up), acc=o, out_dtype=tl.int32)) * (top * (1.0 / 127.0))[None, :]
-        total = tl.sum(p_lo + p_hi, 0)
-        acc = acc * alpha[None, :] + (o + tl.sum(off, 0)[None, :]) * beta[None, :]
+        t = at * C.BLOCK + token_order(C.BLOCK, C.PARTS)
+        w = p * tl.load(S.step + t).to(tl.float32)[:, None]
+        off = tl.sum(p * tl.load(S.zero + t).to(tl.float32)[:, None], 0)
+        top = tl.maximum(tl.max(w, 0), 1e-30)
+        o = code_values(S.codes, at, w * (127.0 / top)[None, :], channels(C), BITS, C)
+        o = o * (top * (1.0 / 127.0))[None, :] + off[None, :]
     else:
-        lo, hi = _undone_half(S, lo, at, 0, dtype, C), _undone_half(S, hi, at, 1, dtype, C)
-        acc, total = joint_values(lo, hi, p_lo, p_hi, acc, alpha, beta, C)
-    return acc, total
+        lo, hi = half_values(S.codes, at, channels(C), BITS, C)
+        p_lo, p_hi = unstack(in_line(p, C.PARTS).to(tl.float16))
+        o = tl.dot(_undone_half(S, lo, at, 0, BITS, C), whole_columns(p_lo, C))
+        o = own_columns(tl.dot(_undone_half(S, hi, at, 1, BITS, C), whole_columns(p_hi, C), acc=o), C)
+    return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 
 @triton.jit
-def _undone_half(S, code, at, SECOND: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
-    """Values `[DP, HALF]` of a half tile of codes."""
+def _undone_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """Values `[DP, HALF]` of a half tile of codes, in fp16 as their steps and zeros are."""
     HALF: tl.constexpr = C.BLOCK // 2
     GROUP: tl.constexpr = min(C.BLOCK, C.DP)
     COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
@@ -147,16 +149,17 @@ def _undone_half(S, code, at, SECOND: tl.constexpr, dtype: tl.constexpr, C: tl.c
     where, there = at * (COUNT * C.BLOCK) + g[:, None] * C.BLOCK + t[None, :], (g < COUNT)[:, None]
     step = tl.load(S.step + where, mask=there, other=0.0).to(tl.float32)
     zero = tl.load(S.zero + where, mask=there, other=0.0).to(tl.float32)
+    if BITS == 2:
+        step *= tl.where(t - SECOND * HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `_crumb_pairs`
     x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * step[:, None, :] + zero[:, None, :]
-    return tl.reshape(x, (C.DP, HALF)).to(dtype)
+    return tl.reshape(x, (C.DP, HALF)).to(tl.float16)
 
 
 @triton.jit
-def ring_scores(S, at, HALF: tl.constexpr, query, query_scale, C: tl.constexpr):
-    return pair_scores(S.ring + at * C.D, HALF, query, query_scale, C)
+def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
+    return token_scores(S.ring + at * C.D, TOKENS, query, query_scale, C)
 
 
 @triton.jit
-def ring_values(S, first, start, HALF: tl.constexpr, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
-    return pair_values(S.ring + (first + start) * C.D, HALF, p_lo, p_hi, acc, alpha, beta, C)
+def ring_values(S, first, start, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
+    return token_values(S.ring + (first + start) * C.D, TOKENS, 1, p, acc, alpha, beta, C)

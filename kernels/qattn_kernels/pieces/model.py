@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import own_columns, whole_columns
+from qattn_kernels.jit import in_line, own_columns, whole_columns
+from qattn_kernels.pieces.int8 import channels as channels
 from qattn_kernels.pieces.int8 import locate as locate  # tokens stand where they came, as there
 from qattn_kernels.pieces.int8 import place as place
 from qattn_kernels.pieces.int8 import seen as seen
@@ -46,37 +47,27 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def pair_scores(x, HALF: tl.constexpr, query, query_scale, C: tl.constexpr):
-    """Scores of two half tiles of keys that lie one after the other."""
-    t = tl.arange(0, HALF)
-    lo, hi = _tokens(x, t, C), _tokens(x, t + HALF, C)
-    q = whole_columns(query[0].to(lo.dtype), C)
-    s_lo = own_columns(tl.dot(lo, q, input_precision="ieee"), C) * query_scale
-    s_hi = own_columns(tl.dot(hi, q, input_precision="ieee"), C) * query_scale
-    return s_lo, s_hi
+def token_scores(x, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
+    """Scores `[TOKENS, Q]` of keys that lie one after the other."""
+    k = _tokens(x, tl.arange(0, TOKENS), C)
+    q = whole_columns(query[0].to(k.dtype), C)
+    return own_columns(tl.dot(k, q, input_precision="ieee"), C) * query_scale
 
 
 @triton.jit
-def joint_values(lo, hi, p_lo, p_hi, acc, alpha, beta, C: tl.constexpr):
-    """The same for values, `[DP, HALF]`."""
-    o = tl.dot(lo, whole_columns(p_lo.to(lo.dtype), C), input_precision="ieee")
-    o = tl.dot(hi, whole_columns(p_hi.to(hi.dtype), C), acc=o, input_precision="ieee")
-    return acc * alpha[None, :] + own_columns(o, C) * beta[None, :], tl.sum(p_lo + p_hi, 0)
+def token_values(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
+    """The same for values that lie as keys do: the accumulator, and the sum of the weights `p`
+    `[TOKENS, Q]`, which come in `token_order`."""
+    v = tl.trans(_tokens(x, tl.arange(0, TOKENS), C))
+    o = own_columns(tl.dot(v, whole_columns(in_line(p, PARTS).to(v.dtype), C), input_precision="ieee"), C)
+    return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 
 @triton.jit
-def pair_values(x, HALF: tl.constexpr, p_lo, p_hi, acc, alpha, beta, C: tl.constexpr):
-    """The same for values that lie as keys do."""
-    t = tl.arange(0, HALF)
-    lo, hi = tl.trans(_tokens(x, t, C)), tl.trans(_tokens(x, t + HALF, C))
-    return joint_values(lo, hi, p_lo, p_hi, acc, alpha, beta, C)
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    return token_scores(S.x + at * (C.BLOCK * C.D), C.BLOCK, query, query_scale, C)
 
 
 @triton.jit
-def scores(S, at, place_at, place, query, query_scale, C: tl.constexpr):
-    return pair_scores(S.x + at * (C.BLOCK * C.D), C.BLOCK // 2, query, query_scale, C)
-
-
-@triton.jit
-def values(S, at, place_at, place, p_lo, p_hi, acc, alpha, beta, dtype: tl.constexpr, C: tl.constexpr):
-    return pair_values(S.x + at * (C.BLOCK * C.D), C.BLOCK // 2, p_lo, p_hi, acc, alpha, beta, C)
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    return token_values(S.x + at * (C.BLOCK * C.D), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import join_twins, twin
+from qattn_kernels.jit import dot_twins, in_line, join_twins, stack, take_turns, twin, unstack
 
 
 @triton.jit
@@ -52,46 +52,101 @@ def _nibbles(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _crumbs(x, second, HIGH: tl.constexpr, PLAIN: tl.constexpr):
-    """The same for 2 bits: `x` holds each byte twice, `second` (-1 or 0) says where its upper pair is meant."""
+def _crumbs(x, PART: tl.constexpr, PLAIN: tl.constexpr):
+    """The same for 2 bits and one quarter of the tokens: its codes, and four times those of an odd quarter, which so
+    need no shift of their own."""
     if PLAIN:
-        return ((x >> (4 * HIGH + 2 * (second & 1).to(tl.uint8))) & 3).to(tl.int8)
-    if HIGH:
-        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 4; shr.b32 b, $1, 6; lop3.b32 a, $2, b, a, 0xca; and.b32 $0, a, 0x03030303;}"  # noqa: E501
+        return ((x >> (PART // 2 * 4)) & (12 if PART % 2 else 3)).to(tl.int8)
+    if PART == 0:
+        asm: tl.constexpr = "and.b32 $0, $1, 0x03030303;"
+    elif PART == 1:
+        asm: tl.constexpr = "and.b32 $0, $1, 0x0c0c0c0c;"
+    elif PART == 2:
+        asm: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x03030303;}"
     else:
-        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 b, $1, 2; lop3.b32 a, $2, b, $1, 0xca; and.b32 $0, a, 0x03030303;}"  # noqa: E501 # fmt: skip
-    return tl.inline_asm_elementwise(asm, "=r,r,r", [x, second], dtype=tl.int8, is_pure=True, pack=4)
+        asm: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x0c0c0c0c;}"
+    return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
-def half_tiles(codes, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Codes of the two halves of a block, `[HALF, DP]` of keys, `[DP, HALF]` of values."""
-    HALF: tl.constexpr = C.BLOCK // 2
+def _packed(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """The bytes of a block, its channels in the order of `d`: `[bytes, DP]` of keys, `[DP, bytes]` of values."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    t, d = tl.arange(0, HALF), tl.arange(0, C.DP)
+    t = tl.arange(0, ROWS)
     if VALUES:
-        where = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
-        x = tl.load(where, mask=(d < C.D)[:, None], other=0)
+        return tl.load(codes + at * (ROWS * C.D) + d[:, None] * ROWS + t[None, :], mask=(d < C.D)[:, None], other=0)
     else:
-        where = codes + at * (ROWS * C.D) + (t % ROWS)[:, None] * C.D + d[None, :]
-        x = tl.load(where, mask=(d < C.D)[None, :], other=0)
+        return tl.load(codes + at * (ROWS * C.D) + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0)
+
+
+@triton.jit
+def _crumb_pairs(left, right, HIGH: tl.constexpr, PLAIN: tl.constexpr):
+    """2 bits of a half tile of two quarters: codes of the first in its left half, four times those of the second in its
+    right one. `left` and `right` hold the bytes there and nothing elsewhere."""
+    if PLAIN:
+        return ((left >> (4 * HIGH)) & 3 | (right >> (4 * HIGH)) & 12).to(tl.int8)
+    if HIGH:
+        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 4; shr.b32 b, $2, 4; and.b32 a, a, 0x03030303; and.b32 b, b, 0x0c0c0c0c; or.b32 $0, a, b;}"  # noqa: E501
+    else:
+        asm: tl.constexpr = "{.reg .b32 a, b; and.b32 a, $1, 0x03030303; and.b32 b, $2, 0x0c0c0c0c; or.b32 $0, a, b;}"
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [left, right], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
+    """Codes of the two halves of a block of values, `[DP, HALF]` each, channels in the order of `d`; of 2 bits those in
+    the right half of either come as `_crumb_pairs` says."""
     if BITS == 4:
+        x = _packed(codes, at, d, 4, True, C)
         return _nibbles(x, 0, C.PLAIN), _nibbles(x, 1, C.PLAIN)
     else:
-        second = tl.where(t >= ROWS, -1, 0).to(tl.int8)
-        second = tl.broadcast_to(second[None, :] if VALUES else second[:, None], x.shape)
-        return _crumbs(x, second, 0, C.PLAIN), _crumbs(x, second, 1, C.PLAIN)
+        ROWS: tl.constexpr = C.BLOCK // 4
+        t, inside = tl.arange(0, C.BLOCK // 2), (d < C.D)[:, None]
+        where = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
+        left = tl.load(where, mask=inside & (t < ROWS)[None, :], other=0)
+        right = tl.load(where, mask=inside & (t >= ROWS)[None, :], other=0)
+        return _crumb_pairs(left, right, 0, C.PLAIN), _crumb_pairs(left, right, 1, C.PLAIN)
 
 
 @triton.jit
-def channel_scores(lo, hi, step, zero, s, q, C: tl.constexpr):
-    """Scores `[HALF, Q]` of two half tiles of codes whose channels have a step and a zero, times `s`: these go into the
-    query `q` `[DP, Q]`, so that codes enter the product as they are."""
-    x = q * step[:, None]
-    top = tl.max(tl.abs(x), 0) + 1e-30
-    x8 = twin(x * (127.0 / top)[None, :])
-    off = (tl.sum(q * zero[:, None], 0) * s)[None, :]
-    up = (top * (s * (1.0 / 127.0)))[None, :]
-    s_lo = join_twins(tl.dot(lo, x8, out_dtype=tl.int32)) * up + off
-    s_hi = join_twins(tl.dot(hi, x8, out_dtype=tl.int32)) * up + off
-    return s_lo, s_hi
+def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
+    """Products of the codes of a block with the twins `x8`: `[BLOCK, Q]` in `token_order`."""
+    x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
+    if BITS == 4:
+        lo = join_twins(dot_twins(_nibbles(x, 0, C.PLAIN), x8))
+        hi = join_twins(dot_twins(_nibbles(x, 1, C.PLAIN), x8))
+        return take_turns(stack(lo, hi), C.PARTS)
+    else:
+        first = join_twins(dot_twins(_crumbs(x, 0, C.PLAIN), x8))
+        second = join_twins(dot_twins(_crumbs(x, 1, C.PLAIN), x8)) * 0.25
+        third = join_twins(dot_twins(_crumbs(x, 2, C.PLAIN), x8))
+        fourth = join_twins(dot_twins(_crumbs(x, 3, C.PLAIN), x8)) * 0.25
+        even, odd = stack(first, third), stack(second, fourth)
+        pairs = tl.reshape(tl.join(even, odd), (2, C.BLOCK // 4, even.shape[1], 2))
+        return take_turns(tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (C.BLOCK, even.shape[1])), C.PARTS)
+
+
+@triton.jit
+def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
+    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` in [0, 127], in `token_order`: `[DP, Q]`, channels in
+    the order of `d`."""
+    y_lo, y_hi = unstack(in_line(y, C.PARTS))
+    if BITS == 4:
+        lo, hi = half_values(codes, at, d, 4, C)
+        o = tl.dot(hi, twin(y_hi, C), acc=dot_twins(lo, twin(y_lo, C)), out_dtype=tl.int32)
+    else:
+        # codes of odd quarters come four times as large
+        unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
+        y_lo, y_hi = y_lo * unit, y_hi * unit
+        if C.BLOCK < 128:  # a product takes 32 tokens at least
+            lo, hi = half_values(codes, at, d, 2, C)
+            o = tl.dot(hi, twin(y_hi, C), acc=dot_twins(lo, twin(y_lo, C)), out_dtype=tl.int32)
+        else:
+            x = _packed(codes, at, d, 2, True, C)
+            first, second = unstack(y_lo)
+            third, fourth = unstack(y_hi)
+            o = dot_twins(_crumbs(x, 0, C.PLAIN), twin(first, C))
+            o = tl.dot(_crumbs(x, 1, C.PLAIN), twin(second, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_crumbs(x, 2, C.PLAIN), twin(third, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_crumbs(x, 3, C.PLAIN), twin(fourth, C), acc=o, out_dtype=tl.int32)
+    return join_twins(o)
