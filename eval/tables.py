@@ -118,6 +118,23 @@ def speed_table(results: Path, bench: str) -> str:
     return "\n\n".join(map(shown, load(results, f"speed-{bench}"))) or "Not measured yet."
 
 
+def int_flash_table(results: Path) -> str:
+    """INT-FlashAttention's Tables 1 and 2: ours, and the paper's in brackets, in percent."""
+    parts = []
+    for result in load(results, "paper-int-flash"):
+        names = list(result["rows"][0]["ours"])
+
+        def cell(row: dict[str, Any], name: str) -> str:
+            ours = f"{row['ours'][name]:.2f}"
+            return f"{ours} ({row['paper'][name]:.2f})" if name in row["paper"] else ours
+
+        rows = [
+            [row["distribution"], str(row["tokens"]), *(cell(row, name) for name in names)] for row in result["rows"]
+        ]
+        parts.append(f"{markdown(['distribution', 'tokens', *names], rows)}\n\nHow: {origin(result)}")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def methods_table(results: Path) -> str:
     """Every method found, with its summary and its settings; nothing recorded is needed."""
     from qattn_hf.methods import Method, get_method, list_methods
@@ -195,6 +212,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernels_table,
     "quality": quality_table,
     "bits": bits_table,
+    "int-flash": int_flash_table,
     "decode": partial(speed_table, bench="decode"),
     "prefill": partial(speed_table, bench="prefill"),
     "generate": partial(speed_table, bench="generate"),
