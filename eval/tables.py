@@ -135,6 +135,26 @@ def int_flash_table(results: Path) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def sage2_table(results: Path) -> str:
+    """SageAttention2's accuracy tables in kind: cosine similarity, relative L1 and RMSE by source, and the paper's."""
+
+    def cell(figures: list[float] | None) -> str:
+        return "" if figures is None else f"{figures[0]:.2f} % / {figures[1]:.3f} / {figures[2]:.3f}"
+
+    parts = []
+    for result in load(results, "paper-sage2"):
+        sources = list(dict.fromkeys(row["source"] for row in result["rows"]))
+        lines: dict[tuple[str, str, str], dict[str, str]] = {}
+        for row in result["rows"]:
+            for which in ("average", "worst"):
+                line = lines.setdefault((row["table"], which, row["setting"]), {"paper": cell(row["paper"][which])})
+                line[row["source"]] = cell(row[which])
+        header = ["what varies", "layer", "setting", *sources, "paper, CogvideoX"]
+        rows = [[*key, *(line[source] for source in sources), line["paper"]] for key, line in lines.items()]
+        parts.append(f"{markdown(header, rows)}\n\nHow: {origin(result)}")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def methods_table(results: Path) -> str:
     """Every method found, with its summary and its settings; nothing recorded is needed."""
     from qattn_hf.methods import Method, get_method, list_methods
@@ -213,6 +233,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality": quality_table,
     "bits": bits_table,
     "int-flash": int_flash_table,
+    "sage2": sage2_table,
     "decode": partial(speed_table, bench="decode"),
     "prefill": partial(speed_table, bench="prefill"),
     "generate": partial(speed_table, bench="generate"),

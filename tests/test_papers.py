@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
-from papers import int_flash
+import torch
+from papers import int_flash, sage2
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform"])
@@ -35,3 +37,45 @@ def test_int_flash_fails_where_the_claim_does_not_hold(monkeypatch):
     monkeypatch.setattr(int_flash, "error", lambda *_: {"fp8": 1.0, "half": 1.0, "full": 2.0})
     with pytest.raises(SystemExit, match="does not hold at normal 1024, uniform 1024"):
         int_flash.main(["--lengths", "1024"])
+
+
+def small_layers(monkeypatch: pytest.MonkeyPatch) -> list[sage2.Layer]:
+    for name, value in (("LAYERS", 2), ("HEADS", 2), ("TOKENS", 256)):
+        monkeypatch.setattr(sage2, name, value)
+    return sage2.made()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("smooth", list(sage2.PAPER["smooth"]))
+def test_sage2_smoothing_changes_nothing_but_rounding(smooth: str, causal: bool, monkeypatch):
+    """With 20 bits and weights in fp16 every way of smoothing is exact attention, up to fp16's own 2^-11."""
+    layers = small_layers(monkeypatch)
+    fine = replace(sage2.SETTINGS["smooth"][smooth], bits=20, pv="model")
+    assert sage2.accuracy(layers, causal, fine)["worst"][1] < 1e-3
+
+
+def test_sage2_orders_settings_as_its_tables_do(monkeypatch):
+    found = list(sage2.rows("made", small_layers(monkeypatch), False))
+    assert [wrong for _, wrong in found if wrong] == []
+    assert len(found) == sum(map(len, sage2.PAPER.values()))
+
+
+def test_sage2_groups_are_those_of_threads():
+    query, key = sage2.groups(256, "thread", True), sage2.groups(128, "thread", False)
+    assert len(query.unique()) == 2 * 32 and len(key.unique()) == 2 * 4
+    assert query[0] == query[24] != query[32] and key[0] == key[1] == key[57] != key[2]
+
+
+def test_sage2_says_which_order_does_not_hold():
+    flat = {name: {"average": [99.0, 0.1, 0.1], "worst": [99.0, 0.1, 0.1]} for name in sage2.PAPER["smooth"]}
+    assert "net, smooth, worst: both is not below q" in sage2.broken("net", "smooth", flat)
+
+
+def test_sage2_reads_what_a_model_computes(monkeypatch):
+    """Keys and values of every layer, grouped heads, with the tokens that were asked for."""
+    from qattn_hf.assets import demo_model_dir
+
+    monkeypatch.setattr(sage2, "TOKENS", 40)
+    layers = sage2.of_model(demo_model_dir(), "Question: Tom has 7 apples. " * 20)
+    assert len(layers) == 8
+    assert [x.shape for x in layers[0]] == [torch.Size([4, 40, 64]), torch.Size([2, 40, 64]), torch.Size([2, 40, 64])]
