@@ -77,9 +77,9 @@ def sizes_of(
         V_LOW=v_low,
         K_MASK=k_mask,
         V_MASK=v_mask,
-        K_BITS=_bits(spec.k),
-        V_BITS=_bits(spec.v),
-        PARTS={2: 4, 4: 2}.get(_bits(spec.k), 2 if k_low else 1),
+        K_BITS=_bits(spec.k, heads),
+        V_BITS=_bits(spec.v, heads),
+        PARTS={2: 4, 4: 2}.get(_bits(spec.k, heads), 2 if k_low else 1),
         Q=columns // 2 if int8 else columns,
         N=columns,
         ONE=tokens == 1,
@@ -101,6 +101,9 @@ def _low_heads(store: Store, heads: int) -> tuple[int, int]:
     return low, -1 if 0 < low < heads else 0
 
 
-def _bits(store: Store) -> int:
+def _bits(store: Store, heads: int) -> int:
+    """Bits of a packed code, if all heads have as many; else 0."""
+    if isinstance(store, FlashQStore):
+        return {0: 4, heads: 2}.get(store.low(heads), 0)
     bits = getattr(store, "bits", 0)
     return bits if isinstance(bits, int) else 0

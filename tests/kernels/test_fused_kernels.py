@@ -138,6 +138,15 @@ def test_every_pair_of_widths(tokens: int):
     assert max(error(a, b) for a, b in zip(got.unbind(1), want.unbind(1), strict=True)) < 0.04
 
 
+@pytest.mark.parametrize("n_h", [0, 2])
+def test_mixed_heads_may_all_have_one_width(n_h: int):
+    case, qkv = ("turbo", {"bits": "mixed", "n_h": n_h}), inputs(1, 131)
+    one, other = make_layer(case, 192), make_layer(case, 192)
+    want, got = (feed(run, layer, qkv, [130, 131]) for run, layer in ((reference_step, one), (fused_step, other)))
+    assert differing(one, other) == []
+    assert max(map(error, got, want)) < 0.04
+
+
 @pytest.mark.parametrize(("dim", "group"), [(64, 8), (80, 3), (96, 1), (128, 4), (256, 2)])
 @pytest.mark.parametrize("case", CASES if ON_GPU else CASES[:1], ids=case_id)
 def test_head_dims_and_groups(case: Case, dim: int, group: int):

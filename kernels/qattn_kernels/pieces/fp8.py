@@ -1,5 +1,5 @@
 """FP8 with one scale a token in kernels: `stores/fp8.py` is the specification. The products are those of INT8 tokens in
-floating point: a code is exact in every format that a query has.
+fp16, in which a code of either is exact.
 """
 
 from __future__ import annotations
