@@ -138,6 +138,15 @@ def test_every_pair_of_widths(tokens: int):
     assert max(error(a, b) for a, b in zip(got.unbind(1), want.unbind(1), strict=True)) < 0.04
 
 
+def test_zero_points_of_256_biased_channels():
+    """The largest sum of zero points that there can be: all channels at one end of INT8, met by equal queries."""
+    q, k, v = inputs(1, 66, heads=1, dim=256)
+    qkv = (torch.ones_like(q), 5 + 0.05 * k.sign() * torch.rand_like(k), v)
+    want = feed(reference_step, make_layer(CASES[0], 128, 1), qkv, [65, 66])[1]
+    got = feed(fused_step, make_layer(CASES[0], 128, 1), qkv, [65, 66])[1]
+    assert error(got, want) < 0.04
+
+
 @pytest.mark.parametrize("n_h", [0, 2])
 def test_mixed_heads_may_all_have_one_width(n_h: int):
     case, qkv = ("turbo", {"bits": "mixed", "n_h": n_h}), inputs(1, 131)

@@ -27,7 +27,6 @@ class Tensors(NamedTuple):
 
 TWINS = True
 LEVELS = tl.constexpr(119)
-FINE = tl.constexpr(1024.0)
 
 
 @triton.jit
@@ -142,7 +141,8 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0)
     zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0)
     s = tl.load(S.s + at)
-    LARGEST: tl.constexpr = 16 if BITS == 4 else 79
+    LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the steps of codes that span [-119, 119]
+    FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels stay in int32
     x8 = twin(query[4] * (step.to(tl.float32) * (1.0 / LARGEST))[:, None], C)
     off = tl.sum((query[4] * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query[3]
     products = code_scores(S.codes4 if BITS == 4 else S.codes2, index, x8, BITS, C) * (s * LARGEST)
