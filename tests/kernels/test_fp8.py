@@ -21,6 +21,11 @@ def test_tokens_by_hand():
     assert tokens.x.tolist() == [[448.0, 256.0, 256.0, 2**-9, -(2**-9)], [0.0] * 5]  # 272 is a tie, to even
 
 
+def test_no_zero_is_negative():
+    codes = fp8_tokens(torch.tensor([[448.0, -1e-4]])).x.to(torch.float8_e4m3fn)
+    assert codes.view(torch.uint8).tolist() == [[0x7E, 0]]
+
+
 def test_no_token_overflows():
     x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
     x *= 10.0 ** torch.linspace(-37, 37, 4096)[:, None]
