@@ -3,6 +3,7 @@
     python eval/gpu.py --only tests,decode       # some parts
     python eval/gpu.py --quick --results /tmp/x  # smaller points, written elsewhere
     python eval/gpu.py --yardstick ../shared     # quality too: DIR/check/yardstick.py over DIR/models and DIR/data
+    python eval/gpu.py --only quality --families sinkq --yardstick ../shared
 
 Each measurement runs in a process of its own, so that one which fails costs no other's result; the exit code says how
 many failed. Those that time nothing (tests, quality) run side by side, those that do one after another when the GPU is
@@ -26,6 +27,7 @@ QUALITY_METHODS = {
     "8bit": "fp,int8,fp8",
     "kivi": "kivi:bits=4,kivi:bits=2,kivi:bits=2,group_size=128,residual_length=32",
     "turbo": "turbo,turbo:bits=mixed,turbo:bits=2,turbo:softmax=sas",
+    "sinkq": "sinkq,sinkq:sink_skip_layers=0,turbo:sink_num=3,turbo:bits=mixed,sink_num=3",
 }
 DECODE_METHODS = (
     "turbo",
@@ -34,6 +36,8 @@ DECODE_METHODS = (
     "none",
     "kivi:bits=4,group_size=128",
     "kivi:bits=2,group_size=128,residual_length=32",
+    "sinkq",
+    "turbo:sink_num=3",
 )
 UNTIMED = ("tests", "quality")
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) // 2)
@@ -44,7 +48,7 @@ def bench(name: str, *options: str) -> list[str]:
     return ["python", "-m", "qattn_hf", "bench", name, "--json", *options]
 
 
-def parts(options: list[str], yardstick: Path | None) -> dict[str, list[Part]]:
+def parts(options: list[str], yardstick: Path | None, families: list[str]) -> dict[str, list[Part]]:
     """What each part records: names of results, with the commands that print their rows."""
     methods = [text for method in DECODE_METHODS for text in ("--method", method)]
     found = {
@@ -55,7 +59,7 @@ def parts(options: list[str], yardstick: Path | None) -> dict[str, list[Part]]:
     }
     if yardstick is not None:
         models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
-        found["quality"] = [quality(yardstick, model, family) for family in QUALITY_METHODS for model in models]
+        found["quality"] = [quality(yardstick, model, family) for family in families for model in models]
     return found
 
 
@@ -89,7 +93,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--yardstick", type=Path, help="folder with check/yardstick.py, models/ and data/: part quality"
     )
+    parser.add_argument(
+        "--families", default=",".join(QUALITY_METHODS), help=f"of quality: some of {', '.join(QUALITY_METHODS)}"
+    )
     options = parser.parse_args(arguments)
+    families = options.families.split(",")
+    if strange := set(families) - set(QUALITY_METHODS):
+        parser.error(f"--families {', '.join(sorted(strange))}: there are {', '.join(QUALITY_METHODS)}")
     chosen = [name for name in options.only.split(",") if name]
     chosen = chosen or [name for name in known if name != "quality" or options.yardstick]
     if unknown := set(chosen) - set(known):
@@ -98,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("the part quality needs --yardstick DIR")
 
     given = [*(["--quick"] if options.quick else []), *(["--device", options.device] if options.device else [])]
-    available = parts(given, options.yardstick.absolute() if options.yardstick else None)
+    available = parts(given, options.yardstick.absolute() if options.yardstick else None, families)
     chosen_parts = {name: available[name] for name in known if name in chosen}
     side_by_side = [part for name in UNTIMED for part in chosen_parts.pop(name, [])]
     with ThreadPoolExecutor(max(1, len(side_by_side))) as pool:

@@ -177,7 +177,7 @@ def kernels_table(results: Path) -> str:
     from qattn_kernels import support
 
     def known(method: str, **settings: Any) -> bool:
-        spec = get_method(method)(**settings).layer_spec(0, 1, 2)
+        spec = get_method(method)(**settings).last_layer_spec(2)
         return support.unsupported(spec, 2, 2, support.HEAD_DIMS[0], support.HEAD_DIMS[0]) is None
 
     def two_sides(title: str, found: dict[Any, bool]) -> list[str]:

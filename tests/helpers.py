@@ -39,8 +39,8 @@ def random_ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
 
 
 def make_layer(case: Case, max_cache_len: int | None = 512, heads: int = 2) -> QAttnLayer:
-    """One layer of a method, of a model with `heads` KV heads."""
-    return QAttnLayer(get_method(case[0])(**case[1]).layer_spec(0, 1, heads), max_cache_len)
+    """The last layer of a model with `heads` KV heads."""
+    return QAttnLayer(get_method(case[0])(**case[1]).last_layer_spec(heads), max_cache_len)
 
 
 def random_qkv(rows: int, tokens: int, seed: int = 0, dim: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,7 +9,9 @@ import torch
 from qattn_kernels.layout import State
 from qattn_kernels.online import Scores
 from qattn_kernels.panel import ROW_FIELDS
-from qattn_kernels.pieces import pieces_of, side_tensors
+from qattn_kernels.pieces import pieces_of, side_tensors, sink_tensors
+from qattn_kernels.rows import region_blocks
+from qattn_kernels.sink_pool.kernel import Table
 from qattn_kernels.sizes import Sizes, sizes_of
 from qattn_kernels.spec import SHORT_CALL, LayerSpec
 
@@ -17,7 +19,9 @@ ROW_STATE = ("length", "closed", "open_start", "longest", "seen", "padded")
 
 
 class Call(NamedTuple):
-    """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills."""
+    """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills; `table`, `k_sinks`,
+    `v_sinks`: of the sink pool, `chosen` one bit for each token of the region that it takes, `moved` the slots that a
+    short call moves, or None."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -30,6 +34,11 @@ class Call(NamedTuple):
     k: tuple
     v: tuple
     rows: torch.Tensor
+    table: tuple | None
+    k_sinks: tuple | None
+    v_sinks: tuple | None
+    chosen: torch.Tensor | None
+    moved: torch.Tensor | None
 
     @property
     def batch(self) -> int:
@@ -53,6 +62,11 @@ class Call(NamedTuple):
     def spans(self) -> tuple:
         """The call's mask, whose one row may stand for all."""
         return self.span, 0 if self.span.shape[0] == 1 else self.span.stride(0)
+
+    @property
+    def picked(self) -> tuple:
+        """What the sink pool took of the region, and how many blocks that has; without a pool nobody reads it."""
+        return (self.state["dropped"], 0) if self.chosen is None else (self.chosen, self.chosen.shape[2])
 
     @property
     def row_state(self) -> tuple:
@@ -79,4 +93,11 @@ def make_call(
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, store) for side, store in (("k", spec.k), ("v", spec.v)))
-    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows)
+    sinks: tuple = (None,) * 5
+    if spec.sink_pool.num:
+        table = Table(*(state[f"sink.{name}"] for name in Table._fields))
+        shape = (batch, heads, region_blocks(spec.window, tokens), spec.window.block // 8)
+        chosen = torch.empty(shape, dtype=torch.uint8, device=key.device)
+        moved = torch.empty((batch, heads, 2 * sizes.SINKS), dtype=torch.int32, device=key.device)
+        sinks = table, sink_tensors(state, "k"), sink_tensors(state, "v"), chosen, moved
+    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks)

@@ -6,6 +6,7 @@ import torch
 
 from qattn_kernels.layout import State
 from qattn_kernels.rows import bits_to_bool, bool_to_bits
+from qattn_kernels.sink_pool.table import undo
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import side_of
 
@@ -44,6 +45,8 @@ def crop(state: State, spec: LayerSpec, drop: int) -> None:
     state["closed"].copy_(closed)
     state["seen"].sub_(drop)
     _clear_dropped(state, window.block)
+    if spec.sink_pool.num:
+        undo(state, spec, cut)
     for side, store in (("k", spec.k), ("v", spec.v)):
         store.cropped(side_of(state, side), window, length, closed)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.append.launch import append, append_long, finish, make_panel, rank, undo
-from qattn_kernels.call import make_call
+from qattn_kernels.call import Call, make_call
 from qattn_kernels.decode.launch import decode
 from qattn_kernels.layout import State
 from qattn_kernels.online import Scores
+from qattn_kernels.panel import Panel
 from qattn_kernels.prefill.launch import prefill
+from qattn_kernels.sink_pool.launch import compete, restore
 from qattn_kernels.spec import SHORT_CALL, LayerSpec
 
 
@@ -25,13 +27,22 @@ def fused_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and results as in `operator.attend`."""
     call = make_call(query, key, value, span, state, spec, scores)
-    rank(call)
     if call.tokens <= SHORT_CALL:
+        compete(call)
+        rank(call)
         append(call)
         return decode(call)
-    panel = make_panel(call, past)
-    undo(call, panel, past)
-    append_long(call, panel)
-    out, lse = prefill(call.query, panel, spec, scores)
+    out, lse = prefill(call.query, write_long(call, past), spec, scores)
     finish(call)
     return out, lse
+
+
+def write_long(call: Call, past: int) -> Panel:
+    """What a long call does before it attends; returns what its queries see."""
+    panel = make_panel(call, past)
+    undo(call, panel, past)
+    restore(call, panel, past)
+    compete(call)
+    rank(call)
+    append_long(call, panel)
+    return panel

@@ -81,6 +81,23 @@ def commit_row(ROWS, STATE, row, b, B, columns, BP: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
+def flip_bits(flags, slot, where):
+    """Flip bits of `dropped`; entries may share a word."""
+    words = flags.to(tl.pointer_type(tl.int32)) + slot // 32
+    tl.atomic_xor(words, tl.full(slot.shape, 1, tl.int32) << (slot % 32), mask=where)
+
+
+@triton.jit
+def settle_sinks(TABLE, DROPPED, row, bh, NB, C: tl.constexpr):
+    """End of a call: bits of `dropped` follow the table of sinks, once nobody reads the old ones."""
+    if row[3] > 0:
+        e = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
+        changed = (tl.load(TABLE.born + e) > row[1]) ^ (tl.load(TABLE.written + e) > row[1])
+        flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
+        flip_bits(flags, tl.load(TABLE.slot + e), changed)
+
+
+@triton.jit
 def twin(y, C: tl.constexpr):
     """Two 8-bit numbers of each: of `y` `[n, Q]` in [-127, 127] column `2 i + 1` has the integer, and column `2 i` 256
     times what rounding left. `[n, 2 Q]` INT8. A thread holds both columns of a product, so that joining moves nothing.

@@ -32,6 +32,34 @@ class Window:
 
 
 @dataclass(frozen=True)
+class SinkPool:
+    """Attention sinks that leave the packed blocks (SinkQ): the tokens of the smallest keys stay in open form.
+
+    Attributes:
+        num: sinks of a row and head that are in the pool; 0 is no pool.
+        window: evicted sinks that stay in open form too, before the oldest is read from its codes.
+        select: which tokens are sinks: `smallest_key`, or for comparison `largest_key`, `random`.
+        exclude: whether a sink leaves the statistics of its block too.
+        prefill: `group`: the pool competes with each block in order; `whole`, the paper's: with all that the first
+            call packs, and nothing is evicted there.
+    """
+
+    num: int = 0
+    window: int = 0
+    select: str = "smallest_key"
+    exclude: bool = True
+    prefill: str = "group"
+
+    def undoable(self, window: Window) -> int:
+        """Blocks that a crop can reopen: what left the pool in these is kept, so that it comes back."""
+        return window.ring // window.block
+
+    def entries(self, window: Window) -> int:
+        """Places of the table that hold them all: whole tiles of a kernel."""
+        return -(-(self.num * (1 + self.undoable(window)) + self.window) // 32) * 32 if self.num else 0
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Sizes of a layer: batch rows, KV heads, head dims of K and of V, blocks of capacity, and the model's dtype."""
 

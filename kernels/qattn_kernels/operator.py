@@ -12,6 +12,8 @@ from qattn_kernels.layout import Geometry, State
 from qattn_kernels.online import Scores
 from qattn_kernels.prefill.reference import prefill
 from qattn_kernels.rows import build_region, columns_back, real_first
+from qattn_kernels.sink_pool.reference import compete
+from qattn_kernels.sink_pool.table import settle
 from qattn_kernels.spec import SHORT_CALL, LayerSpec, decode_spec
 from qattn_kernels.state import layer_tensors
 
@@ -59,9 +61,14 @@ def reference_step(
     q_pos = torch.where(tokens < count[:, None], state["length"][:, None] + tokens, -1).int()
     q, k, v = (real_first(x, span) for x in (q, k, v))
     region = build_region(state, spec, k, v, count)
+    short = q.shape[2] <= SHORT_CALL
+    result = None if short else prefill(q, q_pos, state, spec, region, scores)
+    if spec.sink_pool.num:
+        region = compete(state, spec, region)
     append(state, spec, region, count, q.shape[2])
-    attention = decode if q.shape[2] <= SHORT_CALL else prefill
-    result = attention(q, q_pos, state, spec, region, scores)
+    result = result or decode(q, q_pos, state, spec, region, scores)
+    if spec.sink_pool.num:
+        settle(state, region.closed)
     state["v_read"].add_(result.seen)
     state["v_skipped"].add_(result.skipped)
     return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]

@@ -6,12 +6,15 @@ import torch
 
 from qattn_kernels.layout import State
 from qattn_kernels.rows import pick
+from qattn_kernels.sink_pool.table import FIELDS, read_sinks
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import side_of
+from qattn_kernels.stores import Operand, Store
 
 
 def resize_ring(state: State, old: LayerSpec, new: LayerSpec) -> None:
-    """Replace the rings of `state` by those of `new`, whose window is larger, keeping every token they hold."""
+    """Replace the rings of `state`, and what its sink pool keeps for roll-backs, by those of `new`, whose window is
+    larger, keeping every token they hold."""
     before, after = old.window.ring, new.window.ring
     last = state["length"][:, None] - 1
     pos = last - (last - torch.arange(after, device=last.device)) % after
@@ -22,7 +25,18 @@ def resize_ring(state: State, old: LayerSpec, new: LayerSpec) -> None:
         kept = store.ring(side_of(state, side)).map(
             lambda x: torch.where(held[:, None, :, None], pick(x, pos % before), 0)
         )
-        state[f"{side}.ring"] = kept.x.transpose(-1, -2).contiguous() if store.transposed else kept.x
-        if kept.scale is not None:
-            state[f"{side}.ring_scale"] = kept.scale
+        _replace(state, f"{side}.ring", store, kept)
+        if new.sink_pool.num:
+            more = new.sink_pool.entries(new.window) - state["sink.pos"].shape[2]
+            sinks = read_sinks(side_of(state, side), store).map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, more)))
+            _replace(state, f"{side}.sink", store, sinks)
+    if new.sink_pool.num:
+        for name in FIELDS:
+            state[f"sink.{name}"] = torch.nn.functional.pad(state[f"sink.{name}"], (0, more))
     state["ring_from"].copy_(torch.maximum(state["ring_from"], state["longest"] - before).int())
+
+
+def _replace(state: State, name: str, store: Store, tokens: Operand) -> None:
+    state[name] = tokens.x.transpose(-1, -2).contiguous() if store.transposed else tokens.x
+    if tokens.scale is not None:
+        state[f"{name}_scale"] = tokens.scale

@@ -17,7 +17,8 @@ class Region(NamedTuple):
 
     Block `j` of the region is block `closed + j` of the arenas. `pos` `[B, n, block]` row positions; `valid` same
     shape, false past the row's end; `keep` `[B, H, n, block]` false also for dropped tokens; `k`, `v` open form
-    `[B, H, n, block, D]`; `closed`, `closing` `[B]` blocks before the call and blocks that it closes.
+    `[B, H, n, block, D]`; `closed`, `closing` `[B]` blocks before the call and blocks that it closes; `chosen` like
+    `keep`, tokens of these that the sink pool took.
     """
 
     pos: torch.Tensor
@@ -27,6 +28,7 @@ class Region(NamedTuple):
     v: Operand
     closed: torch.Tensor
     closing: torch.Tensor
+    chosen: torch.Tensor
 
 
 def region_blocks(window: Window, tokens: int) -> int:
@@ -37,6 +39,11 @@ def region_blocks(window: Window, tokens: int) -> int:
 def pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`x` `[B, H, N, D]` at token `index` `[B, n]`."""
     return x.gather(2, index.long()[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def pick_each(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`x` `[B, H, N, D]` at token `index` `[B, H, n]` of each head."""
+    return x.gather(2, index.long()[..., None].expand(-1, -1, -1, x.shape[3]))
 
 
 def real_first(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
@@ -128,4 +135,4 @@ def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor
     ready = (length + count - state["open_start"] - window.residual).clamp(min=0)
     closing = ready // window.span * (window.span // window.block)
     pos = at.pos.unflatten(1, (-1, window.block))
-    return Region(pos, valid, keep, sides[0], sides[1], state["closed"].clone(), closing)
+    return Region(pos, valid, keep, *sides, state["closed"].clone(), closing, torch.zeros_like(keep))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from qattn_kernels.layout import Window
+from qattn_kernels.layout import SinkPool, Window
 from qattn_kernels.stores import Store, get_store
 
 SHORT_CALL = 32  # calls of at most this many tokens append first and read the cache as single steps would
@@ -43,13 +43,15 @@ class Sparsity:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The four choices of one layer: store of K and of V, window, compute, sparsity; and who computes it."""
+    """The four choices of one layer: store of K and of V, window with its sink pool, compute, sparsity; and who
+    computes it."""
 
     k: Store
     v: Store
     window: Window = field(default_factory=Window)
     compute: Compute = field(default_factory=Compute)
     sparsity: Sparsity = field(default_factory=Sparsity)
+    sink_pool: SinkPool = field(default_factory=SinkPool)
     impl: str = "reference"
 
     def encode(self) -> str:
@@ -79,5 +81,6 @@ def decode_spec(text: str) -> LayerSpec:
         window=Window(**parts["window"]),
         compute=Compute(**parts["compute"]),
         sparsity=Sparsity(**parts["sparsity"]),
+        sink_pool=SinkPool(**parts["sink_pool"]),
         impl=parts["impl"],
     )

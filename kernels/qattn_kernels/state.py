@@ -30,14 +30,31 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     return tensors
 
 
+def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
+    """Of a layer with a sink pool: see `sink_pool.table`. The tokens themselves are `sink` of each side, as its ring.
+
+    `sink.pos` row position; `sink.slot` among those of the arenas; `sink.born`, `sink.evicted`, `sink.written` how many
+    blocks were closed when that happened; `sink.norm` the magnitude of the key by which sinks compete, fp64 so that no
+    order of summing decides. A free place holds zeros.
+    """
+    shape = (geo.batch, geo.heads, spec.sink_pool.entries(spec.window))
+    tensors = {f"sink.{name}": TensorSpec(shape, torch.int32) for name in ("pos", "slot", "born", "evicted", "written")}
+    return {**tensors, "sink.norm": TensorSpec(shape, torch.float64)}
+
+
 def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     """All state tensors of a layer by name, in the order in which operators take them."""
     tensors = row_tensors(geo, spec)
     for side, store, dim in (("k", spec.k, geo.k_dim), ("v", spec.v, geo.v_dim)):
         found = store.tensors(geo, spec.window, dim)
         if store.windowed:
-            found |= store.ring_tensors(geo, spec.window, dim)
+            found |= store.ring_tensors(geo, spec.window.ring, dim)
+            if spec.sink_pool.num:
+                sinks = store.ring_tensors(geo, spec.sink_pool.entries(spec.window), dim)
+                found |= {name.replace("ring", "sink"): tensor for name, tensor in sinks.items()}
         tensors |= {f"{side}.{name}": tensor for name, tensor in found.items()}
+    if spec.sink_pool.num:
+        tensors |= sink_table(geo, spec)
     return dict(sorted(tensors.items()))
 
 

@@ -39,6 +39,11 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row"
     if spec.sparsity.tau > 0:
         return "sparse V is the reference's so far"
+    pool = spec.sink_pool
+    if pool.num and (pool.select, pool.exclude, pool.prefill) != ("smallest_key", True, "group"):
+        return "of sink pools the kernels know the one of the smallest keys, excluded, block by block"
+    if pool.num and spec.window.span != spec.window.block:
+        return "several blocks close together, and the kernels' sink pool competes with one"
     return _unsupported_stores(spec)
 
 

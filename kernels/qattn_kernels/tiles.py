@@ -18,8 +18,9 @@ FOREVER = 2**31 - 1  # a row position that no query reaches
 class Tiles(NamedTuple):
     """`n` tiles of tokens in order of their row positions.
 
-    `k`, `v` `[B, Hkv, n, block, D]`; `pos`, `since`, `until` int32 `[B, n, block]`: the token's row position, and the
-    first and last query position that sees this copy of it; `keep` bool `[B, Hkv, n, block]`, false for masked tokens.
+    `k`, `v` `[B, Hkv, n, block, D]`; `pos`, `since`, `until` int32 `[B, Hkv or 1, n, block]`: the token's row position,
+    and the first and last query position that sees this copy of it; `keep` bool `[B, Hkv, n, block]`, false for masked
+    tokens.
     """
 
     k: Operand
@@ -32,7 +33,7 @@ class Tiles(NamedTuple):
     def first(self, n: int) -> Tiles:
         """The first `n` tiles."""
         k, v = (side.map(lambda x: x[:, :, :n]) for side in (self.k, self.v))
-        pos, since, until = (x[:, :n] for x in self[2:5])
+        pos, since, until = (x[:, :, :n] for x in self[2:5])
         return Tiles(k, v, pos, since, until, self.keep[:, :, :n])
 
     def joined(self, other: Tiles) -> Tiles:
@@ -44,17 +45,21 @@ class Tiles(NamedTuple):
         def side(a: Operand, b: Operand) -> Operand:
             return Operand(cat(a.x, b.x, 2), cat(a.scale, b.scale, 2))
 
-        pos, since, until = (cat(a, b, 1) for a, b in zip(self[2:5], other[2:5], strict=True))
+        def each(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            heads = max(a.shape[1], b.shape[1])
+            return torch.cat([x.expand(-1, heads, -1, -1) for x in (a, b)], 2)
+
+        pos, since, until = (each(a, b) for a, b in zip(self[2:5], other[2:5], strict=True))
         return Tiles(side(self.k, other.k), side(self.v, other.v), pos, since, until, cat(self.keep, other.keep, 2))
 
 
 def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
     """Which tokens each query sees: bool `[B, Hkv, T, n, block]`; `q_pos` int32 `[B, T]`, negative for padding."""
-    q = q_pos[:, :, None, None]
-    see = (tiles.since[:, None] <= q) & (q <= tiles.until[:, None]) & (q >= 0)
+    q = q_pos[:, None, :, None, None]
+    see = (tiles.since[:, :, None] <= q) & (q <= tiles.until[:, :, None]) & (q >= 0)
     if window:
-        see &= tiles.pos[:, None] > q - window
-    return see[:, None] & tiles.keep[:, :, None]
+        see &= tiles.pos[:, :, None] > q - window
+    return see & tiles.keep[:, :, None]
 
 
 def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
@@ -71,4 +76,5 @@ def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
     since = torch.where(valid, 0, FOREVER).int()
     keep = ~bits_to_bool(state["dropped"][:, :, :blocks])
     k, v = (store.read(side_of(state, side), blocks) for side, store in (("k", spec.k), ("v", spec.v)))
-    return Tiles(k, v, start + offset, since, torch.full_like(since, FOREVER), keep)
+    since = since[:, None]
+    return Tiles(k, v, (start + offset)[:, None], since, torch.full_like(since, FOREVER), keep)

@@ -11,6 +11,8 @@ import torch
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import Method
 from qattn_kernels.layout import State
+from qattn_kernels.rows import bool_to_bits
+from qattn_kernels.sink_pool.table import at_slots
 from qattn_kernels.support import no_triton, unsupported
 
 BOOKKEEPING = (torch.int32, torch.int64)  # lengths and positions; codes and numbers have other types
@@ -37,7 +39,7 @@ class Heads:
 
 def make_layer(settings: Method, heads: Heads, batch: int, capacity: int, device: torch.device) -> QAttnLayer:
     """An empty layer with room for `capacity` tokens a row."""
-    spec = settings.layer_spec(0, 1, heads.kv)
+    spec = settings.last_layer_spec(heads.kv)
     reason = no_triton(device.type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.dim)
     layer = QAttnLayer(replace(spec, impl=settings.chosen_impl(device.type, reason)), capacity)
     nothing = torch.empty(batch, heads.kv, 0, heads.dim, dtype=heads.dtype, device=device)
@@ -69,7 +71,24 @@ def fill(layer: QAttnLayer, length: int) -> None:
     for name, tensor in state.items():
         if name.endswith(".head_of"):
             tensor.copy_(torch.arange(tensor.shape[1], device=tensor.device))
+    if layer.spec.sink_pool.num and closed:
+        _fill_sinks(layer, closed)
     layer._used = layer._slots_used()
+
+
+def _fill_sinks(layer: QAttnLayer, closed: int) -> None:
+    """A full pool and a full window of evicted sinks, over all of the context."""
+    pool, state = layer.spec.sink_pool, layer.state
+    count = pool.num + pool.window
+    entry = torch.arange(state["sink.pos"].shape[2], device=state["sink.pos"].device)
+    there = (entry < count).expand_as(state["sink.pos"])
+    block, offset = entry * closed // count, entry % layer.spec.window.block
+    slot = torch.where(there, block * layer.spec.window.block + offset, 0)
+    for name in ("pos", "slot"):
+        state[f"sink.{name}"].copy_(slot)
+    state["sink.born"].copy_(torch.where(there, block + 1, 0))
+    state["sink.evicted"].copy_(torch.where(there & (entry >= pool.num), closed, 0))
+    state["dropped"].copy_(bool_to_bits(at_slots(there, slot, layer.capacity).view(*state["dropped"].shape[:3], -1)))
 
 
 def _fill_numbers(state: State, name: str) -> None:
@@ -84,7 +103,7 @@ def _fill_numbers(state: State, name: str) -> None:
         tensor.random_(0, 127)  # which is no number in FP8
     elif tensor.dtype == torch.int8:
         tensor.random_(-119, 120)
-    elif kind in ("x", "ring"):
+    elif kind in ("x", "ring", "sink"):
         tensor.normal_()
     else:  # scales
         tensor.uniform_(0.02, 0.03)

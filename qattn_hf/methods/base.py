@@ -6,11 +6,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qattn_kernels.layout import Window
+from qattn_kernels.layout import SinkPool, Window
 from qattn_kernels.spec import Compute, LayerSpec, Sparsity
 from qattn_kernels.stores import Store
 
 Arithmetic = Literal["int8", "model"]
+
+
+Select = Literal["smallest_key", "largest_key", "random"]
 
 
 class Method(BaseModel):
@@ -70,6 +73,10 @@ class Method(BaseModel):
         """What surrounds the packed blocks."""
         return Window(horizon=self.crop_horizon)
 
+    def sink_pool(self, layer: int) -> SinkPool:
+        """The pool of sinks beside the window of a layer; none unless the method has one."""
+        return SinkPool()
+
     def arithmetic(self) -> Compute:
         """How attention computes."""
         both = self.compute or self.default_compute()
@@ -84,7 +91,13 @@ class Method(BaseModel):
         """The four choices of one layer, computed by the reference until somebody chooses (`chosen_impl`)."""
         k, v = self.stores(layer, layers, heads)
         sparsity = Sparsity(self.sparse_v_tau, self.sparse_v_budget)
-        return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity)
+        return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity, self.sink_pool(layer))
+
+    def last_layer_spec(self, heads: int) -> LayerSpec:
+        """`layer_spec` of a last layer, which no setting spares, where there is no model to ask."""
+        lists = [getattr(self, f"{side}_low_heads", None) for side in "kv"]
+        layers = max(len(found) if found is not None else 0 for found in lists) or 8
+        return self.layer_spec(layers - 1, layers, heads)
 
     def chosen_impl(self, device_type: str, reason: str | None) -> str:
         """Who computes a layer, given why Triton cannot (None: it can); ValueError if `impl` asks for what is not."""
@@ -92,3 +105,21 @@ class Method(BaseModel):
             raise ValueError(f"impl = 'triton': {reason}; use impl='auto' or 'reference'")
         wanted = self.impl == "triton" or (self.impl == "auto" and device_type == "cuda")
         return "triton" if wanted and reason is None else "reference"
+
+
+class WindowedMethod(Method):
+    """Base of methods whose tokens stand open before their block closes: there sinks can be kept out of it."""
+
+    sink_num: int = Field(0, ge=0, le=8, description="sinks a head keeps out of its packed blocks; 0 is none")
+    sink_window: int = Field(0, ge=0, le=128, description="evicted sinks that stay out of them too")
+    sink_skip_layers: int = Field(0, ge=0, description="first layers that have no pool")
+    sink_select: Select = Field("smallest_key", description="which tokens are sinks; others than the smallest to compare")
+    sink_exclude: bool = Field(True, description="sinks leave the statistics of their block too")
+    sink_prefill: Literal["group", "whole"] = Field(
+        "group", description="the pool competes with each block, or with the first call at once as in the paper"
+    )
+
+    def sink_pool(self, layer: int) -> SinkPool:
+        if self.sink_num == 0 or layer < self.sink_skip_layers:
+            return SinkPool()
+        return SinkPool(self.sink_num, self.sink_window, self.sink_select, self.sink_exclude, self.sink_prefill)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from qattn_hf.methods.base import Arithmetic, Method
+from qattn_hf.methods.base import Arithmetic, WindowedMethod
 from qattn_kernels.layout import Window
 from qattn_kernels.stores import Store
 from qattn_kernels.stores.kivi import KiviStore
@@ -14,7 +14,7 @@ from qattn_kernels.stores.kivi import KiviStore
 Bits = Literal[2, 3, 4]
 
 
-class Kivi(Method):
+class Kivi(WindowedMethod):
     """KIVI: 2- to 4-bit keys by channel and values by token, behind the newest tokens in model precision."""
 
     variants = (

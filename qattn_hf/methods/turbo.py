@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qattn_hf.methods.base import Method
+from qattn_hf.methods.base import WindowedMethod
 from qattn_kernels.layout import Window
 from qattn_kernels.spec import Compute
 from qattn_kernels.stores import Store
@@ -17,12 +17,12 @@ Bits = Literal[4, 2, "mixed"]
 HeadLists = list[list[int]]
 
 
-class Turbo(Method):
+class Turbo(WindowedMethod):
     """TurboAttention: 4- or 2-bit blocks behind an INT8 buffer, INT8 prefill and decode, head-wise mixed precision."""
 
     variants = (
         {"bits": "mixed"},
-        {"k_bits": 4, "v_bits": 2, "softmax": "sas"},
+        {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3},
         {"block_kv": 32, "buffer_size": 64, "p_scale": "tile"},
         {"compute": "model", "sparse_v_tau": 1e-3},
     )

@@ -14,11 +14,12 @@ import triton.language as tl
 from helpers import DEVICE, Case, case_id, make_layer
 
 from qattn_hf.layer import QAttnLayer
-from qattn_kernels.append.launch import append_long, finish, make_panel
+from qattn_kernels.append.launch import finish
 from qattn_kernels.call import make_call
-from qattn_kernels.fused import fused_step
+from qattn_kernels.fused import fused_step, write_long
 from qattn_kernels.online import Scores
 from qattn_kernels.operator import reference_step
+from qattn_kernels.sink_pool.table import read_sinks
 from qattn_kernels.pieces.fp8 import open as open_fp8
 from qattn_kernels.state import side_of
 from qattn_kernels.stores.fp8 import fp8_tokens
@@ -36,6 +37,8 @@ CASES: list[Case] = [
     ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0}),
     ("kivi", {"k_bits": 2, "v_bits": 4, "residual_length": 20}),
     ("fp8", {}),
+    ("sinkq", {"group_size": 64, "residual_length": 0, "sink_num": 2, "sink_window": 1}),
+    ("turbo", {"bits": "mixed", "sink_num": 2}),
 ]
 MORE_CASES: list[Case] = [
     ("turbo", {"bits": 2}),
@@ -47,6 +50,8 @@ MORE_CASES: list[Case] = [
     ("none", {"softmax": "sas", "sas_threshold": -1e9}),
     ("kivi", {"group_size": 128, "residual_length": 32}),
     ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
+    ("sinkq", {"group_size": 32}),
+    ("turbo", {"sink_num": 3, "sink_window": 1}),
 ]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -183,7 +188,8 @@ def test_softcap_window_and_sinks(case: Case, scores: dict):
 
 
 def undone(layer: QAttnLayer, tokens: int) -> list[torch.Tensor]:
-    """fp64 keys and values of a layer's first row as its codes say: blocks undone, open tokens from the ring."""
+    """fp64 keys and values of a layer's first row as its codes say: blocks undone, open tokens from the ring, sinks
+    from their table."""
     found = []
     for side, store in (("k", layer.spec.k), ("v", layer.spec.v)):
         state = side_of(layer.state, side)
@@ -192,6 +198,12 @@ def undone(layer: QAttnLayer, tokens: int) -> list[torch.Tensor]:
             ring, start = store.ring(state).undone().double(), int(layer.state["open_start"][0])
             index = torch.arange(start, tokens, device=DEVICE)
             x[:, :, start:] = ring[:, :, index % ring.shape[2]]
+        if layer.spec.sink_pool.num:
+            table = side_of(layer.state, "sink")
+            batch, head, entry = torch.where((table["born"] > 0) & (table["written"] == 0))
+            x[batch, head, table["slot"][batch, head, entry].long()] = (
+                read_sinks(state, store).undone()[batch, head, entry].double()
+            )
         found.append(x)
     return found
 
@@ -217,7 +229,7 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
             past = slice(0, tokens - 1)
             span = torch.tensor([[0, tokens - 1]], dtype=torch.int32, device=DEVICE)
             call = make_call(q[:, :, past], k[:, :, past], v[:, :, past], span, layer.state, layer.spec, Scores(1.0))
-            append_long(call, make_panel(call, 0))
+            write_long(call, 0)
             finish(call)
     want = step(reference_step, one, (q, k, v), tokens - 1, tokens)[0]
     got = step(fused_step, other, (q, k, v), tokens - 1, tokens)[0]

@@ -100,8 +100,8 @@ def tiles_of(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[Tiles, torch
         codes = torch.where(full[..., None], x1, coded.x)
         return Operand(codes, torch.where(full, scale[..., None].expand_as(coded.scales), coded.scales))
 
-    pos = pos.expand(rows, -1, -1).int()
-    since = torch.where(valid, pos, FOREVER).int()
+    pos = pos.expand(rows, -1, -1).int()[:, None]
+    since = torch.where(valid[:, None], pos, FOREVER).int()
     return Tiles(side(k), side(v), pos, since, torch.full_like(since, FOREVER), keep), fields
 
 

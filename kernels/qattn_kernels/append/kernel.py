@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import commit_row, load_row, slot_bits
+from qattn_kernels.jit import commit_row, load_row, settle_sinks, slot_bits
 
 
 @triton.jit
@@ -39,12 +39,12 @@ def _unless_nan(x):
 
 
 @triton.jit
-def _ring_codes(S, pos, bh, VALUES: tl.constexpr, C: tl.constexpr):
-    """Addresses `[n, DP]`; INT8 values lie `[D, slots]`, as their product wants them."""
-    slot, d = pos % C.RING, tl.arange(0, C.DP)
-    base = S.ring + bh.to(tl.int64) * C.RING * C.D
+def ring_codes(S, slot, SLOTS: tl.constexpr, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    """Addresses `[n, DP]` in a ring of `SLOTS` slots; INT8 values lie `[D, slots]`, as their product wants them."""
+    d = tl.arange(0, C.DP)
+    base = S.ring + bh.to(tl.int64) * SLOTS * C.D
     if VALUES and (S.ring.dtype.element_ty == tl.int8):
-        return base + d[None, :] * C.RING + slot[:, None]
+        return base + d[None, :] * SLOTS + slot[:, None]
     else:
         return base + slot[:, None] * C.D + d[None, :]
 
@@ -53,7 +53,7 @@ def _ring_codes(S, pos, bh, VALUES: tl.constexpr, C: tl.constexpr):
 def _from_ring(S, pos, there, bh, VALUES: tl.constexpr, C: tl.constexpr):
     """Open tokens in fp32 with their scales; a ring in the model's precision has none."""
     inside = there[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
-    code = tl.load(_ring_codes(S, pos, bh, VALUES, C), mask=inside, other=0).to(tl.float32)
+    code = tl.load(ring_codes(S, pos % C.RING, C.RING, bh, VALUES, C), mask=inside, other=0).to(tl.float32)
     scale = tl.zeros([code.shape[0]], tl.float32)
     if S.ring.dtype.element_ty == tl.int8:
         scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, mask=there, other=0.0)
@@ -70,7 +70,7 @@ def with_ring(S, code, scale, pos, old, bh, VALUES: tl.constexpr, C: tl.constexp
 @triton.jit
 def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
     inside = write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
-    tl.store(_ring_codes(S, pos, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
+    tl.store(ring_codes(S, pos % C.RING, C.RING, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
     if S.ring.dtype.element_ty == tl.int8:
         tl.store(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, scale, mask=write)
 
@@ -94,7 +94,13 @@ def to_panel(X, SCALE, x, scale, bh, slot, slots, VALUES: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def _short_side(S, x, pos, new, stale, closes, b, h, start, index, NB, flags, OPEN: tl.constexpr, SEEN: tl.constexpr,
+def chosen_bits(CHOSEN, regions, bh, j, C: tl.constexpr):
+    """The bits of the tokens of block `j` of the region that the sink pool took; nobody reads them without a pool."""
+    return CHOSEN + (bh.to(tl.int64) * regions + j) * (C.BLOCK // 8)
+
+
+@triton.jit
+def _short_side(S, x, pos, new, stale, closes, b, h, start, index, NB, flags, chosen, OPEN: tl.constexpr, SEEN: tl.constexpr,
                 PLACE: tl.constexpr, PUT: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed."""
     bh = b * C.H + h
@@ -111,14 +117,16 @@ def _short_side(S, x, pos, new, stale, closes, b, h, start, index, NB, flags, OP
         if closes:
             tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
             full, full_scale = _from_ring(S, start + t, t >= 0, bh, VALUES, C)
-            full, full_scale = SEEN(full, full_scale)
             keep = slot_bits(flags, index * C.BLOCK + t) == 0
+            if C.ENTRIES > 0:
+                keep = keep & (slot_bits(chosen, t) == 0)
+            full, full_scale = SEEN(full, full_scale, keep)
             place = PLACE(S, b, h, index == 0, VALUES, C)
             PUT(S, full, full_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
 
 
 @triton.jit
-def _long_side(S, X, SCALE, x, keep, pos, old, used, closes, b, h, index, NB, slot, slots, OPEN: tl.constexpr,
+def _long_side(S, X, SCALE, x, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots, OPEN: tl.constexpr,
                SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr, VALUES: tl.constexpr,
                C: tl.constexpr):  # fmt: skip
     """Keys or values of one block of a long call: into the panel, and if it closes or is final into the arenas."""
@@ -128,13 +136,19 @@ def _long_side(S, X, SCALE, x, keep, pos, old, used, closes, b, h, index, NB, sl
     if C.RING > 0:
         code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
         if closes:
-            code, scale = SEEN(code, scale)
             place = PLACE(S, b, h, index == 0, VALUES, C)
-            PUT(S, code, scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+            if C.ENTRIES > 0:  # the call's own tokens see sinks where they stand
+                keep = keep & (slot_bits(chosen, t) == 0)
+                kept, kept_scale = SEEN(code, scale, keep)
+                PUT(S, kept, kept_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+                code, scale = SEEN(code, scale, t >= 0)
+            else:
+                code, scale = SEEN(code, scale, keep)
+                PUT(S, code, scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
     else:
         if used:
             PUT(S, code, scale, keep, ~old, t, b, h, index, NB, h, VALUES, C)
-        code, scale = SEEN(code, scale)
+        code, scale = SEEN(code, scale, keep)
         before, before_scale = GET(S, b, h, tl.minimum(index, NB - 1), NB, h, VALUES, C)
         code = tl.where(old[:, None], before.to(tl.float32), code)
         scale = tl.where(old, before_scale, scale)
@@ -174,7 +188,7 @@ def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 
 @triton.jit
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                 K, V, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, K_PLACE: tl.constexpr,
+                 K, V, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, K_PLACE: tl.constexpr,
                  K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr, V_PLACE: tl.constexpr,
                  V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (block of the region, head, row) of a call of at most `NEW` tokens; lengths are committed later."""
@@ -197,15 +211,16 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             tl.debug_barrier()  # every bit is read before a byte is written
             _drop(flags, NONFINITE, gone, bad, index, bh, C)
         stale = length < tl.load(STATE[3] + b)
-        _short_side(K, k, pos, new, stale, closes, b, h, start, index, NB, flags, K_OPEN, K_SEEN, K_PLACE, K_PUT,
-                    False, C)  # fmt: skip
-        _short_side(V, v, pos, new, stale, closes, b, h, start, index, NB, flags, V_OPEN, V_SEEN, V_PLACE, V_PUT,
-                    True, C)  # fmt: skip
+        chosen = chosen_bits(CHOSEN, regions, bh, j, C)
+        _short_side(K, k, pos, new, stale, closes, b, h, start, index, NB, flags, chosen, K_OPEN, K_SEEN, K_PLACE,
+                    K_PUT, False, C)  # fmt: skip
+        _short_side(V, v, pos, new, stale, closes, b, h, start, index, NB, flags, chosen, V_OPEN, V_SEEN, V_PLACE,
+                    V_PUT, True, C)  # fmt: skip
 
 
 @triton.jit
 def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                K, V, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, K_PLACE: tl.constexpr,
+                K, V, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, K_PLACE: tl.constexpr,
                 K_PUT: tl.constexpr, K_GET: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
                 V_PLACE: tl.constexpr, V_PUT: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """The same for a long call, whose tokens also go to the `PANEL` (k, k_scale, v, v_scale, bias, pos), and into the
@@ -232,10 +247,11 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     tl.store(PANEL[4] + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
     if h == 0:
         tl.store(PANEL[5] + b.to(tl.int64) * slots + slot, pos)
-    _long_side(K, PANEL[0], PANEL[1], k, keep, pos, old, used, closes, b, h, index, NB, slot, slots, K_OPEN, K_SEEN,
-               K_PLACE, K_PUT, K_GET, False, C)  # fmt: skip
-    _long_side(V, PANEL[2], PANEL[3], v, keep, pos, old, used, closes, b, h, index, NB, slot, slots, V_OPEN, V_SEEN,
-               V_PLACE, V_PUT, V_GET, True, C)  # fmt: skip
+    chosen = chosen_bits(CHOSEN, regions, bh, j, C)
+    _long_side(K, PANEL[0], PANEL[1], k, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots, K_OPEN,
+               K_SEEN, K_PLACE, K_PUT, K_GET, False, C)  # fmt: skip
+    _long_side(V, PANEL[2], PANEL[3], v, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots, V_OPEN,
+               V_SEEN, V_PLACE, V_PUT, V_GET, True, C)  # fmt: skip
 
 
 @triton.jit
@@ -260,9 +276,10 @@ def undo_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, PANEL, NB, slots, K_
 
 
 @triton.jit
-def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, K, V, B, T, K_OPEN: tl.constexpr,
+def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, NB, B, T, K_OPEN: tl.constexpr,
                   V_OPEN: tl.constexpr, BP: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """After a long call: program (tile of the ring, head, row) writes the newest tokens, and one the row's lengths."""
+    """After a long call: program (tile of the ring, head, row) writes the newest tokens, one a head what the call did
+    to its sinks, and one the row's lengths."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
     if C.RING > 0:
@@ -275,5 +292,8 @@ def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, K, V, B, T, K_O
         v_code, v_scale = V_OPEN(v)
         to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)
         to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, C)
+    if C.ENTRIES > 0:
+        if i == 0:
+            settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
     if (i == 0) & (h == 0):
         commit_row(ROWS, STATE, row, b, B, T, BP, C)

@@ -10,12 +10,16 @@ from qattn_kernels.call import Call
 from qattn_kernels.panel import Panel
 from qattn_kernels.pieces import pieces_of
 from qattn_kernels.rows import region_blocks
-from qattn_kernels.sizes import power_of_two
+from qattn_kernels.sizes import Sizes, power_of_two
 from qattn_kernels.stores.flashq import FlashQStore
 from qattn_kernels.support import PRIORITIES
 
 OVERHANG = 128  # slots behind a row's last token that a tile of the prefill may touch
-CODES = {"enable_fp_fusion": False, "num_warps": 4}  # for kernels that make codes: see `append/kernel.py`
+
+
+def codes(size: Sizes) -> dict[str, int]:
+    """Options of kernels that make codes (see `append/kernel.py`), and hold a whole block in registers."""
+    return {"enable_fp_fusion": False, "num_warps": 8 if size.BLOCK * size.DP > 64 * 128 else 4}
 
 
 def rank(call: Call) -> None:
@@ -28,8 +32,8 @@ def rank(call: Call) -> None:
         return
     k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
     rank_kernel[(call.batch,)](
-        *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, call.blocks,
-        k.open, k.seen, v.open, v.seen, *kinds, call.sizes, **CODES,
+        *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, *call.picked, call.blocks,
+        k.open, k.seen, v.open, v.seen, *kinds, call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 
@@ -38,8 +42,8 @@ def append(call: Call) -> None:
     k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
     short_kernel[(region_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.rows, call.blocks,
-        k.open, k.seen, k.place, k.put, v.open, v.seen, v.place, v.put, power_of_two(call.tokens), call.sizes, **CODES,
+        state["block_len"], call.k, call.v, *call.picked, call.rows, call.blocks,
+        k.open, k.seen, k.place, k.put, v.open, v.seen, v.place, v.put, power_of_two(call.tokens), call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 
@@ -49,8 +53,8 @@ def append_long(call: Call, panel: Panel) -> None:
     blocks = region_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
     long_kernel[(blocks, call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, _tensors(panel), call.rows, call.blocks, panel.pos.shape[1],
-        k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes, **CODES,
+        state["block_len"], call.k, call.v, *call.picked, tensors(panel), call.rows, call.blocks, panel.pos.shape[1],
+        k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 
@@ -80,8 +84,8 @@ def undo(call: Call, panel: Panel, past: int) -> None:
         return
     k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
     undo_kernel[(min(past, call.blocks), call.sizes.H, call.batch)](
-        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, _tensors(panel),
-        call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes, **CODES,
+        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, tensors(panel),
+        call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 
@@ -90,12 +94,12 @@ def finish(call: Call) -> None:
     k, v, size = pieces_of(call.spec.k), pieces_of(call.spec.v), call.sizes
     grid = (-(-size.RING // size.BLOCK), size.H, call.batch) if size.RING else (1, 1, call.batch)
     finish_kernel[grid](
-        *call.new, call.rows, call.row_state, call.k, call.v, call.batch, call.tokens, k.open, v.open,
-        power_of_two(call.batch), size, **CODES,
+        *call.new, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.table, call.blocks,
+        call.batch, call.tokens, k.open, v.open, power_of_two(call.batch), size, **codes(call.sizes),
     )  # fmt: skip
 
 
-def _tensors(panel: Panel) -> tuple:
+def tensors(panel: Panel) -> tuple:
     """Pointers of a panel; a kernel that writes no scales gets another tensor in their place and leaves it alone."""
     k_scale = panel.bias if panel.k_scale is None else panel.k_scale
     v_scale = panel.bias if panel.v_scale is None else panel.v_scale

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.append.kernel import new_tokens, row_before, with_ring
+from qattn_kernels.append.kernel import chosen_bits, new_tokens, row_before, with_ring
+from qattn_kernels.jit import slot_bits
 
 
 @triton.jit
@@ -13,7 +14,7 @@ def _priority(S, code, scale, keep, pos, old, bh, SEEN: tl.constexpr, KIND: tl.c
               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """TurboAttention section 3.3 in fp64, as `stores.flashq.head_priority`."""
     code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
-    code, scale = SEEN(code, scale)
+    code, scale = SEEN(code, scale, keep)
     x = code.to(tl.float64) * tl.max(scale, 0).to(tl.float64)
     inside = (tl.arange(0, C.DP) < C.D) & (tl.max(keep.to(tl.int32), 0) > 0)
     low = tl.min(tl.where(keep[:, None], x, float("inf")), 0)
@@ -48,9 +49,9 @@ def _places(S, priority, b, LOW: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, NB, K_OPEN: tl.constexpr,
-                K_SEEN: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr, K_KIND: tl.constexpr,
-                V_KIND: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, regions, NB,
+                K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
+                K_KIND: tl.constexpr, V_KIND: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (row). `KIND` -1: that side is not ranked."""
     b = tl.program_id(0)
     length, closed, open_start, closing, first, count = row_before(STATE, SPANS, span_stride, b, C)
@@ -68,6 +69,8 @@ def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
             flags = DROPPED + (b * C.H + h).to(tl.int64) * NB * (C.BLOCK // 8)
             gone = (tl.load(flags + t // 8).to(tl.int32) >> (t % 8)) & 1
             keep = (old | new) & (~bad) & ~(old & (gone == 1))
+            if C.ENTRIES > 0:
+                keep = keep & (slot_bits(chosen_bits(CHOSEN, regions, b * C.H + h, 0, C), t) == 0)
             if K_KIND >= 0:
                 code, scale = K_OPEN(k)
                 found = _priority(K, code, scale, keep, pos, old, b * C.H + h, K_SEEN, K_KIND, False, C)

@@ -16,12 +16,15 @@ from qattn_kernels.jit import (
     exp2_sas,
     load_row,
     packed_since,
+    settle_sinks,
     slot_bits,
     token_order,
     twin,
 )
+from qattn_kernels.sink_pool.kernel import sinks_seen, swapped, turn_of
 
 RING_TILE = tl.constexpr(64)  # slots of the ring at a time, which it is a multiple of
+SINK_TILE = tl.constexpr(32)  # entries of the table of sinks at a time
 FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
 NOTHING = tl.constexpr(-1e30)  # the score of what is not seen; a part whose maximum this is has no weight
 
@@ -41,6 +44,14 @@ def weights(s, top, running, threshold, C: tl.constexpr):
     if C.SAS:
         return exp2_sas(x, (threshold + running - top)[None, :])
     return tl.exp2(x)
+
+
+@triton.jit
+def weigh(s, m, threshold, C: tl.constexpr):
+    """Weights of a tile against its own maximum; what older sums and its own are worth; the running maximum."""
+    top = tl.max(s, 0)
+    running = tl.maximum(m, top)
+    return weights(s, top, running, threshold, C), tl.exp2(m - running), tl.exp2(top - running), running
 
 
 @triton.jit
@@ -92,13 +103,28 @@ def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, SCORES: tl
             if C.CAP:
                 s = soft_cap(s, cap)
             s = _open_seen(s, start + tl.arange(0, RING_TILE), dropped, row, p, window, C)
-            top = tl.max(s, 0)
-            running = tl.maximum(m, top)
-            alpha, beta = tl.exp2(m - running), tl.exp2(top - running)
-            w = weights(s, top, running, threshold, C)
-            acc, total = VALUES(V, at, start, RING_TILE, w, acc, alpha, beta, C)
+            w, alpha, beta, m = weigh(s, m, threshold, C)
+            acc, total = VALUES(V, at, start, C.RING, RING_TILE, w, acc, alpha, beta, C)
             l = l * alpha + total * beta
-            m = running
+    return m, l, acc
+
+
+@triton.jit
+def sink_part(K, V, TABLE, row, p, query, scores_of, m, l, acc, bh, SCORES: tl.constexpr, VALUES: tl.constexpr,
+              C: tl.constexpr):  # fmt: skip
+    """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
+    scale, cap, window, threshold = scores_of
+    first = bh.to(tl.int64) * C.ENTRIES
+    for start in tl.range(0, C.ENTRIES, SINK_TILE, num_stages=1):
+        at = first + start + tl.arange(0, SINK_TILE)
+        if tl.max(tl.load(TABLE.born + at), 0) > 0:
+            s = SCORES(K, first + start, SINK_TILE, query, scale, C)
+            if C.CAP:
+                s = soft_cap(s, cap)
+            s = tl.where(sinks_seen(TABLE, at, row, p, window, C), s, NOTHING)
+            w, alpha, beta, m = weigh(s, m, threshold, C)
+            acc, total = VALUES(V, first, start, C.ENTRIES, SINK_TILE, w, acc, alpha, beta, C)
+            l = l * alpha + total * beta
     return m, l, acc
 
 
@@ -115,7 +141,7 @@ def masked_words(words, block, C: tl.constexpr):
 
 
 @triton.jit
-def unseen(s, block, row, p, masked, block_pos, tokens, window, C: tl.constexpr):
+def unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C: tl.constexpr):
     """Scores of a block of so many `tokens` with those gone that a query may not see. Of scalars alone: what a thread
     loads for others goes through shared memory, once for each layout in which the compiler keeps scores."""
     length, closed, open_start, closing, first, count = row
@@ -127,7 +153,13 @@ def unseen(s, block, row, p, masked, block_pos, tokens, window, C: tl.constexpr)
         start = tl.load(block_pos + block)
         keep = keep & (t < tokens)
         see = (~late) | (p >= packed_since(block - closed, open_start, C))
-        see = keep[:, None] & see[None, :]
+        if C.ENTRIES > 0:
+            moved = t < 0
+            if closing > 0:
+                moved = swapped(MOVED, block, t, bh, C)
+            see = (keep[:, None] ^ (moved[:, None] & (p >= turn_of(row, C))[None, :])) & see[None, :]
+        else:
+            see = keep[:, None] & see[None, :]
     else:  # tokens stand in their final form at once
         start = tl.where(late, open_start + (block - closed) * C.BLOCK, tl.load(block_pos + block))
         keep = keep & (late | (t < tokens))
@@ -138,7 +170,7 @@ def unseen(s, block, row, p, masked, block_pos, tokens, window, C: tl.constexpr)
 
 
 @triton.jit
-def packed_part(K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head, k_head,
+def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head, k_head,
                 v_head, SCORES: tl.constexpr, VALUES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
                 STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attention over the blocks `begin` to `end` of the arenas, whose first blocks of this head are `head`, and among
@@ -152,19 +184,15 @@ def packed_part(K, V, dropped, block_pos, block_len, row, p, query, scores_of, m
         masked, tokens = masked_words(words, block, C), tl.load(block_len + block)
         some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
         if some | (tokens != C.BLOCK) | (block >= row[1]) | C.LOCAL:
-            s = unseen(s, block, row, p, masked, block_pos, tokens, window, C)
-        top = tl.max(s, 0)
-        running = tl.maximum(m, top)
-        alpha, beta = tl.exp2(m - running), tl.exp2(top - running)
-        w = weights(s, top, running, threshold, C)
+            s = unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C)
+        w, alpha, beta, m = weigh(s, m, threshold, C)
         acc, total = VALUES(V, head + block, v_head + block, w, acc, alpha, beta, V_BITS, C)
         l = l * alpha + total * beta
-        m = running
     return m, l, acc
 
 
 @triton.jit
-def packed_by_width(K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, b, h, NB,
+def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, b, h, NB,
                     K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
                     STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` with a loop of its own for each pair of widths: loads inside a branch are not pipelined."""
@@ -173,8 +201,8 @@ def packed_by_width(K, V, dropped, block_pos, block_len, row, p, query, scores_o
     head, k_head, v_head = (b * C.H + h).to(tl.int64) * NB, k_head * NB, v_head * NB
     if (C.K_LOW % C.H == 0) and (C.V_LOW % C.H == 0):
         m, l, acc = packed_part(
-            K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head, k_head, v_head,
-            SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C,
+            K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end,
+            head, k_head, v_head, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C,
         )  # fmt: skip
     else:
         k_low, v_low = k_place >= C.H - C.K_LOW, v_place >= C.H - C.V_LOW
@@ -182,8 +210,8 @@ def packed_by_width(K, V, dropped, block_pos, block_len, row, p, query, scores_o
             if (C.K_LOW if pair % 2 else C.H - C.K_LOW) > 0 and (C.V_LOW if pair // 2 else C.H - C.V_LOW) > 0:
                 if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
                     m, l, acc = packed_part(
-                        K, V, dropped, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head,
-                        k_head, v_head, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2, STAGES, C,
+                        K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, m, l, acc,
+                        begin, end, head, k_head, v_head, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2, STAGES, C,
                     )  # fmt: skip
     return m, l, acc
 
@@ -213,11 +241,12 @@ def stretch_of(blocks, splits, plan, C: tl.constexpr):
 
 
 @triton.jit
-def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS, NB, B, T, scores_of,
-                  plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
+def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS,
+                  NB, B, T, scores_of, plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
                   V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr,
                   RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (split, queries, row and head): a part of the context for up to `Q` queries; the first split is the ring.
+    """Program (split, queries, row and head): a part of the context for up to `Q` queries; the first split is the ring,
+    and the sinks that are kept out of the blocks.
 
     The other splits share a row's blocks evenly, as `plan` says (`stretch_of`).
 
@@ -248,9 +277,13 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
                 m, l, acc = open_part(
                     K, V, dropped, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
                 )
+            if C.ENTRIES > 0:
+                m, l, acc = sink_part(
+                    K_SINKS, V_SINKS, TABLE, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
+                )
         else:
             m, l, acc = packed_by_width(
-                K, V, dropped, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc, begin, end,
+                K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc, begin, end,
                 b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
             )  # fmt: skip
         d, inside = CHANNELS(C), n < T * C.G
@@ -261,14 +294,18 @@ def decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, 
 
 
 @triton.jit
-def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, NB, splits, T, plan, CHUNK: tl.constexpr,
+def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, plan, CHUNK: tl.constexpr,
                  HAS_SINKS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
+    `SINKS`: the model's learned logits; `TABLE`: of the sink pool.
 
     `RESULT` `[B, T, Hq, D]`, `LSE` fp32 `[B, Hq, T]`.
     """
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
+    if C.ENTRIES > 0:
+        if r == 0:
+            settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
     t, head = r // C.G, h * C.G + r % C.G
     blocks = blocks_seen(row, NB, C)
     live = tl.cdiv(blocks, stretch_of(blocks, splits, plan, C)) + (C.RING > 0)

@@ -36,7 +36,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     parts, stats = empty(batch * size.H, splits, rows, size.D), empty(batch * size.H, splits, rows, 2)
     threshold = call.spec.compute.sas_threshold * LOG2E
     decode_kernel[(splits, -(-rows // size.Q), batch * size.H)](
-        call.query, call.query.stride()[:3], call.rows, call.k, call.v, state["dropped"], state["block_pos"],
+        call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.k_sinks, call.v_sinks, call.table,
+        call.moved, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
         tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
@@ -46,7 +47,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
     lse = empty(batch, size.H * size.G, tokens)
     merge_kernel[(rows, size.H, batch)](
-        parts, stats, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.blocks, splits, tokens,
+        parts, stats, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
+        state["dropped"], call.blocks, splits, tokens,
         tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk <= 4 else 4,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from qattn_kernels.layout import State
 from qattn_kernels.online import Attended, Scores, attend
 from qattn_kernels.rows import Region
+from qattn_kernels.sink_pool.reference import packed_copies, sink_tiles
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.tiles import FOREVER, Tiles, packed_tiles
 
@@ -30,15 +31,17 @@ def decode(
     start = region.pos[:, 0, 0][:, None]
     end = start + (n + 1) * window.block - 1
     step = start + (n * window.block // window.span + 1) * window.span - 1 + window.residual
-    packed_since = torch.where(closes, torch.maximum(end + 1, step), FOREVER).int()
+    packed_since = torch.where(closes, torch.maximum(end + 1, step), FOREVER).int()  # `[B, n]`
 
     packed = packed_tiles(state, spec, region.closed + region.closing)
-    index = torch.arange(packed.pos.shape[1], device=q.device)
+    index = torch.arange(packed.pos.shape[2], device=q.device)
     j = index - region.closed[:, None]
-    late = packed_since.gather(1, j.clamp(0, len(n) - 1).long())
-    since = torch.where((j >= 0)[..., None], torch.maximum(late[..., None], packed.since), packed.since)
-    packed = packed._replace(since=since)
+    late = torch.where(j >= 0, packed_since.gather(1, j.clamp(0, len(n) - 1).long()), 0)
+    packed = packed._replace(since=torch.maximum(late[:, None, :, None], packed.since))
+    if spec.sink_pool.num:
+        packed = packed_copies(packed, state, region.closed, packed_since)
+        packed = packed.joined(sink_tiles(state, spec, region.closed, packed_since))
     until = torch.where(closes, packed_since - 1, FOREVER).int()[..., None].expand_as(region.pos)
     since = torch.where(region.valid, region.pos, FOREVER)
-    ring = Tiles(region.k, region.v, region.pos, since, until, region.keep)
+    ring = Tiles(region.k, region.v, region.pos[:, None], since[:, None], until[:, None], region.keep)
     return attend(q, q_pos, packed.joined(ring), scores, spec.compute, spec.sparsity, prefill=False)

@@ -4,7 +4,7 @@ Every file offers the same functions, and `Tensors`, the state of one side by na
 number of 2-bit heads, `at` the block's index among all blocks of all heads, `index` that among the blocks of heads of
 its width, `place` where a head's codes live.
 
-`open(x)` codes and scales of new tokens; `seen(...)` those of a full block as its codes will say them; `place(...)`
+`open(x)` codes and scales of new tokens; `seen(...)` those of a full block as its codes will say them, by the scale of the tokens to `keep`; `place(...)`
 where a head's codes go, decided when its row's first block closes, and `locate(...)` where they are; `put(...)` writes
 codes into the arenas; `get(...)` a block in panel form; `scores(...)`, `values(...)` the two products of a decode step
 over one block of `BITS`-bit codes, whose tokens stand in `token_order` since packed bytes hold several part tiles;
@@ -14,7 +14,7 @@ Queries are the columns: with the tokens as rows a tensor core tile wastes 8 col
 it wastes 16 rows.
 
 A store with a ring has `ring` among its tensors, and `ring_scale` if that holds INT8, and offers `ring_scores(...)`,
-`ring_values(...)`: the two products over the ring. `TWINS`: its codes enter products of integers whatever `compute`.
+`ring_values(...)`: the two products over the ring, or over sinks, which stand as a ring of theirs would. `TWINS`: its codes enter products of integers whatever `compute`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib
 from functools import lru_cache
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from qattn_kernels.layout import State
 from qattn_kernels.stores import Store
@@ -37,3 +38,15 @@ def side_tensors(state: State, side: str, store: Store) -> tuple:
     """The tensors of one side as its jit functions take them."""
     tensors = pieces_of(store).Tensors
     return tensors(*(state[f"{side}.{name}"] for name in tensors._fields))
+
+
+class Sinks(NamedTuple):
+    """The sinks of one side, under the names of a ring; `ring_scale` is another tensor where they have none."""
+
+    ring: Any
+    ring_scale: Any
+
+
+def sink_tensors(state: State, side: str) -> Sinks:
+    """The sinks of one side as a store's functions for the ring take them."""
+    return Sinks(state[f"{side}.sink"], state.get(f"{side}.sink_scale", state["sink.norm"]))

@@ -48,11 +48,12 @@ def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def seen(code, scale):
-    """A full block: token-scaled codes to one scale, integers in fp32."""
-    s = tl.max(scale, 0)
+def seen(code, scale, keep):
+    """A full block: token-scaled codes to one scale, integers in fp32; tokens outside `keep` do not raise it."""
+    s = tl.max(tl.where(keep, scale, 0.0), 0)
     ratio = tl.div_rn(scale, tl.zeros_like(scale) + tl.where(s == 0.0, 1.0, s))
-    return round_even(code * ratio[:, None]), tl.zeros_like(scale) + s
+    x1 = round_even(tl.clamp(code * ratio[:, None], -1.0 * LEVELS, 1.0 * LEVELS))
+    return x1, tl.zeros_like(scale) + s
 
 
 @triton.jit
@@ -169,6 +170,6 @@ def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr
 
 
 @triton.jit
-def ring_values(S, first, start, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
+def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
     codes, scales = S.ring + first * C.D + start, S.ring_scale + first + start
-    return token_values(codes, scales, C.RING, channels(C), TOKENS, 1, p, acc, alpha, beta, C)
+    return token_values(codes, scales, SLOTS, channels(C), TOKENS, 1, p, acc, alpha, beta, C)

@@ -41,7 +41,7 @@ def open(x):
 
 
 @triton.jit
-def seen(code, scale):
+def seen(code, scale, keep):
     """Undone, as a prefill in the model's precision reads it."""
     return code * scale[:, None], scale
 

@@ -36,7 +36,7 @@ def open(x):
 
 
 @triton.jit
-def seen(code, scale):
+def seen(code, scale, keep):
     return code, scale
 
 

@@ -161,5 +161,5 @@ def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr
 
 
 @triton.jit
-def ring_values(S, first, start, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
+def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
     return token_values(S.ring + (first + start) * C.D, TOKENS, 1, p, acc, alpha, beta, C)

@@ -7,6 +7,7 @@ import torch
 from qattn_kernels.layout import State
 from qattn_kernels.online import Attended, Scores, attend
 from qattn_kernels.rows import Region, region_blocks
+from qattn_kernels.sink_pool.reference import sink_tiles
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.stores import Operand, Store
 from qattn_kernels.tiles import FOREVER, Tiles, packed_tiles
@@ -23,18 +24,20 @@ def _seen(store: Store, tokens: Operand, full: torch.Tensor) -> Operand:
 def prefill(
     q: torch.Tensor, q_pos: torch.Tensor, state: State, spec: LayerSpec, region: Region, scores: Scores
 ) -> Attended:
-    """Attention of a long call, TurboAttention Algorithm 1; before or after its tokens are appended.
+    """Attention of a long call, TurboAttention Algorithm 1; before its tokens are appended.
 
     Args:
         q: `[B, Hq, T, D]`, real tokens first. q_pos: int32 `[B, T]` row positions, negative for padding.
-        state: the layer's tensors; only blocks closed before the call are read.
+        state: the layer's tensors before the call.
         region: the open tokens before the call and the new ones.
     """
     closes = torch.arange(region.pos.shape[1], device=q.device) < region.closing[:, None]
-    since = torch.where(region.valid, region.pos, FOREVER)
+    since = torch.where(region.valid, region.pos, FOREVER)[:, None]
     k, v = _seen(spec.k, region.k, closes), _seen(spec.v, region.v, closes)
-    fresh = Tiles(k, v, region.pos, since, torch.full_like(since, FOREVER), region.keep)
+    fresh = Tiles(k, v, region.pos[:, None], since, torch.full_like(since, FOREVER), region.keep)
     packed, rows, parts = packed_tiles(state, spec, region.closed), spec.compute.block_q, []
+    if spec.sink_pool.num:
+        packed = packed.joined(sink_tiles(state, spec, region.closed, None))
     for i in range(0, q.shape[2], rows):  # the scores of all queries at once would not fit a long prompt
         past = packed.joined(fresh.first(region_blocks(spec.window, i + rows)))  # later tiles are later tokens
         queries = q[:, :, i : i + rows], q_pos[:, i : i + rows]

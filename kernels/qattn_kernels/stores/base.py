@@ -88,8 +88,8 @@ class Store:
         """The tensors this store adds to the layer's state, `dim` being the head dim of its side."""
         raise NotImplementedError
 
-    def ring_tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
-        """The ring of open tokens, for windowed stores: `ring`, and `ring_scale` if its codes have scales."""
+    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
+        """A ring of `slots` open tokens, for windowed stores: `ring`, and `ring_scale` if its codes have scales."""
         raise NotImplementedError
 
     def ring(self, state: State) -> Operand:

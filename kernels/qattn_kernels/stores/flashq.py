@@ -24,11 +24,15 @@ from qattn_kernels.stores.base import (
 )
 
 
-def stage_one(tokens: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token-scaled codes `[..., block, D]` to one scale a block: `s = max s_t`, `X1 = round(code * s_t / s)`."""
-    scale = tokens.scales.amax(-1)
+def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token-scaled codes `[..., block, D]` to one scale a block: `s = max s_t`, `X1 = round(code * s_t / s)`.
+
+    Tokens outside `keep` `[..., block]`, if given, do not raise the scale; what is beyond it is clamped.
+    """
+    scale = (tokens.scales if keep is None else torch.where(keep, tokens.scales, 0.0)).amax(-1)
     divisor = torch.where(scale == 0, 1.0, scale)
-    return torch.round(tokens.x.float() * (tokens.scales / divisor[..., None])[..., None]).to(torch.int8), scale
+    x1 = torch.round(tokens.x.float() * (tokens.scales / divisor[..., None])[..., None])
+    return x1.clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8), scale
 
 
 def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -120,11 +124,11 @@ class FlashQStore(Store):
             found["clamped"] = TensorSpec((b, h), torch.int64)
         return found
 
-    def ring_tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
-        slots = (dim, window.ring) if self.transposed else (window.ring, dim)
+    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
+        codes = (dim, slots) if self.transposed else (slots, dim)
         return {
-            "ring": TensorSpec((geo.batch, geo.heads, *slots), torch.int8),
-            "ring_scale": TensorSpec((geo.batch, geo.heads, window.ring), torch.float32),
+            "ring": TensorSpec((geo.batch, geo.heads, *codes), torch.int8),
+            "ring_scale": TensorSpec((geo.batch, geo.heads, slots), torch.float32),
         }
 
     def open(self, new: Arrival, state: State) -> Operand:
@@ -161,7 +165,7 @@ class FlashQStore(Store):
         return Operand(x1, scale[..., None].expand(x1.shape[:-1]))
 
     def write(self, state: State, block: Block) -> None:
-        x1, scale = stage_one(block.tokens)
+        x1, scale = stage_one(block.tokens, block.keep)
         self._place_heads(state, x1, scale, block)
         head_of = state["head_of"].long()
         wide = state["codes4"].shape[1]

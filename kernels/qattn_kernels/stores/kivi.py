@@ -57,8 +57,8 @@ class KiviStore(Store):
             "zero": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
         }
 
-    def ring_tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
-        return {"ring": TensorSpec((geo.batch, geo.heads, window.ring, dim), geo.dtype)}
+    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
+        return {"ring": TensorSpec((geo.batch, geo.heads, slots, dim), geo.dtype)}
 
     def open(self, new: Arrival, state: State) -> Operand:
         return Operand(new.x.to(state["ring"].dtype), None)

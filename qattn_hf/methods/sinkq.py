@@ -1,0 +1,24 @@
+"""SinkQ: KIVI with the attention sinks of each head kept out of the codes (papers: SinkQ)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from qattn_hf.methods.kivi import Kivi
+
+
+class SinkQ(Kivi):
+    """SinkQ: KIVI whose tokens of the smallest keys, the attention sinks, stay in model precision."""
+
+    variants = ({"bits": 4, "group_size": 32, "residual_length": 0, "sink_window": 2, "sink_skip_layers": 0},)
+
+    group_size: Literal[32, 64, 128] = Field(128, description="tokens of a key's group, channels of a value's")
+    residual_length: int = Field(32, ge=0, le=128, description="newest tokens that are never packed")
+    sink_num: int = Field(3, ge=0, le=8, description="sinks a head keeps out of its packed blocks; 0 is none")
+    sink_window: int = Field(32, ge=0, le=128, description="evicted sinks that stay out of them too")
+    sink_skip_layers: int = Field(2, ge=0, description="first layers that have no pool")
+
+
+METHOD = SinkQ
