@@ -17,6 +17,7 @@ from qattn_kernels.stores.base import (
     Block,
     Operand,
     Store,
+    int8_ring,
     int8_tokens,
     pack,
     unpack,
@@ -121,11 +122,7 @@ class FlashQStore(Store):
         return found
 
     def ring_tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
-        slots = (dim, window.ring) if self.transposed else (window.ring, dim)
-        return {
-            "ring": TensorSpec((geo.batch, geo.heads, *slots), torch.int8),
-            "ring_scale": TensorSpec((geo.batch, geo.heads, window.ring), torch.float32),
-        }
+        return int8_ring(geo, window, dim, self.transposed)
 
     def open(self, new: Arrival, state: State) -> Operand:
         tokens = int8_tokens(new.x)
@@ -156,7 +153,7 @@ class FlashQStore(Store):
             torch.where(applies[..., None], fixed, tokens.x), torch.where(zero, tokens.scales, scale[..., None])
         )
 
-    def seen(self, tokens: Operand) -> Operand:
+    def seen(self, tokens: Operand, state: State) -> Operand:
         x1, scale = stage_one(tokens)
         return Operand(x1, scale[..., None].expand(x1.shape[:-1]))
 
