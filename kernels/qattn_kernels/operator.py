@@ -11,6 +11,7 @@ from qattn_kernels.decode.reference import decode
 from qattn_kernels.layout import Geometry, State
 from qattn_kernels.online import Scores
 from qattn_kernels.prefill.reference import prefill
+from qattn_kernels.rotate import rotate
 from qattn_kernels.rows import build_region, columns_back, real_first
 from qattn_kernels.spec import SHORT_CALL, LayerSpec, decode_spec
 from qattn_kernels.state import layer_tensors
@@ -101,6 +102,8 @@ def attend(
     named = dict(zip(state_names(layer), state, strict=True))
     scores = Scores(scale, softcap, window, sinks)
     _check_capacity(named, layer, span)
+    if layer.compute.rotate == "hadamard":
+        query, key = rotate(query), rotate(key)
     if layer.impl == "triton":
         from qattn_kernels.fused import fused_step  # Triton is loaded when it is first used
 
