@@ -131,6 +131,8 @@ def _long_side(S, X, SCALE, x, keep, pos, old, used, closes, b, h, index, NB, sl
             code, scale = SEEN(code, scale)
             place = PLACE(S, b, h, index == 0, VALUES, C)
             PUT(S, code, scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+        elif (X.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
+            code, scale = SEEN(code, scale)  # open tokens have no codes of their own: as if the block closed here
     else:
         if used:
             PUT(S, code, scale, keep, ~old, t, b, h, index, NB, h, VALUES, C)
