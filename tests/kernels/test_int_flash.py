@@ -121,6 +121,8 @@ def test_rotation_of_a_token_does_not_depend_on_its_call():
     x = torch.randn(1, 8, 513, 128, generator=torch.Generator().manual_seed(0))
     assert torch.equal(rotate(x)[:, 3:4, 400:401], rotate(x[:, 3:4, 400:401]))
     assert torch.equal(rotate(x.bfloat16())[:, :, :7], rotate(x.bfloat16()[:, :, :7]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(rotate(x)[:, :, :7], rotate(x[:, :, :7])) and rotate(x).dtype == x.dtype
 
 
 def test_stored_keys_are_the_rotated_ones():

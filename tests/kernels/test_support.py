@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DEVICE, random_ids, tiny_llama
+from helpers import DEVICE, Case, case_id, random_ids, tiny_llama
 
 from qattn_hf import RecipeError, UnsupportedError, patch, report
 from qattn_hf.layer import QAttnLayer
@@ -61,13 +61,14 @@ def test_a_layer_of_other_sizes_than_its_config_fails_closed():
         layer.update(k, k)
 
 
-def test_a_model_generates_through_the_kernels():
+@pytest.mark.parametrize("case", [("int8", {}), ("int_flash", {"rotate": "hadamard"})], ids=case_id)
+def test_a_model_generates_through_the_kernels(case: Case):
     """Interpreted without a GPU: prefill, decode and the end of a block, with logits near the reference's."""
     model = tiny_llama(**SIZES).to(DEVICE)
     ids = random_ids(1, 62).to(DEVICE)
     made: dict[str, torch.Tensor] = {}
     for impl in ("reference", "triton"):
-        patch(model, "int8", impl=impl)
+        patch(model, case[0], impl=impl, **case[1])
         out = model.generate(ids, do_sample=False, max_new_tokens=4, output_logits=True, return_dict_in_generate=True)
         made[impl] = torch.stack(out.logits)
         assert report(model).to_dict()["impl"] == impl
