@@ -33,6 +33,7 @@ DECODE_METHODS = (
     "turbo",
     "int8",
     "fp8",
+    "int_flash",
     "none",
     "kivi:bits=4,group_size=128",
     "kivi:bits=2,group_size=128,residual_length=32",

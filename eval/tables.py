@@ -205,6 +205,7 @@ def kernels_table(results: Path) -> str:
                 ("kivi", "group_size"),
                 ("kivi", "compute", "model", "int8"),
                 ("none", "compute", "model", "int8"),
+                ("int_flash", "v_granularity"),
             )
         ),
     ]

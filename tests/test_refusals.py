@@ -108,6 +108,7 @@ SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"decode": "cuda"}, ("decode = 'cuda'", "'auto', 'graph', 'compile' or 'eager'")),
     ({"method": "int8", "recipe": "turbo"}, ("method='int8' clashes", "'turbo'", "give one of them")),
     ({"bits": 3, "crop_horizon": 1, "sofmax": "sas"}, ("bits = 3", "crop_horizon = 1", "did you mean 'softmax'?")),
+    ({"method": "int_flash", "mode": "half", "v_granularity": "tensor"}, ("v_granularity='tensor'", "mode='half'")),
     ({"method": 3}, ("method", "3")),
     ({"method": ""}, ("unknown method ''",)),
     ({"recipe": 3}, ("recipe", "3")),

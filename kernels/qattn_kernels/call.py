@@ -19,9 +19,9 @@ ROW_STATE = ("length", "closed", "open_start", "longest", "seen", "padded")
 
 
 class Call(NamedTuple):
-    """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills; `table`, `k_sinks`,
-    `v_sinks`: of the sink pool, `chosen` one bit for each token of the region that it takes, `moved` the slots that a
-    short call moves, or None."""
+    """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
+    or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the region that it takes, `moved` the
+    slots that a short call moves."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -14,7 +14,7 @@ import torch
 from qattn_kernels.softmax import sas_exp
 from qattn_kernels.spec import Compute, Sparsity
 from qattn_kernels.stores import Operand
-from qattn_kernels.stores.base import INT8_LEVELS, int8_tokens
+from qattn_kernels.stores.base import int8_tokens
 from qattn_kernels.tiles import Tiles, visible
 
 
@@ -44,23 +44,28 @@ class Attended(NamedTuple):
     skipped: torch.Tensor
 
 
-def quantize_query(q: torch.Tensor, block_q: int) -> Operand:
+def quantize_query(q: torch.Tensor, block_q: int, levels: int) -> Operand:
     """INT8 queries `[B, Hq, T, D]`, one scale for `block_q` tokens of a head (1: each its own)."""
     if block_q == 1:
-        return int8_tokens(q)
+        return int8_tokens(q, levels)
     pad = -q.shape[2] % block_q
     blocks = torch.nn.functional.pad(q, (0, 0, 0, pad)).unflatten(2, (-1, block_q))
-    coded = int8_tokens(blocks.flatten(3))
+    coded = int8_tokens(blocks.flatten(3), levels)
     codes = coded.x.unflatten(3, (block_q, -1)).flatten(2, 3)
     return Operand(codes[:, :, : q.shape[2]], coded.scales.repeat_interleave(block_q, 2)[:, :, : q.shape[2]])
 
 
-def _scores(q: torch.Tensor, tiles: Tiles, scores: Scores, int8: bool, block_q: int) -> torch.Tensor:
+def _integers(x: Operand, levels: int) -> Operand:
+    """`x` itself if it has codes, else INT8 of each token."""
+    return x if x.scale is not None else int8_tokens(x.x.float(), levels)
+
+
+def _scores(q: torch.Tensor, tiles: Tiles, scores: Scores, int8: bool, block_q: int, levels: int) -> torch.Tensor:
     """fp32 `[B, Hkv, G, T, n, block]`, scaled and capped, not masked."""
     heads = tiles.k.x.shape[1]
     if int8:
-        k = tiles.k if tiles.k.scale is not None else int8_tokens(tiles.k.x.float())
-        coded = quantize_query(q * scores.scale, block_q)
+        k = _integers(tiles.k, levels)
+        coded = quantize_query(q * scores.scale, block_q, levels)
         left, right = coded.x.float(), k.x.float()  # sums of 8-bit products are exact in fp32 up to D = 1024
     else:
         left, right = q * scores.scale, tiles.k.undone()
@@ -70,24 +75,35 @@ def _scores(q: torch.Tensor, tiles: Tiles, scores: Scores, int8: bool, block_q: 
     return scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
 
 
-def _weighted_values(p: torch.Tensor, v: Operand, int8: bool, tile_rows: int) -> torch.Tensor:
-    """`sum_k p v` of each tile: `p` `[B, Hkv, G, T, n, block]` to fp32 `[B, Hkv, G, T, n, Dv]`.
+def _rounded(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> Operand:
+    """INT8 weights `[B, Hkv, G, T, n, block]` with fp32 scales `[B, Hkv, G, T, n]`.
 
-    INT8: a value's token scale is multiplied into its weight, then the weights of a row in a tile are scaled by their
-    maximum / 119 and rounded; `tile_rows` > 1 shares that maximum among so many queries (the paper's tile).
+    A value's token scale is multiplied into its weight, then the weights of a row in a tile are scaled by their
+    maximum / `levels` and rounded; `tile_rows` > 1 shares that maximum among so many queries (the paper's tile).
     """
-    if not int8:
-        return torch.einsum("bhgtnk,bhnkd->bhgtnd", p, v.undone())
-    v = v if v.scale is not None else int8_tokens(v.x.float())
     w = p * v.scales[:, :, None, None]
     top = w.amax(-1)
     if tile_rows > 1:
         pad = -top.shape[3] % tile_rows
         tiles = torch.nn.functional.pad(top, (0, 0, 0, pad)).unflatten(3, (-1, tile_rows))
         top = tiles.amax(4).repeat_interleave(tile_rows, 3)[:, :, :, : p.shape[3]]
-    scale = top / INT8_LEVELS
-    codes = torch.round(w / torch.where(scale == 0, 1.0, scale)[..., None])
-    return torch.einsum("bhgtnk,bhnkd->bhgtnd", codes, v.x.float()) * scale[..., None]
+    scale = top / levels
+    return Operand(torch.round(w / torch.where(scale == 0, 1.0, scale)[..., None]), scale)
+
+
+def _rounded_sums(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> torch.Tensor:
+    """Row sums `[B, Hkv, G, T, n]` of the rounded weights; a weight of zeros, which have no scale, stays as it was."""
+    scale = v.scales[:, :, None, None]
+    weights = _rounded(p, v, levels, tile_rows).undone() / torch.where(scale == 0, 1.0, scale)
+    return torch.where(scale == 0, p, weights).sum(-1)
+
+
+def _weighted_values(p: torch.Tensor, v: Operand, int8: bool, levels: int, tile_rows: int) -> torch.Tensor:
+    """`sum_k p v` of each tile: `p` `[B, Hkv, G, T, n, block]` to fp32 `[B, Hkv, G, T, n, Dv]`; INT8: of `_rounded`."""
+    if not int8:
+        return torch.einsum("bhgtnk,bhnkd->bhgtnd", p, v.undone())
+    weights = _rounded(p, v, levels, tile_rows)
+    return torch.einsum("bhgtnk,bhnkd->bhgtnd", weights.x, v.x.float()) * weights.scales[..., None]
 
 
 def _skip(p: torch.Tensor, share: torch.Tensor, sparsity: Sparsity) -> torch.Tensor:
@@ -111,12 +127,16 @@ def attend(
 
     Each tile's weights are taken against its own row maximum (`sas` and `p_scale: tile`: against the running one, tiles
     in order, because the cut and the shared scale depend on it) and merged by exact exponentials, TurboAttention
-    Algorithms 1 and 2. Row sums are of the unrounded weights.
+    Algorithms 1 and 2. Row sums, and with them the log-sum-exp, are of the unrounded weights, or of the rounded ones
+    if `round_sum` says so.
     """
     int8 = (compute.prefill if prefill else compute.decode) == "int8"
+    int8_values = int8 and compute.pv == "int8"
+    v = _integers(tiles.v, compute.pv_levels) if int8_values else tiles.v
     heads, group = tiles.k.x.shape[1], q.shape[1] // tiles.k.x.shape[1]
     see = visible(tiles, q_pos, scores.window)[:, :, None]
-    s = _scores(q.float(), tiles, scores, int8, compute.block_q if prefill else 1).masked_fill(~see, -torch.inf)
+    block_q = compute.block_q if prefill else 1
+    s = _scores(q.float(), tiles, scores, int8, block_q, compute.qk_levels).masked_fill(~see, -torch.inf)
     top = s.amax(-1)
     sas = compute.softmax == "sas"
     tile = prefill and compute.p_scale == "tile"
@@ -124,7 +144,8 @@ def attend(
     base = torch.where(top.isneginf(), 0.0, top)
     p = s - base[..., None]
     p = sas_exp(p, compute.sas_threshold) if sas else torch.exp(p)
-    sums = p.sum(-1)
+    levels, tile_rows = compute.pv_levels, compute.block_q if tile else 1
+    sums = _rounded_sums(p, v, levels, tile_rows) if int8_values and compute.round_sum else p.sum(-1)
 
     last = top.amax(-1)
     sinks = None if scores.sinks is None else scores.sinks.float().view(1, heads, group, 1)
@@ -138,6 +159,6 @@ def attend(
         skip = _skip(p, share / torch.where(total == 0, 1.0, total)[..., None], sparsity)
         seen, skipped = (see.expand_as(skip).sum((2, 3, 4, 5)), skip.sum((2, 3, 4, 5)))
         p = torch.where(skip, 0.0, p)
-    out = (_weighted_values(p, tiles.v, int8, compute.block_q if tile else 1) * share[..., None]).sum(-2)
+    out = (_weighted_values(p, v, int8_values, levels, tile_rows) * share[..., None]).sum(-2)
     out = out / torch.where(total == 0, 1.0, total)[..., None]
     return Attended(out.flatten(1, 2), (last + total.log()).flatten(1, 2), seen, skipped)

@@ -10,7 +10,8 @@ from qattn_kernels.append.reference import append
 from qattn_kernels.decode.reference import decode
 from qattn_kernels.layout import Geometry, State
 from qattn_kernels.online import Scores
-from qattn_kernels.prefill.reference import prefill
+from qattn_kernels.prefill.reference import packed_past, prefill
+from qattn_kernels.rotate import rotate
 from qattn_kernels.rows import build_region, columns_back, real_first
 from qattn_kernels.sink_pool.reference import compete
 from qattn_kernels.sink_pool.table import settle
@@ -62,11 +63,14 @@ def reference_step(
     q, k, v = (real_first(x, span) for x in (q, k, v))
     region = build_region(state, spec, k, v, count)
     short = q.shape[2] <= SHORT_CALL
-    result = None if short else prefill(q, q_pos, state, spec, region, scores)
+    past = None if short else packed_past(state, spec)
     if spec.sink_pool.num:
         region = compete(state, spec, region)
     append(state, spec, region, count, q.shape[2])
-    result = result or decode(q, q_pos, state, spec, region, scores)
+    if past is None:
+        result = decode(q, q_pos, state, spec, region, scores)
+    else:
+        result = prefill(q, q_pos, past, state, spec, region, scores)
     if spec.sink_pool.num:
         settle(state, region.closed)
     state["v_read"].add_(result.seen)
@@ -108,6 +112,8 @@ def attend(
     named = dict(zip(state_names(layer), state, strict=True))
     scores = Scores(scale, softcap, window, sinks)
     _check_capacity(named, layer, span)
+    if layer.compute.rotate == "hadamard":
+        query, key = rotate(query), rotate(key)
     if layer.impl == "triton":
         from qattn_kernels.fused import fused_step  # Triton is loaded when it is first used
 

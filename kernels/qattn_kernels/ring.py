@@ -19,6 +19,8 @@ def resize_ring(state: State, old: LayerSpec, new: LayerSpec) -> None:
     last = state["length"][:, None] - 1
     pos = last - (last - torch.arange(after, device=last.device)) % after
     held = (pos >= 0) & (pos >= state["longest"][:, None] - before)
+    pool = new.sink_pool
+    more = pool.entries(new.window) - pool.entries(old.window)
     for side, store in (("k", old.k), ("v", old.v)):
         if not store.windowed:
             continue
@@ -26,11 +28,10 @@ def resize_ring(state: State, old: LayerSpec, new: LayerSpec) -> None:
             lambda x: torch.where(held[:, None, :, None], pick(x, pos % before), 0)
         )
         _replace(state, f"{side}.ring", store, kept)
-        if new.sink_pool.num:
-            more = new.sink_pool.entries(new.window) - state["sink.pos"].shape[2]
+        if pool.num:
             sinks = read_sinks(side_of(state, side), store).map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, more)))
             _replace(state, f"{side}.sink", store, sinks)
-    if new.sink_pool.num:
+    if pool.num:
         for name in FIELDS:
             state[f"sink.{name}"] = torch.nn.functional.pad(state[f"sink.{name}"], (0, more))
     state["ring_from"].copy_(torch.maximum(state["ring_from"], state["longest"] - before).int())

@@ -135,4 +135,4 @@ def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor
     ready = (length + count - state["open_start"] - window.residual).clamp(min=0)
     closing = ready // window.span * (window.span // window.block)
     pos = at.pos.unflatten(1, (-1, window.block))
-    return Region(pos, valid, keep, *sides, state["closed"].clone(), closing, torch.zeros_like(keep))
+    return Region(pos, valid, keep, sides[0], sides[1], state["closed"].clone(), closing, torch.zeros_like(keep))

@@ -10,6 +10,7 @@ from typing import Any
 
 from qattn_kernels.layout import SinkPool, Window
 from qattn_kernels.stores import Store, get_store
+from qattn_kernels.stores.base import INT8_LEVELS
 
 SHORT_CALL = 32  # calls of at most this many tokens append first and read the cache as single steps would
 
@@ -20,9 +21,13 @@ class Compute:
 
     Attributes:
         prefill, decode: `int8` (products of 8-bit integers) or `model` (floating point over the undone store).
+        pv: the product with values where the one with keys is `int8`: that too, or `model`.
         softmax: `exact` or `sas` (algorithm SAS of TurboAttention, cut at `sas_threshold`).
         p_scale: INT8 weights of a prefill are scaled by `row` of a block or by `tile` (the paper's).
-        block_q: queries of a prefill that share one INT8 scale.
+        block_q: queries of a prefill that share one INT8 scale; 1: each token has its own.
+        qk_levels, pv_levels: largest INT8 code of queries and of weights, and of keys and values that have no codes.
+        round_sum: row sums are of the rounded INT8 weights, not of what they were rounded from.
+        rotate: `hadamard` turns queries and keys before anything else (`rotate.py`), `none` does not.
     """
 
     prefill: str = "int8"
@@ -31,6 +36,11 @@ class Compute:
     sas_threshold: float = -6.0
     p_scale: str = "row"
     block_q: int = 64
+    pv: str = "int8"
+    qk_levels: int = INT8_LEVELS
+    pv_levels: int = INT8_LEVELS
+    round_sum: bool = False
+    rotate: str = "none"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.stores.flashq import FlashQStore
+from qattn_kernels.stores.int8_block import Int8BlockStore
 from qattn_kernels.stores.kivi import KiviStore
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -48,18 +49,23 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
 
 
 def _unsupported_stores(spec: LayerSpec) -> str | None:
-    for store in (spec.k, spec.v):
+    int8 = "int8" in (spec.compute.prefill, spec.compute.decode)
+    for side, store in (("k", spec.k), ("v", spec.v)):
         if importlib.util.find_spec(f"qattn_kernels.pieces.{store.name}") is None:
             return f"there are no kernels for {store.name} yet"
-        if not store.integer and "int8" in (spec.compute.prefill, spec.compute.decode):
+        if not store.integer and int8 and (side == "k" or spec.compute.pv == "int8"):
             return "INT8 products over keys and values that are no integers are the reference's"
+        if store.integer and int8 and side == "v" and spec.compute.pv != "int8":
+            return "INT8 keys beside INT8 values that are multiplied in the model's precision are the reference's"
         if isinstance(store, FlashQStore):
             if store.buffer_scale != "token":
                 return f"buffer_scale is {store.buffer_scale!r}; the kernels scale the buffer by token"
             if store.bits == "mixed" and store.low_heads is None and store.priority not in PRIORITIES:
                 return f"priority is {store.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
-        if isinstance(store, KiviStore) and (store.bits == 3 or store.per_token != (store is spec.v)):
+        if isinstance(store, KiviStore) and (store.bits == 3 or store.per_token != (side == "v")):
             return "of KIVI's formats the kernels know 2 and 4 bits, keys by channel and values by token"
+        if isinstance(store, Int8BlockStore) and store.granularity != "block":
+            return f"v_granularity is {store.granularity!r}; the kernels scale values by block"
     if spec.k.windowed != spec.v.windowed:
         return "one of K and V has a ring and the other none"
     return None

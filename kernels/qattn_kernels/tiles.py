@@ -37,12 +37,14 @@ class Tiles(NamedTuple):
         return Tiles(k, v, pos, since, until, self.keep[:, :, :n])
 
     def joined(self, other: Tiles) -> Tiles:
-        """These tiles, then the others'."""
+        """These tiles, then the others'; where only one has codes, the other's numbers stand beside them."""
 
         def cat(a: Any, b: Any, dim: int) -> Any:
             return None if a is None else torch.cat([a, b], dim)
 
         def side(a: Operand, b: Operand) -> Operand:
+            if (a.scale is None) != (b.scale is None):
+                a, b = a.scaled(), b.scaled()
             return Operand(cat(a.x, b.x, 2), cat(a.scale, b.scale, 2))
 
         def each(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -113,7 +113,7 @@ class WindowedMethod(Method):
     sink_num: int = Field(0, ge=0, le=8, description="sinks a head keeps out of its packed blocks; 0 is none")
     sink_window: int = Field(0, ge=0, le=128, description="evicted sinks that stay out of them too")
     sink_skip_layers: int = Field(0, ge=0, description="first layers that have no pool")
-    sink_select: Select = Field("smallest_key", description="which tokens are sinks; others than the smallest to compare")
+    sink_select: Select = Field("smallest_key", description="which tokens are sinks; others to compare")
     sink_exclude: bool = Field(True, description="sinks leave the statistics of their block too")
     sink_prefill: Literal["group", "whole"] = Field(
         "group", description="the pool competes with each block, or with the first call at once as in the paper"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,7 @@ Bits = Literal[2, 3, 4]
 class Kivi(WindowedMethod):
     """KIVI: 2- to 4-bit keys by channel and values by token, behind the newest tokens in model precision."""
 
-    variants = (
+    variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": 4, "group_size": 64, "residual_length": 32},
         {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "softmax": "sas"},
     )

@@ -16,11 +16,12 @@ from helpers import DEVICE, Case, case_id, make_layer
 from qattn_hf.layer import QAttnLayer
 from qattn_kernels.append.launch import finish
 from qattn_kernels.call import make_call
+from qattn_kernels.crop import crop
 from qattn_kernels.fused import fused_step, write_long
 from qattn_kernels.online import Scores
 from qattn_kernels.operator import reference_step
-from qattn_kernels.sink_pool.table import read_sinks
 from qattn_kernels.pieces.fp8 import open as open_fp8
+from qattn_kernels.sink_pool.table import read_sinks
 from qattn_kernels.state import side_of
 from qattn_kernels.stores.fp8 import fp8_tokens
 
@@ -39,6 +40,8 @@ CASES: list[Case] = [
     ("fp8", {}),
     ("sinkq", {"group_size": 64, "residual_length": 0, "sink_num": 2, "sink_window": 1}),
     ("turbo", {"bits": "mixed", "sink_num": 2}),
+    ("int_flash", {}),
+    ("int_flash", {"mode": "half", "bits": 4}),
 ]
 MORE_CASES: list[Case] = [
     ("turbo", {"bits": 2}),
@@ -48,6 +51,9 @@ MORE_CASES: list[Case] = [
     ("turbo", {"bits": "mixed", "priority": "variation", "n_h": 1}),
     ("int8", {"compute": "model"}),
     ("none", {"softmax": "sas", "sas_threshold": -1e9}),
+    ("int_flash", {"bits": 4, "softmax": "sas", "sas_threshold": -1e9}),
+    ("int_flash", {"mode": "half"}),
+    ("int_flash", {"compute": "model"}),
     ("kivi", {"group_size": 128, "residual_length": 32}),
     ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
     ("sinkq", {"group_size": 32}),
@@ -99,6 +105,13 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
+def rounding(layer: QAttnLayer) -> float:
+    """How far kernels and reference may be apart where both round queries and weights to 8 bits, each in its own way;
+    where the reference rounds queries to 4 bits, which the kernels' decode does not, its own error of 0.1 comes on top:
+    a step of max / 7, over the square root of 12, and the largest of 64 channels is 2.5 times their deviation."""
+    return 0.04 if layer.spec.compute.qk_levels > 7 else 0.2
+
+
 @pytest.mark.parametrize(
     "case", CASES + [pytest.param(c, marks=needs_gpu) for c in MORE_CASES], ids=lambda c: case_id(c)
 )
@@ -112,12 +125,30 @@ def test_state_is_the_references_bit_for_bit(case: Case):
     want = feed(reference_step, one, qkv, cuts, first=5)
     got = feed(fused_step, other, qkv, cuts, first=5)
     assert differing(one, other) == []
-    # both round queries and weights to 8 bits, each in its own way; the twins of packed codes, and queries in fp16,
-    # leave 1e-4 where the reference has floats; products of floats differ by their order alone
+    # the twins of packed codes, and queries in fp16, leave 1e-4 where the reference has floats; products of floats
+    # differ by their order alone
     floats = 1e-5 if case[0] == "none" else 1e-3
-    limit = 0.04 if one.spec.compute.decode == "int8" else 2e-3 if case[1].get("softmax") else floats
+    int8 = one.spec.compute.decode == "int8"
+    limit = rounding(one) if int8 else 2e-3 if case[1].get("softmax") else floats
     assert all(error(a, b) < limit for a, b in zip(got, want, strict=True))
     assert torch.equal(got[0][0, :, :5], torch.zeros_like(got[0][0, :, :5]))
+
+
+@pytest.mark.parametrize("case", CASES[-2:], ids=case_id)
+@pytest.mark.parametrize("cuts", [[63, 64], [64]], ids=["step", "prefill"])
+def test_a_block_that_closes_again_leaves_nothing_of_the_first_time(case: Case, cuts: list[int]):
+    """After a crop the block has other tokens, and a masked one where a finite one stood."""
+    first, again = inputs(1, 64), inputs(1, 64, seed=1)
+    again[1][0, 0, 63 if len(cuts) == 2 else 40, 1] = math.nan
+    one, other = make_layer(case, 128), make_layer(case, 128)
+    for run, layer in ((reference_step, one), (fused_step, other)):
+        feed(run, layer, first, [64])
+        crop(layer.state, layer.spec, 63)
+        start = 1
+        for end in cuts:
+            step(run, layer, again, start, end)
+            start = end
+    assert differing(one, other) == []
 
 
 @pytest.mark.parametrize("case", CASES[:1] + CASES[4:], ids=case_id)
@@ -162,14 +193,14 @@ def test_mixed_heads_may_all_have_one_width(n_h: int):
 
 
 @pytest.mark.parametrize(("dim", "group"), [(64, 8), (80, 3), (96, 1), (128, 4), (256, 2)])
-@pytest.mark.parametrize("case", CASES if ON_GPU else CASES[:1], ids=case_id)
+@pytest.mark.parametrize("case", CASES if ON_GPU else [CASES[0], *CASES[-2:]], ids=case_id)
 def test_head_dims_and_groups(case: Case, dim: int, group: int):
     qkv = inputs(1, 66, 2 if case[1].get("bits") == "mixed" else 1, group, dim)
     one, other = make_layer(case, 128, qkv[1].shape[1]), make_layer(case, 128, qkv[1].shape[1])
     want = feed(reference_step, one, qkv, [65, 66])
     got = feed(fused_step, other, qkv, [65, 66])
     assert differing(one, other) == []
-    assert max(map(error, got, want)) < 0.04
+    assert max(map(error, got, want)) < rounding(one)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +267,8 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
     held = undone(one, tokens)
     mine, full_precision = exact(q[:, :, -1:], *held), exact(q[:, :, -1:], k, v)
     own, codes = error(want, mine), error(mine, full_precision)
-    rounding = torch.finfo(dtype).eps * (0.25 if ON_GPU else 2)  # of bf16 outputs; of fp32 sums in another order
-    assert error(got, mine) <= max(1.5 * own, 0.25 * codes, rounding)
+    resolution = torch.finfo(dtype).eps * (0.25 if ON_GPU else 2)  # of bf16 outputs; of fp32 sums in another order
+    assert error(got, mine) <= max(1.5 * own, 0.25 * codes, resolution)
 
 
 LENGTHS = [1, 2, 31, 63, 64, 65, 129]

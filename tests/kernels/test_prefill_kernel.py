@@ -19,6 +19,7 @@ from qattn_kernels.spec import Compute, LayerSpec, Sparsity
 from qattn_kernels.stores import Operand, get_store
 from qattn_kernels.stores.base import int8_tokens
 from qattn_kernels.stores.flashq import stage_one
+from qattn_kernels.stores.int8_block import Int8BlockStore
 from qattn_kernels.tiles import FOREVER, Tiles, visible
 
 BLOCK = 64
@@ -30,8 +31,9 @@ pytestmark = pytest.mark.usefixtures("poison")
 @dataclass(frozen=True)
 class Case:
     """`tokens` columns a call after `past` tokens, `hq` query heads over `heads`; row `b` has the columns
-    `spans[b]` `(first, count)`. `form` of the panel: `flashq` blocks, `int8` tokens, or the model's dtype. `short`:
-    the first block has lost its last tokens to a crop. `masked`: some tokens are."""
+    `spans[b]` `(first, count)`. `form` of the panel: `flashq` blocks, `int8` tokens, the model's dtype, or INT8 tokens
+    of keys with values by block, `full`, or in the model's dtype, `half`. `short`: the first block has lost its last
+    tokens to a crop. `masked`: some tokens are."""
 
     tokens: int = 65
     past: int = 0
@@ -46,6 +48,10 @@ class Case:
     short: int = 0
     masked: bool = False
     block: int = BLOCK
+
+    @property
+    def forms(self) -> tuple[str, str]:
+        return {"full": ("int8", "int8_block"), "half": ("int8", "model")}.get(self.form, (self.form, self.form))
 
     @property
     def rows(self) -> tuple[tuple[int, int], ...]:
@@ -90,11 +96,13 @@ def tiles_of(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[Tiles, torch
         fields[:, i] = x
     full = (torch.arange(n) < (closed + closing)[:, None])[:, None, :, None]
 
-    def side(x: torch.Tensor) -> Operand:
-        if case.form == "model":
+    def side(x: torch.Tensor, form: str) -> Operand:
+        if form == "model":
             return Operand(x, None)
+        if form == "int8_block":
+            return Int8BlockStore().seen(Operand(x, None), {})
         coded = int8_tokens(x)
-        if case.form == "int8":
+        if form == "int8":
             return coded
         x1, scale = stage_one(coded)
         codes = torch.where(full[..., None], x1, coded.x)
@@ -102,7 +110,7 @@ def tiles_of(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[Tiles, torch
 
     pos = pos.expand(rows, -1, -1).int()[:, None]
     since = torch.where(valid[:, None], pos, FOREVER).int()
-    return Tiles(side(k), side(v), pos, since, torch.full_like(since, FOREVER), keep), fields
+    return Tiles(*map(side, (k, v), case.forms), pos, since, torch.full_like(since, FOREVER), keep), fields
 
 
 def panel_of(case: Case, tiles: Tiles, fields: torch.Tensor) -> Panel:
@@ -134,8 +142,8 @@ def exact(q: torch.Tensor, see: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 
 
 def spec_of(case: Case, **compute: Any) -> LayerSpec:
-    name = {"flashq": "flashq", "int8": "int8", "model": "model"}[case.form]
-    return LayerSpec(get_store(name)(), get_store(name)(), Window(block=case.block), Compute(**compute))
+    k, v = (get_store(form)() for form in case.forms)
+    return LayerSpec(k, v, Window(block=case.block), Compute(**compute))
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -240,6 +248,17 @@ def test_softcap_window_and_sinks(short: int, compute: str):
 @pytest.mark.parametrize("block_q", [32, 128])
 def test_other_blocks_of_queries(block_q: int):
     check(Case(tokens=140, past=130, hq=1), block_q=block_q)
+
+
+@pytest.mark.parametrize("levels", [127, 7])
+@pytest.mark.parametrize(("form", "pv"), [("full", "int8"), ("half", "model")])
+def test_queries_with_scales_of_their_own(form: str, pv: str, levels: int):
+    """INT-FlashAttention's; one loud query costs the others nothing."""
+    how = {"block_q": 1, "qk_levels": levels, "pv": pv, "pv_levels": 127, "round_sum": True}
+    for kind in ("normal", "peaked", "steep", "outlier"):
+        check(Case(tokens=129, past=70, kind=kind, form=form), **how)
+    check(Case(tokens=70, past=130, form=form), Scores(0.3, softcap=5.0), **how)
+    check(Case(tokens=70, past=130, form=form, hq=1, spans=((9, 61), (70, 0))), Scores(0.1, window=40), **how)
 
 
 def test_blocks_of_128():

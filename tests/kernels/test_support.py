@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DEVICE, random_ids, tiny_llama
+from helpers import DEVICE, Case, case_id, random_ids, tiny_llama
 
 from qattn_hf import RecipeError, UnsupportedError, patch, report
 from qattn_hf.layer import QAttnLayer
@@ -24,6 +24,9 @@ REASONS = [
     ("kivi", {"v_bits": 3}, (2, 4, 64), "2 and 4 bits"),
     ("kivi", {"group_size": 32}, (2, 4, 64), None),
     ("fp8", {}, (2, 4, 128), None),
+    ("int_flash", {"v_granularity": "tensor"}, (2, 4, 64), "v_granularity is 'tensor'"),
+    ("int_flash", {"mode": "half"}, (2, 4, 256), None),
+    ("int_flash", {"bits": 4, "rotate": "hadamard"}, (2, 4, 80), None),
     ("turbo", {}, (2, 4, 72), "head dims are 72"),
     ("turbo", {}, (1, 9, 64), "9 query heads"),
     ("turbo", {}, (1, 8, 256), None),
@@ -58,13 +61,14 @@ def test_a_layer_of_other_sizes_than_its_config_fails_closed():
         layer.update(k, k)
 
 
-def test_a_model_generates_through_the_kernels():
+@pytest.mark.parametrize("case", [("int8", {}), ("int_flash", {"rotate": "hadamard"})], ids=case_id)
+def test_a_model_generates_through_the_kernels(case: Case):
     """Interpreted without a GPU: prefill, decode and the end of a block, with logits near the reference's."""
     model = tiny_llama(**SIZES).to(DEVICE)
     ids = random_ids(1, 62).to(DEVICE)
     made: dict[str, torch.Tensor] = {}
     for impl in ("reference", "triton"):
-        patch(model, "int8", impl=impl)
+        patch(model, case[0], impl=impl, **case[1])
         out = model.generate(ids, do_sample=False, max_new_tokens=4, output_logits=True, return_dict_in_generate=True)
         made[impl] = torch.stack(out.logits)
         assert report(model).to_dict()["impl"] == impl

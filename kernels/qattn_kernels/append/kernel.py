@@ -100,8 +100,9 @@ def chosen_bits(CHOSEN, regions, bh, j, C: tl.constexpr):
 
 
 @triton.jit
-def _short_side(S, x, pos, new, stale, closes, b, h, start, index, NB, flags, chosen, OPEN: tl.constexpr, SEEN: tl.constexpr,
-                PLACE: tl.constexpr, PUT: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _short_side(S, x, pos, new, stale, closes, b, h, start, index, NB, flags, chosen, OPEN: tl.constexpr,
+                SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, VALUES: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
     """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed."""
     bh = b * C.H + h
     code, scale = OPEN(x)
@@ -118,7 +119,7 @@ def _short_side(S, x, pos, new, stale, closes, b, h, start, index, NB, flags, ch
             tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
             full, full_scale = _from_ring(S, start + t, t >= 0, bh, VALUES, C)
             keep = slot_bits(flags, index * C.BLOCK + t) == 0
-            if C.ENTRIES > 0:
+            if C.ENTRIES > 0 and not VALUES:  # see `sink_pool/reference.py`
                 keep = keep & (slot_bits(chosen, t) == 0)
             full, full_scale = SEEN(full, full_scale, keep)
             place = PLACE(S, b, h, index == 0, VALUES, C)
@@ -137,7 +138,7 @@ def _long_side(S, X, SCALE, x, keep, chosen, pos, old, used, closes, b, h, index
         code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
         if closes:
             place = PLACE(S, b, h, index == 0, VALUES, C)
-            if C.ENTRIES > 0:  # the call's own tokens see sinks where they stand
+            if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
                 keep = keep & (slot_bits(chosen, t) == 0)
                 kept, kept_scale = SEEN(code, scale, keep)
                 PUT(S, kept, kept_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
@@ -145,6 +146,8 @@ def _long_side(S, X, SCALE, x, keep, chosen, pos, old, used, closes, b, h, index
             else:
                 code, scale = SEEN(code, scale, keep)
                 PUT(S, code, scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+        elif (X.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
+            code, scale = SEEN(code, scale, keep)  # open tokens have no codes of their own: as if the block closed here
     else:
         if used:
             PUT(S, code, scale, keep, ~old, t, b, h, index, NB, h, VALUES, C)
@@ -220,9 +223,10 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
 
 @triton.jit
 def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                K, V, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, K_PLACE: tl.constexpr,
-                K_PUT: tl.constexpr, K_GET: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
-                V_PLACE: tl.constexpr, V_PUT: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                K, V, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
+                K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr, V_OPEN: tl.constexpr,
+                V_SEEN: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, V_GET: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
     """The same for a long call, whose tokens also go to the `PANEL` (k, k_scale, v, v_scale, bias, pos), and into the
     ring only when all have read it. Every program writes its slots, those behind the row's end included.
     """

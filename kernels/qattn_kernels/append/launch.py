@@ -43,7 +43,8 @@ def append(call: Call) -> None:
     short_kernel[(region_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, *call.picked, call.rows, call.blocks,
-        k.open, k.seen, k.place, k.put, v.open, v.seen, v.place, v.put, power_of_two(call.tokens), call.sizes, **codes(call.sizes),
+        k.open, k.seen, k.place, k.put, v.open, v.seen, v.place, v.put, power_of_two(call.tokens), call.sizes,
+        **codes(call.sizes),
     )  # fmt: skip
 
 

@@ -69,11 +69,12 @@ def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
             flags = DROPPED + (b * C.H + h).to(tl.int64) * NB * (C.BLOCK // 8)
             gone = (tl.load(flags + t // 8).to(tl.int32) >> (t % 8)) & 1
             keep = (old | new) & (~bad) & ~(old & (gone == 1))
-            if C.ENTRIES > 0:
-                keep = keep & (slot_bits(chosen_bits(CHOSEN, regions, b * C.H + h, 0, C), t) == 0)
             if K_KIND >= 0:
+                k_keep = keep
+                if C.ENTRIES > 0:
+                    k_keep = keep & (slot_bits(chosen_bits(CHOSEN, regions, b * C.H + h, 0, C), t) == 0)
                 code, scale = K_OPEN(k)
-                found = _priority(K, code, scale, keep, pos, old, b * C.H + h, K_SEEN, K_KIND, False, C)
+                found = _priority(K, code, scale, k_keep, pos, old, b * C.H + h, K_SEEN, K_KIND, False, C)
                 k_priority = tl.where(n == h, found, k_priority)
             if V_KIND >= 0:
                 code, scale = V_OPEN(v)

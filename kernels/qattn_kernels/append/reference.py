@@ -25,15 +25,15 @@ def append(state: State, spec: LayerSpec, region: Region, count: torch.Tensor, c
         columns: new columns, padding included.
     """
     capacity = state["block_len"].shape[1]
-    scaled = region.keep & ~region.chosen if spec.sink_pool.exclude else region.keep
+    k_keep = region.keep & ~region.chosen if spec.sink_pool.exclude else region.keep
     for j in range(region.pos.shape[1]):
         index = (region.closed + j).clamp(max=capacity - 1).long()
         closes, reached = j < region.closing, region.valid[:, j, 0]
         write_rows(state["dropped"], index, reached, bool_to_bits(region.valid[:, None, j] & ~region.keep[:, :, j]))
-        for side, store, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
+        for side, store, tokens, keep in (("k", spec.k, region.k, k_keep), ("v", spec.v, region.v, region.keep)):
             block = tokens.map(partial(torch.select, dim=2, index=j))
             where = closes if store.windowed else reached
-            store.write(side_of(state, side), Block(block, scaled[:, :, j], index, where))
+            store.write(side_of(state, side), Block(block, keep[:, :, j], index, where))
         for name, value in (("block_pos", region.pos[:, j, 0]), ("block_len", closes.int() * spec.window.block)):
             write_rows(state[name][:, None], index, closes, value[:, None])
     length = state["length"] + count

@@ -170,8 +170,8 @@ def unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C: tl
 
 
 @triton.jit
-def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head, k_head,
-                v_head, SCORES: tl.constexpr, VALUES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head,
+                k_head, v_head, SCORES: tl.constexpr, VALUES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
                 STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attention over the blocks `begin` to `end` of the arenas, whose first blocks of this head are `head`, and among
     those of its width `k_head` and `v_head`."""
@@ -192,8 +192,8 @@ def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, s
 
 
 @triton.jit
-def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, b, h, NB,
-                    K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, b, h,
+                    NB, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
                     STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` with a loop of its own for each pair of widths: loads inside a branch are not pipelined."""
     k_place, k_head = K_LOCATE(K, b, h, C.K_LOW, C)
@@ -241,8 +241,8 @@ def stretch_of(blocks, splits, plan, C: tl.constexpr):
 
 
 @triton.jit
-def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS,
-                  NB, B, T, scores_of, plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
+def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT,
+                  STATS, NB, B, T, scores_of, plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
                   V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr,
                   RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (split, queries, row and head): a part of the context for up to `Q` queries; the first split is the ring,
@@ -283,8 +283,8 @@ def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPE
                 )
         else:
             m, l, acc = packed_by_width(
-                K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc, begin, end,
-                b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
+                K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc,
+                begin, end, b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
             )  # fmt: skip
         d, inside = CHANNELS(C), n < T * C.G
         at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n

@@ -12,6 +12,7 @@ from qattn_kernels.decode.table import choose
 from qattn_kernels.pieces import pieces_of
 from qattn_kernels.sizes import power_of_two
 
+MODEL = ("model", "model_ring")  # stores of values in the model's precision
 LOG2E = math.log2(math.e)
 
 
@@ -24,7 +25,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     size, state, scores, batch, tokens = call.sizes, call.state, call.scores, call.batch, call.tokens
     k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
     rows = tokens * size.G
-    tuned = choose(size, batch * -(-rows // size.Q), call.spec.k.name == "model")
+    tuned = choose(size, batch * -(-rows // size.Q), call.spec.v.name in MODEL)
     few, long, _ = tuned.plan
     splits = min(tuned.most, max(few, call.blocks // long), call.blocks) + (size.RING > 0)
 

@@ -29,7 +29,7 @@ class Launch(NamedTuple):
 
 
 def choose(size: Sizes, rows: int, model_precision: bool) -> Launch:
-    """For `rows` rows of queries a KV head; `model_precision`: of the store, whose tiles are larger."""
+    """For `rows` rows of queries a KV head; `model_precision`: of the values, whose tiles are larger."""
     few, long, most = next(found for up_to, *found in SPLITS if up_to is None or rows * size.H <= up_to)
     plan = few, long, LEAST
     if model_precision:

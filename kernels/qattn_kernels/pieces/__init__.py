@@ -4,17 +4,20 @@ Every file offers the same functions, and `Tensors`, the state of one side by na
 number of 2-bit heads, `at` the block's index among all blocks of all heads, `index` that among the blocks of heads of
 its width, `place` where a head's codes live.
 
-`open(x)` codes and scales of new tokens; `seen(...)` those of a full block as its codes will say them, by the scale of the tokens to `keep`; `place(...)`
-where a head's codes go, decided when its row's first block closes, and `locate(...)` where they are; `put(...)` writes
-codes into the arenas; `get(...)` a block in panel form; `scores(...)`, `values(...)` the two products of a decode step
-over one block of `BITS`-bit codes, whose tokens stand in `token_order` since packed bytes hold several part tiles;
-`channels(C)` the channels of the rows of what `values` sums.
+`open(x)` codes and scales of new tokens; `seen(...)` those of a full block as its codes will say them, by the scale of
+the tokens to `keep`, for a prefill also of an unfinished one where open tokens have none but the panel is INT8;
+`place(...)` where a head's codes go, decided when its row's first block closes, and `locate(...)` where they are;
+`put(...)` writes codes into the arenas; `get(...)` a block in panel form; `scores(...)`, `values(...)` the two products
+of a decode step over one block of `BITS`-bit codes, whose tokens stand in `token_order` since packed bytes hold several
+part tiles; `channels(C)` the channels of the rows of what `values` sums.
 
 Queries are the columns: with the tokens as rows a tensor core tile wastes 8 columns at most, where the other way round
 it wastes 16 rows.
 
 A store with a ring has `ring` among its tensors, and `ring_scale` if that holds INT8, and offers `ring_scores(...)`,
-`ring_values(...)`: the two products over the ring, or over sinks, which stand as a ring of theirs would. `TWINS`: its codes enter products of integers whatever `compute`.
+`ring_values(...)`: the two products over the ring, or over sinks, which stand as a ring of theirs would. A store of
+keys or of values alone offers the products of its side. `TWINS`: its codes enter products of integers whatever
+`compute`.
 """
 
 from __future__ import annotations

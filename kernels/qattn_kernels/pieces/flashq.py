@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit import round_even, twin
-from qattn_kernels.pieces.int8 import quantize, token_scores, token_values
+from qattn_kernels.pieces.int8 import quantize, token_values
+from qattn_kernels.pieces.int8_ring import ring_scores as ring_scores
 from qattn_kernels.pieces.packing import code_scores, code_values, read_codes, write_codes
 
 
@@ -162,11 +163,6 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     o *= (step * (1.0 / 127.0))[:, None]
     total = tl.sum(p, 0)
     return acc * alpha[None, :] + (o + total[None, :] * zero[:, None]) * (beta * s)[None, :], total
-
-
-@triton.jit
-def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
-    return token_scores(S.ring + at * C.D, S.ring_scale + at, TOKENS, query, query_scale, C)
 
 
 @triton.jit

@@ -22,7 +22,12 @@ class Tensors(NamedTuple):
 @triton.jit
 def quantize(x, LEVELS: tl.constexpr):
     """INT8 tokens `[n, D]` with one scale each, bit for bit as `int8_tokens`; needs `enable_fp_fusion=False`."""
-    top = tl.max(tl.abs(x), 1)
+    return quantize_to(x, tl.max(tl.abs(x), 1), LEVELS)
+
+
+@triton.jit
+def quantize_to(x, top, LEVELS: tl.constexpr):
+    """The same for scales that are not the tokens' own: `top` `[n]` is what the largest code stands for."""
     scale = tl.div_rn(top, tl.full(top.shape, LEVELS, tl.float32))
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)

@@ -17,7 +17,8 @@ from qattn_kernels.pieces.int8 import locate as locate  # heads keep their place
 from qattn_kernels.pieces.int8 import place as place
 from qattn_kernels.pieces.int8 import seen as seen
 from qattn_kernels.pieces.model import open as open
-from qattn_kernels.pieces.model import token_scores, token_values
+from qattn_kernels.pieces.model_ring import ring_scores as ring_scores
+from qattn_kernels.pieces.model_ring import ring_values as ring_values
 from qattn_kernels.pieces.packing import code_scores, code_values, half_values, read_codes, write_codes
 
 TWINS = True
@@ -153,13 +154,3 @@ def _undone_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: tl.co
         step *= tl.where(t - SECOND * HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `_crumb_pairs`
     x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * step[:, None, :] + zero[:, None, :]
     return tl.reshape(x, (C.DP, HALF)).to(tl.float16)
-
-
-@triton.jit
-def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
-    return token_scores(S.ring + at * C.D, TOKENS, query, query_scale, C)
-
-
-@triton.jit
-def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
-    return token_values(S.ring + (first + start) * C.D, TOKENS, 1, p, acc, alpha, beta, C)

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import LN2, LOG2E, ROUNDER, exp2_sas, float_to_int8, load_row
+from qattn_kernels.jit import LN2, LOG2E, ROUNDER, exp2_sas, float_to_int8, load_row, round_even
 
 NOTHING = tl.constexpr(-1e30)  # a running maximum before any score: finite, so that differences stay numbers
 NEGATIVE = tl.constexpr(float("-inf"))
 ROUNDER_BITS = tl.constexpr(0x4B400000)
-QUERY_LEVELS = tl.constexpr(119.0)  # those of the reference, whose codes queries have
 LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than the 119 of what is stored
 LOG2_LEVELS = tl.constexpr(6.988684686772166)
 NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
@@ -34,7 +33,9 @@ class Shape(NamedTuple):
     `BM` queries a program, `BN` slots a tile of the main loop, `TAIL` of the others, `STAGES` of their pipelines;
     `HQ`, `G` query heads and how many share a KV head; `D`, `DV` head dims of K and V, `DP`, `DVP` the powers of two
     that hold them; `BLOCK` slots of a block; `BLOCK_SCALES`: the slots of a closed block share a scale in K and V;
-    `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product; `PLAIN`: the interpreter runs.
+    `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product; `Q_LEVELS` largest code of a query,
+    `Q_TOKENS` each has a scale of its own; `ROUND_SUM` row sums are of rounded weights, which wants one scale for all
+    values of a tile; `PLAIN`: the interpreter runs.
     """
 
     BM: int
@@ -53,6 +54,9 @@ class Shape(NamedTuple):
     V_CODES: bool
     K_INT8: bool
     V_INT8: bool
+    Q_LEVELS: float
+    Q_TOKENS: bool
+    ROUND_SUM: bool
     WINDOW: int
     SOFTCAP: bool
     SAS: bool
@@ -163,7 +167,9 @@ def _block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.co
 
 @triton.jit
 def _token_scores(x, unit, at, n, cap, C: tl.constexpr):
-    """Scores in log2 units plus the logarithm of each value's scale, and 1 / that scale, `[BM, BN]` and `[BN]`."""
+    """Scores in log2 units plus the logarithm of each value's scale, and 1 / that scale, `[BM, BN]` and `[BN]`.
+
+    Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`."""
     _, k_scale, _, column, inverse, _ = at
     b = tl.load(column + n)
     r = tl.full([x.shape[1]], 1.0, tl.float32)
@@ -172,7 +178,7 @@ def _token_scores(x, unit, at, n, cap, C: tl.constexpr):
         a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n) * unit)
     if C.V_CODES:
         r = tl.load(inverse + n)
-    low = a * (-ROUNDER if C.K_INT8 else 0.0)
+    low = a * (-ROUNDER if C.K_INT8 and not C.Q_TOKENS else 0.0)
     if C.SOFTCAP:  # `unit` makes this the exponent of its tanh
         s = cap - 2.0 * cap / (tl.exp2(x * a[None, :] + low[None, :]) + 1.0) + b[None, :]
     else:
@@ -195,6 +201,8 @@ def _token_weights(s, r, carry, threshold, C: tl.constexpr):
         peak = tl.maximum(peak, tl.max(s + bare, 1))
         cut = (peak + threshold - base)[:, None] - bare
     p = _exponentials(s - base[:, None], cut, C)
+    if C.ROUND_SUM:
+        p = round_even(p)
     return p, tl.sum(p * r[None, :] if C.V_CODES else p, 1), here, new, peak
 
 
@@ -210,6 +218,8 @@ def _tile(q, unit, place, carry, at, n0, N, cap, threshold, BN: tl.constexpr, BL
     order = _key_order(i, C.V_INT8)
     keys = _load_keys(k, n0, order, C)
     x = _sums(q, keys) if C.K_INT8 else _product(q, keys, C)
+    if C.Q_TOKENS:
+        x, unit = (x - ROUNDER) * unit[:, None], 1.0
     if BLOCKS:
         p, mass, here, new, peak = _block_weights(x, unit, carry, at, n0, threshold, BN, C)
     else:
@@ -236,7 +246,8 @@ def _tile(q, unit, place, carry, at, n0, N, cap, threshold, BN: tl.constexpr, BL
 
 @triton.jit
 def _queries(q, stride, column, real, scale, cap, C: tl.constexpr):
-    """`[BM, DP]` as the product takes them, and the unit of their products with keys: log2, or the cap's exponent."""
+    """`[BM, DP]` as the product takes them, and the unit of their products with keys: log2, or the cap's exponent. One
+    unit for all of them, or one each, `[BM]`."""
     d = tl.arange(0, C.DP)
     x = tl.load(
         q + column.to(tl.int64)[:, None] * stride + d[None, :], mask=real[:, None] & (d < C.D)[None, :], other=0
@@ -244,9 +255,11 @@ def _queries(q, stride, column, real, scale, cap, C: tl.constexpr):
     unit = scale
     if C.K_INT8:
         x = x.to(tl.float32) * scale
-        unit = tl.max(tl.max(tl.abs(x), 1), 0) / QUERY_LEVELS
+        top = tl.max(tl.abs(x), 1)
+        unit = (top if C.Q_TOKENS else tl.max(top, 0)) / C.Q_LEVELS
         unit = tl.where(unit < 1e-36, 0.0, unit)
-        x = float_to_int8(x * (1.0 / tl.where(unit == 0.0, 1.0, unit)))
+        inverse = 1.0 / tl.where(unit == 0.0, 1.0, unit)
+        x = float_to_int8(x * (inverse[:, None] if C.Q_TOKENS else inverse))
     return x, unit * (2.0 * LOG2E * LOG2E / cap if C.SOFTCAP else LOG2E)
 
 

@@ -48,14 +48,16 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
     compute = spec.compute
     hq, dim, heads = q.shape[1], q.shape[3], panel.k.shape[1]
     k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
-    k_int8, v_int8 = (codes and compute.prefill == "int8" for codes in (k_codes, v_codes))
+    k_int8 = k_codes and compute.prefill == "int8"
+    v_int8 = v_codes and compute.prefill == compute.pv == "int8"
+    round_sum = v_int8 and compute.round_sum
     dim_v = panel.v.shape[2] if v_codes else panel.v.shape[3]
     dp, dvp = (max(16 if not (k_int8 or v_int8) else 32, power_of_two(d)) for d in (dim, dim_v))
     config = _config(q, v_int8, max(dp, dvp))
     by_block = {spec.k.name, spec.v.name} <= BLOCK_SCALED
     shape = Shape(
-        BM=compute.block_q if k_int8 else MODEL_QUERIES,
-        BN=min(config.bn, 2 * spec.window.block),
+        BM=compute.block_q if k_int8 and compute.block_q > 1 else MODEL_QUERIES,
+        BN=min(config.bn, (1 if round_sum else 2) * spec.window.block),
         TAIL=min(config.tail, spec.window.block),
         STAGES=config.stages,
         HQ=hq,
@@ -70,6 +72,9 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
         V_CODES=v_codes,
         K_INT8=k_int8,
         V_INT8=v_int8,
+        Q_LEVELS=float(compute.qk_levels),
+        Q_TOKENS=k_int8 and compute.block_q == 1,
+        ROUND_SUM=round_sum,
         WINDOW=scores.window,
         SOFTCAP=scores.softcap != 0,
         SAS=compute.softmax == "sas",
@@ -84,7 +89,7 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
 
     INT8 codes are multiplied as integers if `spec.compute.prefill` is `int8`; what the panel has in the model's dtype
     always in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which are not the
-    reference's. `p_scale: tile` is the reference's alone.
+    reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels whatever `spec.compute` says.
 
     Args:
         q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `panel.rows` says which are real.

@@ -9,39 +9,53 @@ from qattn_kernels.online import Attended, Scores, attend
 from qattn_kernels.rows import Region, region_blocks
 from qattn_kernels.sink_pool.reference import sink_tiles
 from qattn_kernels.spec import LayerSpec
+from qattn_kernels.state import side_of
 from qattn_kernels.stores import Operand, Store
 from qattn_kernels.tiles import FOREVER, Tiles, packed_tiles
 
+QUERIES = 64  # at a time, where no scale ties them together
 
-def _seen(store: Store, tokens: Operand, full: torch.Tensor) -> Operand:
-    """Blocks that the call fills in the form of the store's prefill, the unfinished tail as it stands open."""
-    formed = store.seen(tokens)
+
+def _seen(store: Store, state: State, tokens: Operand, full: torch.Tensor) -> Operand:
+    """Blocks that the call fills in the form of the store's prefill, the unfinished tail as it stands open.
+
+    A tail without codes of its own is seen as if its block closed here, so that all of a prefill has one form.
+    """
+    formed = store.seen(tokens, state)
+    if tokens.scale is None:
+        return formed
     full = full[:, None, :, None]
     x = torch.where(full[..., None], formed.x, tokens.x)
-    return Operand(x, None if tokens.scale is None else torch.where(full, formed.scales, tokens.scale))
+    return Operand(x, torch.where(full, formed.scales, tokens.scale))
+
+
+def packed_past(state: State, spec: LayerSpec) -> Tiles:
+    """What the queries of a long call see of the blocks that were closed before it; asked before anything changes."""
+    packed = packed_tiles(state, spec, state["closed"])
+    return packed.joined(sink_tiles(state, spec, state["closed"], None)) if spec.sink_pool.num else packed
 
 
 def prefill(
-    q: torch.Tensor, q_pos: torch.Tensor, state: State, spec: LayerSpec, region: Region, scores: Scores
+    q: torch.Tensor, q_pos: torch.Tensor, past: Tiles, state: State, spec: LayerSpec, region: Region, scores: Scores
 ) -> Attended:
-    """Attention of a long call, TurboAttention Algorithm 1; before its tokens are appended.
+    """Attention of a long call, TurboAttention Algorithm 1, after its tokens were appended.
 
     Args:
         q: `[B, Hq, T, D]`, real tokens first. q_pos: int32 `[B, T]` row positions, negative for padding.
-        state: the layer's tensors before the call.
+        past: `packed_past` of the call. state: the layer's tensors.
         region: the open tokens before the call and the new ones.
     """
     closes = torch.arange(region.pos.shape[1], device=q.device) < region.closing[:, None]
     since = torch.where(region.valid, region.pos, FOREVER)[:, None]
-    k, v = _seen(spec.k, region.k, closes), _seen(spec.v, region.v, closes)
+    k = _seen(spec.k, side_of(state, "k"), region.k, closes)
+    v = _seen(spec.v, side_of(state, "v"), region.v, closes)
     fresh = Tiles(k, v, region.pos[:, None], since, torch.full_like(since, FOREVER), region.keep)
-    packed, rows, parts = packed_tiles(state, spec, region.closed), spec.compute.block_q, []
-    if spec.sink_pool.num:
-        packed = packed.joined(sink_tiles(state, spec, region.closed, None))
+    parts = []
+    rows = spec.compute.block_q if spec.compute.block_q > 1 else QUERIES
     for i in range(0, q.shape[2], rows):  # the scores of all queries at once would not fit a long prompt
-        past = packed.joined(fresh.first(region_blocks(spec.window, i + rows)))  # later tiles are later tokens
+        tiles = past.joined(fresh.first(region_blocks(spec.window, i + rows)))  # later tiles are later tokens
         queries = q[:, :, i : i + rows], q_pos[:, i : i + rows]
-        parts.append(attend(*queries, past, scores, spec.compute, spec.sparsity, prefill=True))
+        parts.append(attend(*queries, tiles, scores, spec.compute, spec.sparsity, prefill=True))
     return Attended(
         torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2), parts[0].seen, parts[0].skipped
     )

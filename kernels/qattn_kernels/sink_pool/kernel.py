@@ -84,7 +84,7 @@ def _store_table(TABLE, at, entries):
 
 @triton.jit
 def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
-    """The smallest of a block's keys, the oldest of equal ones, against the pool: entries, sizes left, who was taken."""
+    """The smallest of a block's keys, the oldest of equal ones, against the pool: entries, sizes left, who is taken."""
     entry_pos, entry_slot, born, evicted, written, norm = entries
     best = tl.min(size, 0)
     index = tl.min(tl.where(size == best, t, C.BLOCK), 0)
@@ -172,9 +172,7 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
             size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_OPEN, C)
             chosen = t < 0
             for _ in tl.static_range(SINKS):
-                entries, size, hit = _take(
-                    entries, size, t, open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C
-                )
+                entries, size, hit = _take(entries, size, t, open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C)
                 chosen = chosen | hit
             for _ in tl.static_range(SINKS):
                 entries = _write_back(entries, total, C)

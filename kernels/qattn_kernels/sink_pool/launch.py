@@ -15,8 +15,8 @@ def compete(call: Call) -> None:
         return
     pool_kernel[(call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, call.k_sinks, call.v_sinks,
-        call.table, call.chosen, call.moved, call.blocks, call.picked[1], pieces_of(call.spec.k).open, pieces_of(call.spec.v).open,
-        call.sizes, **codes(call.sizes),
+        call.table, call.chosen, call.moved, call.blocks, call.picked[1], pieces_of(call.spec.k).open,
+        pieces_of(call.spec.v).open, call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 

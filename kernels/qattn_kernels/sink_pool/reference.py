@@ -1,9 +1,10 @@
 """SinkQ's pool in plain PyTorch: the specification.
 
 SinkQ section 3: the tokens of the smallest keys leave their block, and are replaced there by the mean of its others. A
-token that takes no part in the block's scales leaves the same scales as that mean would, and its own codes are never
+key that takes no part in the block's scales leaves the same scales as that mean would, and its own codes are never
 read while it is away: so nothing is replaced, and a token that comes back finds its codes there, clamped to the block's
-scales, as a write then would put them.
+scales, as a write then would put them. Values take part: those of sinks are small, and those of tokens that only were
+the smallest of a block may be any.
 """
 
 from __future__ import annotations
@@ -61,9 +62,7 @@ def _norms(region: Region, pool: SinkPool) -> torch.Tensor:
     return torch.where(region.keep, -norm if pool.select == "largest_key" else norm, torch.inf)
 
 
-def _forget(
-    state: State, table: State, closes: torch.Tensor, until: torch.Tensor, closed: torch.Tensor
-) -> None:
+def _forget(state: State, table: State, closes: torch.Tensor, until: torch.Tensor, closed: torch.Tensor) -> None:
     """Free the places of tokens written back so long ago that no crop can bring them back."""
     written, born = table["written"], table["born"]
     gone = (written > 0) & (written <= until[..., None]) & closes[..., None]

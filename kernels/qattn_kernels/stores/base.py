@@ -28,6 +28,10 @@ class Operand(NamedTuple):
         assert self.scale is not None
         return self.scale
 
+    def scaled(self) -> Operand:
+        """The same with scales, of one where there are none."""
+        return self if self.scale is not None else Operand(self.x, self.x.new_ones(self.x.shape[:-1]).float())
+
     def undone(self) -> torch.Tensor:
         """The numbers in fp32."""
         x = self.x.float()
@@ -101,7 +105,7 @@ class Store:
         """The open form of new tokens `[B, H, T, D]`; it may fix scales of the row in `state`."""
         raise NotImplementedError
 
-    def seen(self, tokens: Operand) -> Operand:
+    def seen(self, tokens: Operand, state: State) -> Operand:
         """The form in which a prefill sees full blocks `[B, H, n, block, D]`: by default the open one."""
         return tokens
 
@@ -119,6 +123,15 @@ class Store:
 
     def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
         """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left."""
+
+
+def int8_ring(geo: Geometry, slots: int, dim: int, transposed: bool = False) -> dict[str, TensorSpec]:
+    """A ring of INT8 tokens with one scale each."""
+    codes = (dim, slots) if transposed else (slots, dim)
+    return {
+        "ring": TensorSpec((geo.batch, geo.heads, *codes), torch.int8),
+        "ring_scale": TensorSpec((geo.batch, geo.heads, slots), torch.float32),
+    }
 
 
 def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:

@@ -17,6 +17,7 @@ from qattn_kernels.stores.base import (
     Block,
     Operand,
     Store,
+    int8_ring,
     int8_tokens,
     pack,
     unpack,
@@ -125,11 +126,7 @@ class FlashQStore(Store):
         return found
 
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
-        codes = (dim, slots) if self.transposed else (slots, dim)
-        return {
-            "ring": TensorSpec((geo.batch, geo.heads, *codes), torch.int8),
-            "ring_scale": TensorSpec((geo.batch, geo.heads, slots), torch.float32),
-        }
+        return int8_ring(geo, slots, dim, self.transposed)
 
     def open(self, new: Arrival, state: State) -> Operand:
         tokens = int8_tokens(new.x)
@@ -160,7 +157,7 @@ class FlashQStore(Store):
             torch.where(applies[..., None], fixed, tokens.x), torch.where(zero, tokens.scales, scale[..., None])
         )
 
-    def seen(self, tokens: Operand) -> Operand:
+    def seen(self, tokens: Operand, state: State) -> Operand:
         x1, scale = stage_one(tokens)
         return Operand(x1, scale[..., None].expand(x1.shape[:-1]))
 

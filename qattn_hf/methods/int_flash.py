@@ -1,0 +1,62 @@
+"""INT-FlashAttention: attention in INT8 from keys to values (papers: INT-FlashAttention, Chen et al.)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from qattn_hf.methods.base import Method
+from qattn_kernels.spec import Compute
+from qattn_kernels.stores import Store
+from qattn_kernels.stores.int4 import Int4Store
+from qattn_kernels.stores.int8 import LEVELS, Int8Store
+from qattn_kernels.stores.int8_block import Int8BlockStore
+from qattn_kernels.stores.int8_ring import Int8RingStore
+from qattn_kernels.stores.model import ModelStore
+from qattn_kernels.stores.model_ring import ModelRingStore
+
+
+class IntFlash(Method):
+    """INT-FlashAttention: queries and keys INT8 by token, values and weights INT8, or in model precision (half)."""
+
+    variants = ({"mode": "half"}, {"bits": 4, "rotate": "hadamard"})
+
+    mode: Literal["full", "half"] = Field("full", description="half leaves values and weights in model precision")
+    v_granularity: Literal["block", "tensor"] = Field(
+        "block",
+        description="a scale a block of 64 values, or the paper's one, fixed by a row's first block, others clamped",
+    )
+    rotate: Literal["none", "hadamard"] = Field("none", description="of queries and keys, which spreads outliers")
+    bits: Literal[8, 4] = Field(8, description="of queries and keys; values and weights stay as they are")
+
+    @model_validator(mode="after")
+    def _fits(self) -> IntFlash:
+        if self.mode == "half" and self.v_granularity != "block":
+            raise ValueError(
+                f"v_granularity={self.v_granularity!r} clashes with mode='half', whose values have no scale: "
+                "take mode='full'"
+            )
+        return self
+
+    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+        """A side that closes blocks has a ring, and then both have one."""
+        if self.mode == "half":
+            return (Int8Store(), ModelStore()) if self.bits == 8 else (Int4Store(), ModelRingStore())
+        return Int8RingStore() if self.bits == 8 else Int4Store(), Int8BlockStore(granularity=self.v_granularity)
+
+    def arithmetic(self) -> Compute:
+        """A scale a query (block_q 1), weights in 127 steps and row sums of what they were rounded to (section 3.2)."""
+        return dataclasses.replace(
+            super().arithmetic(),
+            block_q=1,
+            pv="int8" if self.mode == "full" else "model",
+            qk_levels=2 ** (self.bits - 1) - 1,
+            pv_levels=LEVELS,
+            round_sum=True,
+            rotate=self.rotate,
+        )
+
+
+METHOD = IntFlash
