@@ -141,7 +141,7 @@ def test_one_failing_part_costs_no_other(tmp_path, monkeypatch, capfd):
 
 def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
     (tmp_path / "models" / "net").mkdir(parents=True)
-    parts = gpu.parts(["--quick"], tmp_path)
+    parts = gpu.parts(["--quick"], tmp_path, list(gpu.QUALITY_METHODS))
     assert parts["prefill"] == [
         ("speed-prefill", ["python", "-m", "qattn_hf", "bench", "prefill", "--json", "--quick"])
     ]

@@ -45,8 +45,8 @@ def compete(state: State, spec: LayerSpec, region: Region) -> Region:
         for _ in range(pool.num):
             _write_back(table, pool.window, closes, count)
     if pool.prefill == "whole":
-        stayed = at_slots(table["born"] > 0, table["slot"], chosen.shape[2] * chosen.shape[3]).view_as(chosen)
-        chosen = torch.where(first[..., None, None], stayed, chosen)
+        stayed = at_slots((table["born"] > 0) & first[..., None], table["slot"], chosen.shape[2:].numel())
+        chosen = torch.where(first[..., None, None], stayed.view_as(chosen), chosen)
     _fill(state, spec, region)
     return region._replace(chosen=chosen)
 

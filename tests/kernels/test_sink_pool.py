@@ -1,0 +1,161 @@
+"""The sink pool against plain Python lists, and against what the papers say of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import attention_fp64, feed, make_layer, random_qkv
+
+from qattn_hf import RecipeError, load_recipe
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.recipe import find_recipe
+from qattn_kernels.rows import bits_to_bool
+from qattn_kernels.sink_pool.table import read_sinks
+from qattn_kernels.state import side_of
+
+SMALL = {"group_size": 32, "residual_length": 0, "sink_num": 3, "sink_window": 4, "sink_skip_layers": 0}
+
+
+def lists(norms: torch.Tensor, block: int, num: int, window: int) -> tuple[set[int], list[int], set[int]]:
+    """Pool, window (oldest first) and what was written back, after all whole blocks of `norms` `[tokens]`."""
+    pool: list[int] = []
+    evicted: list[int] = []
+    written: set[int] = set()
+    for start in range(0, len(norms) // block * block, block):
+        ranked = sorted([*pool, *range(start, start + block)], key=lambda t: (norms[t].item(), t))
+        evicted += sorted(t for t in pool if t not in ranked[:num])
+        pool = ranked[:num]
+        while len(evicted) > window:
+            written.add(evicted.pop(0))
+    return set(pool), evicted, written
+
+
+def table(layer: QAttnLayer, head: int) -> dict[str, torch.Tensor]:
+    return {name: t[0, head] for name, t in side_of(layer.state, "sink").items()}
+
+
+@pytest.mark.parametrize("cuts", [[400], [100, *range(117, 400, 17), 400]], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("case", [("sinkq", SMALL), ("turbo", {"sink_num": 2, "sink_window": 1})])
+def test_the_table_is_what_lists_say(case, cuts):
+    qkv = random_qkv(1, 400)
+    layer = make_layer(case)
+    feed(layer, *qkv, cuts)
+    pool, block = layer.spec.sink_pool, layer.spec.window.block
+    flags = bits_to_bool(layer.state["dropped"]).flatten(2)[0]
+    for head in range(2):
+        found = table(layer, head)
+        there, evicted = (found["born"] > 0) & (found["written"] == 0), found["evicted"] > 0
+        inside, outside, written = lists(qkv[1][0, head].double().abs().sum(-1), block, pool.num, pool.window)
+        assert set(found["pos"][there & ~evicted].tolist()) == inside
+        assert set(found["pos"][there & evicted].tolist()) == set(outside)
+        assert set(flags[head].nonzero().flatten().tolist()) == inside | set(outside)
+        assert written, "something must come back for this to be a test"
+
+
+def test_sinks_stand_as_they_came_and_equal_ones_stay_the_oldest():
+    q, k, v = random_qkv(1, 64)
+    k[:, :, 5] = k[:, :, 9] = k[:, :, 40] = k[:, :, 33] = 0.0
+    layer = make_layer(("sinkq", SMALL))
+    feed(layer, q, k, v, [64])
+    found = table(layer, 0)
+    assert found["pos"][:4].tolist() == [5, 9, 33, 0] or set(found["pos"][found["evicted"] == 0].tolist()) >= {5, 9, 33}
+    assert 40 not in found["pos"].tolist()
+    for side, x, store in (("k", k, layer.spec.k), ("v", v, layer.spec.v)):
+        kept = read_sinks(side_of(layer.state, side), store).x[0, 0]
+        assert torch.equal(kept[found["pos"].tolist().index(9)], x[0, 0, 9])
+
+
+def test_leaving_a_key_out_is_replacing_it_by_the_mean():
+    """Codes and scales of all other tokens are those of a block in which the mean stands for the sinks (the paper)."""
+    q, k, v = random_qkv(1, 32)
+    k[0, :, 7] = 1e-3
+    k[..., 3] += 20  # a channel far from zero, which the sink would stretch
+    replaced = k.clone()
+    others = [t for t in range(32) if t != 7]
+    replaced[:, :, 7] = k[:, :, others].mean(2)
+    pooled, plain = make_layer(("sinkq", {**SMALL, "sink_num": 1})), make_layer(("sinkq", {**SMALL, "sink_num": 0}))
+    feed(pooled, q, k, v, [32])
+    feed(plain, q, replaced, v, [32])
+    for name in ("k.step", "k.zero"):
+        assert torch.equal(pooled.state[name], plain.state[name])
+    read = [layer.spec.k.read(side_of(layer.state, "k"), 1).x[:, :, 0, others] for layer in (pooled, plain)]
+    assert torch.equal(*read)
+
+
+def test_what_comes_back_is_read_clamped_from_its_codes():
+    layer = make_layer(("sinkq", {**SMALL, "sink_num": 1, "sink_window": 0, "bits": 4}))
+    q, k, v = random_qkv(1, 64)
+    k[0, :, 7], k[0, :, 40] = 0.02, 0.01
+    feed(layer, q, k, v, [32])
+    assert bits_to_bool(layer.state["dropped"])[0, 0, 0].nonzero().flatten().tolist() == [7]
+    feed(layer, *(x[:, :, 32:] for x in (q, k, v)), [32])
+    assert not bits_to_bool(layer.state["dropped"])[0, 0, 0].any()
+    back = layer.spec.k.read(side_of(layer.state, "k"), 1).x[0, 0, 0]
+    others = k[0, 0, [t for t in range(32) if t != 7]]
+    step = layer.state["k.step"][0, 0, 0].float()
+    want = torch.maximum(torch.minimum(k[0, 0, 7], others.amax(0)), others.amin(0))
+    assert ((back[7] - want).abs() <= step * 0.51).all()  # half a step, and fp16's rounding of the step itself
+
+
+def with_sink(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A first token as in large models: a small key that draws most of the attention, since a channel in which all
+    others are large lowers their scores, and a small value."""
+    q, k, v = random_qkv(1, 128, seed=seed)
+    k[..., 5] += 6
+    q[..., 5] = -6.0
+    k[:, :, 0], v[:, :, 0] = k[:, :, 0] * 0.05, v[:, :, 0] * 0.1
+    return q, k, v
+
+
+def output_error(case, qkv) -> float:
+    out = feed(make_layer(case), *qkv, [64, *range(84, 128, 20), 128])[:, :, 64:]
+    exact = attention_fp64(*qkv)[:, :, 64:]
+    return ((out - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("case", [("sinkq", {**SMALL, "bits": 2}), ("turbo", {"bits": 2, "sink_num": 3})])
+def test_a_pool_helps_where_sinks_are(case):
+    qkv = with_sink()
+    without = (case[0], {**case[1], "sink_num": 0})
+    assert output_error(case, qkv) < 0.75 * output_error(without, qkv)
+
+
+@pytest.mark.parametrize(
+    ("settings", "other"),
+    [({"sink_select": "largest_key"}, True), ({"sink_select": "random"}, True), ({"sink_exclude": False}, False)],
+)
+def test_variants_of_the_papers_ablation(settings, other):
+    """Its Fig. 1(f): other tokens are chosen, or the same ones whose block still feels them; the default errs less."""
+    qkv = with_sink(seed=1)
+    layers = [make_layer(("sinkq", {**SMALL, **change})) for change in ({}, settings)]
+    for layer in layers:
+        feed(layer, *qkv, [128])
+    assert torch.equal(*(layer.state["sink.pos"] for layer in layers)) is not other
+    assert not torch.equal(*(layer.state["k.step"] for layer in layers))
+    assert output_error(("sinkq", SMALL), qkv) < output_error(("sinkq", {**SMALL, **settings}), qkv)
+
+
+def test_the_papers_pool_is_filled_by_the_whole_prompt():
+    qkv = random_qkv(1, 400)
+    layer = make_layer(("sinkq", {**SMALL, "sink_prefill": "whole"}))
+    feed(layer, *qkv, [390])
+    norms = qkv[1][0, :, : 390 // 32 * 32].double().abs().sum(-1)
+    for head in range(2):
+        found = table(layer, head)
+        assert set(found["pos"][found["born"] > 0].tolist()) == set(norms[head].argsort()[:3].tolist())
+        assert (found["evicted"] == 0).all()
+
+
+def test_first_layers_have_no_pool():
+    specs = [find_recipe("sinkq", None, {}).settings.layer_spec(i, 4, 2).sink_pool.num for i in range(4)]
+    assert specs == [0, 0, 3, 3]
+
+
+def test_formats_without_open_tokens_have_no_pool():
+    with pytest.raises(RecipeError, match="unknown key 'sink_num'"):
+        find_recipe("int8", None, {"sink_num": 3})
+
+
+def test_turbo_with_a_pool_is_a_recipe():
+    settings = load_recipe("turbo_sink").settings
+    assert (settings.name(), settings.sink_num, settings.bits) == ("turbo", 3, 4)
