@@ -42,8 +42,9 @@ DECODE_METHODS = (
     "sinkq",
     "turbo:sink_num=3",
 )
+PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "sinkq")
 UNTIMED = ("tests", "quality")
-TEST_PROCESSES = max(1, (os.cpu_count() or 1) // 2)
+TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
 Part = tuple[str, list[str]]
 
 
@@ -53,11 +54,13 @@ def bench(name: str, *options: str) -> list[str]:
 
 def parts(options: list[str], yardstick: Path | None, families: list[str]) -> dict[str, list[Part]]:
     """What each part records: names of results, with the commands that print their rows."""
-    methods = [text for method in DECODE_METHODS for text in ("--method", method)]
+    methods, prefilled = (
+        [text for method in found for text in ("--method", method)] for found in (DECODE_METHODS, PREFILL_METHODS)
+    )
     found = {
         "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", str(TEST_PROCESSES), "--dist", "worksteal"])],
         "decode": [("speed-decode", bench("decode", *methods, *options))],
-        "prefill": [("speed-prefill", bench("prefill", *options))],
+        "prefill": [("speed-prefill", bench("prefill", *prefilled, *options))],
         "generate": [("speed-generate", bench("generate", "--way", "all", *options))],
     }
     if yardstick is not None:

@@ -204,6 +204,9 @@ def kernels_table(results: Path) -> str:
                 ("kivi", "bits"),
                 ("kivi", "group_size"),
                 ("kivi", "compute", "model", "int8"),
+                ("sinkq", "sink_select"),
+                ("sinkq", "sink_exclude", True, False),
+                ("sinkq", "sink_prefill"),
                 ("none", "compute", "model", "int8"),
                 ("int_flash", "v_granularity"),
             )

@@ -73,12 +73,20 @@ def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
         "capacity": layer.capacity,
         "short_blocks": int(((state["block_len"] > 0) & (state["block_len"] < spec.window.block)).sum()),
         "nonfinite": int(state["nonfinite"].sum()),
+        "sinks": _sinks(layer),
         "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
         "skip_rate": int(state["v_skipped"].sum()) / max(1, int(state["v_read"].sum())),
         "bits_per_head": {side: _bits(layer, side) for side in "kv"},
         "no_kernels": _why_reference(layer),
     }
     return row
+
+
+def _sinks(layer: QAttnLayer) -> int:
+    """Tokens that the sink pool keeps out of the codes, of all rows and heads."""
+    if not layer.spec.sink_pool.num:
+        return 0
+    return int(((layer.state["sink.born"] > 0) & (layer.state["sink.written"] == 0)).sum())
 
 
 def _why_reference(layer: QAttnLayer) -> str | None:
@@ -189,10 +197,10 @@ class Report:
 
 
 def _grouped(rows: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
-    """Runs of layers that differ in nothing but their number."""
+    """Runs of layers that differ in nothing but what each has of its own."""
     runs: list[tuple[int, int, dict[str, Any]]] = []
     for row in rows:
-        if runs and {**runs[-1][2], "layer": None} == {**row, "layer": None}:
+        if runs and all(runs[-1][2].get(key) == value for key, value in row.items() if key not in OWN):
             runs[-1] = (runs[-1][0], row["layer"], runs[-1][2])
         else:
             runs.append((row["layer"], row["layer"], row))
@@ -210,10 +218,12 @@ def _format(row: dict[str, Any], side: str) -> str:
 
 def _notes(row: dict[str, Any]) -> str:
     notes = [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
+    notes += ["sinks kept out"] if row.get("sinks") else []
     notes += [f"no kernels: {row['no_kernels']}"] if row.get("no_kernels") else []
     return ", ".join(notes + ([f"{row['skip_rate']:.1%} of V skipped"] if row.get("skip_rate") else []))
 
 
+OWN = ("layer", "sinks")  # of a row; how many sinks are kept differs from layer to layer
 NOTES = {"short_blocks": "short blocks", "nonfinite": "tokens not finite, masked", "clamped": "values clamped"}
 
 

@@ -20,8 +20,9 @@ class Sizes(NamedTuple):
     `H` KV heads, `G` query heads of each, `D` head dim, `DP` the power of two that holds it; `BLOCK`, `SPAN`,
     `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` 2-bit heads,
     `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own; `K_BITS`, `V_BITS` bits of a code
-    where all heads have as many; `PARTS` of a block of packed keys, which take turns in a tile of scores; `ENTRIES` of
-    the table of sinks (0: there is none), `SINKS` in the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
+    where all heads have as many; `PARTS` of a block of packed keys, which take turns in a tile of scores; `OPEN` parts
+    of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
+    the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
     token; `INT8` products of integers; `SAS`, `CAP`, `LOCAL` whether that softmax, a soft cap, a local window is used;
     `PLAIN` the interpreter runs, which knows no assembly.
@@ -42,6 +43,7 @@ class Sizes(NamedTuple):
     K_BITS: int
     V_BITS: int
     PARTS: int
+    OPEN: int
     ENTRIES: int
     SINKS: int
     EVICTED: int
@@ -85,6 +87,7 @@ def sizes_of(
         K_BITS=_bits(spec.k, heads),
         V_BITS=_bits(spec.v, heads),
         PARTS={2: 4, 4: 2}.get(_bits(spec.k, heads), 2 if k_low else 1),
+        OPEN=int(spec.k.windowed) + int(spec.sink_pool.num > 0),
         ENTRIES=spec.sink_pool.entries(at),
         SINKS=spec.sink_pool.num,
         EVICTED=spec.sink_pool.window,

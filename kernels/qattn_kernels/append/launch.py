@@ -17,9 +17,10 @@ from qattn_kernels.support import PRIORITIES
 OVERHANG = 128  # slots behind a row's last token that a tile of the prefill may touch
 
 
-def codes(size: Sizes) -> dict[str, int]:
-    """Options of kernels that make codes (see `append/kernel.py`), and hold a whole block in registers."""
-    return {"enable_fp_fusion": False, "num_warps": 8 if size.BLOCK * size.DP > 64 * 128 else 4}
+def codes(size: Sizes, most: int = 64 * 128) -> dict[str, int]:
+    """Options of kernels that make codes (see `append/kernel.py`), and hold a whole block in registers: of more than
+    `most` numbers in those of twice as many threads."""
+    return {"enable_fp_fusion": False, "num_warps": 8 if most < size.BLOCK * size.DP else 4}
 
 
 def rank(call: Call) -> None:
@@ -55,7 +56,8 @@ def append_long(call: Call, panel: Panel) -> None:
     long_kernel[(blocks, call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, *call.picked, tensors(panel), call.rows, call.blocks, panel.pos.shape[1],
-        k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes, **codes(call.sizes),
+        k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes,
+        **codes(call.sizes, 64 * 64),
     )  # fmt: skip
 
 

@@ -236,7 +236,7 @@ def stretch_of(blocks, splits, plan, C: tl.constexpr):
     `plan`: programs that share a short context, blocks of one from which more take part, least blocks of one.
     """
     few, long, least = plan
-    sharing = tl.minimum(tl.maximum(blocks // long, few), splits - (C.RING > 0))
+    sharing = tl.minimum(tl.maximum(blocks // long, few), splits - C.OPEN)
     return tl.maximum(tl.cdiv(blocks, sharing), least)
 
 
@@ -246,7 +246,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPE
                   V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr,
                   RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (split, queries, row and head): a part of the context for up to `Q` queries; the first split is the ring,
-    and the sinks that are kept out of the blocks.
+    the second the sinks that are kept out of the blocks.
 
     The other splits share a row's blocks evenly, as `plan` says (`stretch_of`).
 
@@ -262,25 +262,26 @@ def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPE
     splits = tl.num_programs(0)
     blocks = blocks_seen(row, NB, C)
     stretch = stretch_of(blocks, splits, plan, C)
-    begin = (split - (C.RING > 0)) * stretch
+    begin = (split - C.OPEN) * stretch
     end = tl.minimum(begin + stretch, blocks)
-    is_ring = (C.RING > 0) & (split == 0)
     if (split == 0) & (tile == 0) & (h == 0):
         commit_row(ROWS, STATE, row, b, B, T, BP, C)
-    if is_ring | (begin < end):
+    if (split < C.OPEN) | (begin < end):
         query = load_queries(Q, strides, b, h, n, t, real, row[4], scores_of[0], C)
         m, l = tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32)
         acc = tl.full([C.DP, C.Q], 0, tl.float32)
         dropped = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
-        if is_ring:
+        if split < C.OPEN:
             if C.RING > 0:
-                m, l, acc = open_part(
-                    K, V, dropped, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
-                )
+                if split == 0:
+                    m, l, acc = open_part(
+                        K, V, dropped, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
+                    )
             if C.ENTRIES > 0:
-                m, l, acc = sink_part(
-                    K_SINKS, V_SINKS, TABLE, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
-                )
+                if split == 1:
+                    m, l, acc = sink_part(
+                        K_SINKS, V_SINKS, TABLE, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
+                    )
         else:
             m, l, acc = packed_by_width(
                 K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc,
@@ -308,7 +309,7 @@ def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, split
             settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
     t, head = r // C.G, h * C.G + r % C.G
     blocks = blocks_seen(row, NB, C)
-    live = tl.cdiv(blocks, stretch_of(blocks, splits, plan, C)) + (C.RING > 0)
+    live = tl.cdiv(blocks, stretch_of(blocks, splits, plan, C)) + C.OPEN
     d = tl.arange(0, C.DP)
     base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
     m, l = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32)

@@ -27,7 +27,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     rows = tokens * size.G
     tuned = choose(size, batch * -(-rows // size.Q), call.spec.v.name in MODEL)
     few, long, _ = tuned.plan
-    splits = min(tuned.most, max(few, call.blocks // long), call.blocks) + (size.RING > 0)
+    splits = min(tuned.most, max(few, call.blocks // long), call.blocks) + size.OPEN
 
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
 
