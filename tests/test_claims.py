@@ -1,0 +1,177 @@
+"""What the papers claim of their methods, as tests: layers fed by hand on the CPU reference, against fp64.
+
+An error is that of 16 decoded tokens' attention in several rows, relative to the output. Random keys and values have no
+structure that a method could use by chance, so the structure that a claim is about is put in by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import Case, attention_fp64, case_id, feed, make_layer
+
+from qattn_hf import list_methods
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.methods import get_method
+
+ROWS, DIM, CONTEXT, DECODED = 4, 64, 256, 16
+KIVI: dict[str, Any] = {"group_size": 64, "residual_length": 32}
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def normal(peak: float = 1.0, wide: float = 1.0, shift: float = 0.0, tokens: int = CONTEXT, rows: int = ROWS) -> Inputs:
+    """Unit normal queries of 4 heads, keys and values of 2. `peak` scales the scores; of three channels of the keys
+    `wide` scales the deviations, and `shift` those of their means."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(rows, heads, tokens + DECODED, DIM, generator=g) for heads in (4, 2, 2))
+    k[..., [3, 17, 40]] = k[..., [3, 17, 40]] * wide + shift * torch.randn(rows, 2, 1, 3, generator=g)
+    return q * peak, k, v
+
+
+def with_sinks(
+    places: tuple[int, ...] = (0,), height: float = 8.0, tokens: int = CONTEXT, rows: int = ROWS, v_mean: float = 0.0
+) -> Inputs:
+    """Keys and values as in models that have attention sinks.
+
+    Keys of a head share means in four channels, and queries point away from them; a sink's key has no means and hardly
+    a norm, so its score lies `height` above the others'. Its value is small.
+    """
+    q, k, v = normal(tokens=tokens, rows=rows)
+    g = torch.Generator().manual_seed(1)
+    channels = torch.rand(rows, 2, 1, DIM, generator=g).argsort(-1) < 4
+    mean = 6.0 * channels * torch.randn(rows, 2, 1, DIM, generator=g).sign()
+    k, v = k + mean, v + v_mean
+    q = q - height * math.sqrt(DIM) * (mean / mean.square().sum(-1, keepdim=True)).repeat_interleave(2, 1)
+    for place in places:
+        k[:, :, place] = 0.2 * torch.randn(rows, 2, DIM, generator=g)
+        v[:, :, place] *= 0.05
+    return q, k, v
+
+
+INPUTS = {
+    "normal": normal,
+    "peaked": lambda: normal(peak=2),
+    "shifted channels": lambda: normal(shift=8),
+    "wide channels": lambda: normal(wide=4),
+    "a sink": with_sinks,
+}
+
+
+def decoded(case: Case, inputs: Inputs) -> tuple[torch.Tensor, QAttnLayer]:
+    """Outputs of the last 16 tokens, and the layer that made them."""
+    tokens = inputs[0].shape[2]
+    layer = make_layer(case, max_cache_len=tokens)
+    return feed(layer, *inputs, [tokens - DECODED, tokens])[:, :, -DECODED:], layer
+
+
+def error(case: Case, inputs: Inputs) -> float:
+    q, k, v = inputs
+    exact = attention_fp64(q[:, :, -DECODED:], k, v)
+    return ((decoded(case, inputs)[0] - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("method", "bits"), [("turbo", (2, "mixed", 4)), ("kivi", (2, 3, 4))])
+def test_more_bits_are_never_worse(method: str, bits: tuple[Any, ...], kind: str):
+    """No tolerance: a bit more halves the step of a code, and one head of two has two more in `mixed`."""
+    inputs, others = INPUTS[kind](), KIVI if method == "kivi" else {}
+    few, more, most = (error((method, {"bits": b, **others}), inputs) for b in bits)
+    assert few > more > most
+
+
+POOLS: list[tuple[Case, Case]] = [
+    (("kivi", {"bits": 2, **KIVI}), ("sinkq", {"bits": 2, **KIVI})),
+    (("kivi", {"bits": 4, **KIVI}), ("sinkq", {"bits": 4, **KIVI})),
+    (("turbo", {"bits": 2}), ("turbo", {"bits": 2, "sink_num": 3})),
+    (("turbo", {}), ("turbo", {"sink_num": 3})),
+]
+each_pool = pytest.mark.parametrize(("plain", "pool"), POOLS, ids=[case_id(pair[1]) for pair in POOLS])
+
+
+@each_pool
+@pytest.mark.parametrize("places", [(0,), (0, 100, 150)], ids=str)
+def test_a_pool_of_sinks_beats_none_where_sinks_are(plain: Case, pool: Case, places: tuple[int, ...]):
+    """By a tenth at least, which is no chance: without sinks three exact tokens of 256 are worth about 1 %."""
+    inputs = with_sinks(places)
+    assert error(pool, inputs) < 0.9 * error(plain, inputs)
+
+
+@each_pool
+@pytest.mark.parametrize("kind", [kind for kind in INPUTS if kind != "a sink"])
+def test_a_pool_of_sinks_costs_nothing_where_none_are(plain: Case, pool: Case, kind: str):
+    """Three tokens become exact, the others' codes round otherwise: by chance that moves the error of one row by 2 %,
+    of four by 1 %. Three times that is allowed."""
+    inputs = INPUTS[kind]()
+    assert error(pool, inputs) < 1.03 * error(plain, inputs)
+
+
+@pytest.mark.parametrize("settings", [("kivi", KIVI), ("turbo", {})], ids=["kivi", "turbo"])
+@pytest.mark.parametrize("kind", ["wide channels", "peaked"])
+def test_bits_of_keys_are_worth_more_than_bits_of_values(settings: Case, kind: str):
+    """No tolerance. Keys' errors go through the exponential, values' average out. Where outlier channels only have
+    another mean, codes by channel take it away and the two are equal: there nothing is claimed."""
+    method, others = settings
+    inputs = INPUTS[kind]()
+    keys, values = (error((method, {**others, "k_bits": k, "v_bits": 6 - k}), inputs) for k in (4, 2))
+    assert keys < values
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["wide channels", "shifted channels"])
+def test_rotation_beats_none_on_outlier_channels(bits: int, kind: str):
+    """No tolerance: an outlier sets the scale of its token, and rotated it is spread over all channels."""
+    inputs = INPUTS[kind]()
+    turned, plain = (error(("int_flash", {"bits": bits, "rotate": way}), inputs) for way in ("hadamard", "none"))
+    assert turned < plain
+
+
+@pytest.mark.parametrize("method", list_methods())
+def test_no_threshold_is_no_sparsity_bit_for_bit(method: str):
+    """Three ways to skip nothing give the same bits: no threshold, whatever the budget, and one below every weight."""
+    inputs = normal(peak=2, rows=1)
+    plain, layer = decoded((method, {}), inputs)
+    for settings in ({"sparse_v_tau": 0.0, "sparse_v_budget": math.inf}, {"sparse_v_tau": 1e-30}):
+        assert torch.equal(decoded((method, settings), inputs)[0], plain)
+    skipping, sparse = decoded((method, {"sparse_v_tau": 1e-3, "sparse_v_budget": math.inf}), inputs)
+    assert not torch.equal(skipping, plain), "these inputs have weights that a threshold would skip"
+    assert sparse.state["v_skipped"].sum() > 0 and layer.state["v_skipped"].sum() == 0
+
+
+PACKED = [name for name in list_methods() if name != "none"]
+BUDGET, TAU, LONG = 1e-6, 1e-6, 400
+INT8_STEPS = 119  # the fewest steps of an INT8 weight, and the most that a value's largest code undoes to is 123
+
+
+@pytest.mark.parametrize("height", [14.0, 16.0, 18.0])
+@pytest.mark.parametrize(
+    ("method", "compute"),
+    [(name, way) for name in PACKED for way in dict.fromkeys(("model", get_method(name).default_compute()))],
+)
+def test_sparse_v_moves_an_output_by_its_budget_at_most(method: str, compute: str, height: float):
+    """Also under a sink, whose weight pushes all others below the threshold while their sum is what counts.
+
+    A stored value is at most 123/119 of the largest. In floating point the rest is rounding of sums. INT8 weights round
+    to at most twice themselves, and in a tile whose largest weight was dropped the others round anew: by a step of less
+    than tau / 119 each.
+    """
+    inputs = with_sinks(height=height, tokens=LONG, rows=1, v_mean=1.0)
+    settings = {"compute": compute}
+    plain, layer = decoded((method, settings), inputs)
+    moved = {}
+    for budget in (BUDGET, math.inf):
+        sparse = {"sparse_v_tau": TAU, "sparse_v_budget": budget}
+        out, skipping = decoded((method, settings | sparse), inputs)
+        assert skipping.state["v_skipped"].sum() > 0
+        moved[budget] = (out - plain).abs().max().item()
+    largest = inputs[2].abs().max().item() * 123 / INT8_STEPS
+    assert moved[BUDGET] <= allowed(layer, largest)
+    assert moved[math.inf] > allowed(layer, largest), "without a budget the same threshold drops more"
+
+
+def allowed(layer: QAttnLayer, largest: float) -> float:
+    if layer.spec.compute.decode == "model":
+        return BUDGET * largest + 1e-7
+    return (2 * BUDGET + LONG * TAU / INT8_STEPS) * largest
