@@ -1,7 +1,8 @@
 """Bits of a cached value, read from the tensors of filled caches: `python eval/bits.py` prints one JSON row a case.
 
-One layer with 8 KV heads is filled with random keys and values, in room for exactly these tokens, as `generate` plans
-it. `effective_bits` is that of closed blocks; `effective_bits_total` counts ring and spare room too.
+One layer with 8 KV heads is put into the state after so many random tokens, in room for exactly these, as `generate`
+plans it: what tensors hold is all that counts here, and it does not depend on how they came to hold it.
+`effective_bits` is that of closed blocks; `effective_bits_total` counts ring, sink pool and spare room too.
 """
 
 from __future__ import annotations
@@ -14,41 +15,41 @@ import torch
 from transformers import LlamaConfig
 
 from qattn_hf import QAttnCache, report
+from qattn_hf.bench.layers import fill
 from qattn_hf.recipe import find_recipe
-from qattn_kernels.append.reference import append
-from qattn_kernels.rows import build_region
 
-KV_HEADS = 8
+KV_HEADS, LAYERS = 8, 8
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),
     ("int8", {}),
     ("fp8", {}),
+    ("int_flash", {}),
+    ("int_flash", {"mode": "half"}),
+    ("int_flash", {"bits": 4}),
     ("turbo", {}),
+    ("turbo", {"sink_num": 3}),
     ("turbo", {"bits": "mixed"}),
     ("turbo", {"bits": 2}),
     ("kivi", {"bits": 4}),
     ("kivi", {"bits": 2}),
     ("kivi", {"bits": 2, "group_size": 128, "residual_length": 32}),
+    ("sinkq", {}),
+    ("sinkq", {"group_size": 32}),
 ]
 
 
-def filled_cache(method: str, settings: dict[str, Any], head_dim: int, tokens: int, chunk: int = 2048) -> QAttnCache:
-    """A cache of one layer that holds `tokens` random tokens; attention is not computed."""
+def filled_cache(method: str, settings: dict[str, Any], head_dim: int, tokens: int) -> QAttnCache:
+    """A cache of one layer, the last of a model, which no setting spares, in the state after `tokens` tokens."""
     config = LlamaConfig(
-        num_hidden_layers=1, num_attention_heads=KV_HEADS, num_key_value_heads=KV_HEADS, head_dim=head_dim
+        num_hidden_layers=LAYERS, num_attention_heads=KV_HEADS, num_key_value_heads=KV_HEADS, head_dim=head_dim
     )
     recipe = find_recipe(method, None, settings)
-    cache = QAttnCache(recipe.layer_specs(config), recipe)
+    cache = QAttnCache(recipe.layer_specs(config)[-1:], recipe)
     cache.plan(tokens)
     layer = cache.layers[0]
-    generator = torch.Generator().manual_seed(0)
-    for begin in range(0, tokens, chunk):
-        count = min(chunk, tokens - begin)
-        k, v = torch.randn(2, 1, KV_HEADS, count, head_dim, generator=generator).bfloat16()
-        layer.update(k, v)
-        layer.reserve(count)
-        real = torch.tensor([count], dtype=torch.int32)
-        append(layer.state, layer.spec, build_region(layer.state, layer.spec, k, v, real), real, count)
+    nothing = torch.empty(1, KV_HEADS, 0, head_dim, dtype=torch.bfloat16)
+    layer.lazy_initialization(nothing, nothing)
+    fill(layer, tokens)
     return cache
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from bits import filled_cache
 from helpers import Case, attention_fp64, case_id, feed, make_layer
 
-from qattn_hf import list_methods
+from qattn_hf import list_methods, report
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 
@@ -175,3 +176,13 @@ def allowed(layer: QAttnLayer, largest: float) -> float:
     if layer.spec.compute.decode == "model":
         return BUDGET * largest + 1e-7
     return (2 * BUDGET + LONG * TAU / INT8_STEPS) * largest
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "claimed"),
+    [("sinkq", {}, 6.4), ("sinkq", {"group_size": 32}, 5.0), ("turbo", {"bits": "mixed"}, 4.4)],
+)
+def test_a_long_context_gets_as_small_as_claimed(method: str, settings: dict[str, Any], claimed: float):
+    """Of all bytes that the cache holds, at head dim 128; 4-bit `turbo` cannot, and its paper names no setting."""
+    data = report(filled_cache(method, settings, 128, 32768)).to_dict()
+    assert 16 / data["effective_bits_total"] >= claimed

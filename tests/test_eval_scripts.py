@@ -109,6 +109,21 @@ def test_tables_without_results_say_so(tmp_path):
     assert tables.fill(README, tmp_path).count("Not measured yet.") == 2
 
 
+def test_claims_of_papers_stand_beside_recorded_bits(tmp_path):
+    (tmp_path / "results").mkdir()
+    rows = [
+        {"method": "turbo", "bits": "mixed", "head_dim": dim, "tokens": n, "effective_bits": 3.2,
+         "effective_bits_total": 3.2 + 3277 / n}
+        for dim in (64, 128) for n in (512, 4096, 32768)
+    ]  # fmt: skip
+    head = {"command": "python bits.py", "date": "2030-01-02", "device": "CPU", "versions": {}}
+    (tmp_path / "results" / "bits.json").write_text(json.dumps({**head, "rows": rows}))
+    text = tables.fill("<!-- table:claimed -->\n<!-- /table -->", tmp_path / "results")
+    assert "| closed blocks | all, 4096 tokens | all, 32768 tokens |" in text
+    assert "| over 4.4x |" in text and "| `turbo` (bits mixed) | 5.00x | 4.00x | 4.85x |" in text
+    assert len(text.splitlines()) == 7, "a method that nobody measured has no row"
+
+
 def test_speed_tables_hold_the_rows_of_the_benches(tmp_path):
     (tmp_path / "results").mkdir()
     shape = {"bench": "prefill", "batch": 4, "tokens": 4096}
