@@ -24,8 +24,8 @@ class Sizes(NamedTuple):
     of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
     the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
-    token; `INT8` products of integers; `SAS`, `CAP`, `LOCAL` whether that softmax, a soft cap, a local window is used;
-    `PLAIN` the interpreter runs, which knows no assembly.
+    token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SAS`, `CAP`, `LOCAL` whether that softmax, a
+    soft cap, a local window is used; `PLAIN` the interpreter runs, which knows no assembly.
     """
 
     H: int
@@ -52,6 +52,7 @@ class Sizes(NamedTuple):
     N: int
     ONE: bool
     INT8: bool
+    Q_LEVELS: int
     SAS: bool
     CAP: bool
     LOCAL: bool
@@ -96,6 +97,7 @@ def sizes_of(
         N=columns,
         ONE=tokens == 1,
         INT8=int8,
+        Q_LEVELS=spec.compute.qk_levels if int8 else 127,
         SAS=spec.compute.softmax == "sas",
         CAP=cap,
         LOCAL=local,

@@ -59,6 +59,7 @@ MORE_CASES: list[Case] = [
     ("sinkq", {"group_size": 32}),
     ("turbo", {"sink_num": 3, "sink_window": 1}),
 ]
+ROUNDING = 0.04  # kernels and reference round queries and weights to 8 bits, or queries to 4, each in its own way
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -105,13 +106,6 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def rounding(layer: QAttnLayer) -> float:
-    """How far kernels and reference may be apart where both round queries and weights to 8 bits, each in its own way;
-    where the reference rounds queries to 4 bits, which the kernels' decode does not, its own error of 0.1 comes on top:
-    a step of max / 7, over the square root of 12, and the largest of 64 channels is 2.5 times their deviation."""
-    return 0.04 if layer.spec.compute.qk_levels > 7 else 0.2
-
-
 @pytest.mark.parametrize(
     "case", CASES + [pytest.param(c, marks=needs_gpu) for c in MORE_CASES], ids=lambda c: case_id(c)
 )
@@ -129,7 +123,7 @@ def test_state_is_the_references_bit_for_bit(case: Case):
     # differ by their order alone
     floats = 1e-5 if case[0] == "none" else 1e-3
     int8 = one.spec.compute.decode == "int8"
-    limit = rounding(one) if int8 else 2e-3 if case[1].get("softmax") else floats
+    limit = ROUNDING if int8 else 2e-3 if case[1].get("softmax") else floats
     assert all(error(a, b) < limit for a, b in zip(got, want, strict=True))
     assert torch.equal(got[0][0, :, :5], torch.zeros_like(got[0][0, :, :5]))
 
@@ -200,7 +194,7 @@ def test_head_dims_and_groups(case: Case, dim: int, group: int):
     want = feed(reference_step, one, qkv, [65, 66])
     got = feed(fused_step, other, qkv, [65, 66])
     assert differing(one, other) == []
-    assert max(map(error, got, want)) < rounding(one)
+    assert max(map(error, got, want)) < ROUNDING
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from qattn_kernels.jit import (
     exp2_sas,
     load_row,
     packed_since,
+    round_even,
     settle_sinks,
     slot_bits,
     token_order,
@@ -66,6 +67,8 @@ def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
     scaled = q.to(tl.float32) * scale
     top = tl.max(tl.abs(scaled), 0) + 1e-30
     unit = scaled * (127.0 / top)[None, :]
+    if C.Q_LEVELS < 8:  # asked for; twins err less than eight bits do
+        unit = round_even(unit * (C.Q_LEVELS / 127.0)) * (127.0 / C.Q_LEVELS)
     if C.N > C.Q:
         return q, scaled, twin(unit, C), top * (1.0 / 127.0), unit
     else:
