@@ -306,6 +306,21 @@ def test_capacity_does_not_change_results():
 
 
 @needs_gpu
+@pytest.mark.parametrize(
+    "case", [("sinkq", {"group_size": 64, "sink_window": 2}), ("turbo", {"sink_num": 3})], ids=case_id
+)
+def test_sinks_come_and_go_over_a_long_text(case: Case):
+    """Places of the table are taken, left and taken again; in chunks and in single steps, of several rows."""
+    qkv = inputs(8, 1500, heads=4, group=2)
+    one, other = make_layer(case, 1536, 4), make_layer(case, 1536, 4)
+    cuts = [*range(61, 1400, 61), *range(1400, 1501)]
+    want = feed(reference_step, one, qkv, cuts)
+    got = feed(fused_step, other, qkv, cuts)
+    assert differing(one, other) == []
+    assert max(map(error, got, want)) < ROUNDING
+
+
+@needs_gpu
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_offsets_beyond_two_to_the_31(case: Case):
     """The second row lies behind more elements than 32 bits count."""
