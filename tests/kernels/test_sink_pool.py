@@ -158,4 +158,4 @@ def test_formats_without_open_tokens_have_no_pool():
 
 def test_turbo_with_a_pool_is_a_recipe():
     settings = load_recipe("turbo_sink").settings
-    assert (settings.name(), settings.sink_num, settings.bits) == ("turbo", 3, 4)
+    assert (settings.name(), settings.bits, settings.sink_num, settings.sink_window) == ("turbo", 4, 3, 8)
