@@ -149,7 +149,7 @@ def packed_copies(tiles: Tiles, state: State, closed: torch.Tensor, since: torch
     """Packed tiles of a short call that has competed: since when their own codes stand for tokens of the table."""
     table, shape = side_of(state, "sink"), tiles.keep.shape
     slots = shape[2] * shape[3]
-    new = (torch.maximum(table["born"], table["written"])) > closed[:, None, None]
+    new = torch.maximum(table["born"], table["written"]) > closed[:, None, None]
     start = torch.where(table["written"] > 0, when(table["written"], closed, since), FOREVER)
     later = torch.zeros(*shape[:2], slots + 1, dtype=torch.int32, device=start.device)
     later.scatter_(2, torch.where(new, table["slot"], slots).long(), start.int())
