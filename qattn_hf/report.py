@@ -48,8 +48,8 @@ def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
     row: dict[str, Any] = {
         "layer": index,
         "kind": "full_attention",
-        "k_format": spec.k.name,
-        "v_format": spec.v.name,
+        "k_format": spec.k.label,
+        "v_format": spec.v.label,
         "kernels": spec.impl,
         "packed_tokens": 0,
         "open_tokens": 0,

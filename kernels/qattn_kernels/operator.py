@@ -26,7 +26,7 @@ class CapacityError(ValueError):
 @lru_cache(maxsize=1024)
 def state_names(spec: LayerSpec) -> tuple[str, ...]:
     """Names of the state tensors in the order in which the operator takes them."""
-    heads = max(getattr(spec.k, "n_low", 0), getattr(spec.v, "n_low", 0), 1)
+    heads = max(*(getattr(store.core, "n_low", 0) for store in (spec.k, spec.v)), 1)
     return tuple(layer_tensors(Geometry(1, heads, 8, 8, 1, torch.float32), spec))
 
 

@@ -107,6 +107,7 @@ def sizes_of(
 
 def _low_heads(store: Store, heads: int) -> tuple[int, int]:
     """How many heads get 2 bits, and which, one bit a head; -1: each row ranks its own."""
+    store = store.core
     if not isinstance(store, FlashQStore):
         return 0, 0
     low = store.low(heads)
@@ -117,6 +118,7 @@ def _low_heads(store: Store, heads: int) -> tuple[int, int]:
 
 def _bits(store: Store, heads: int) -> int:
     """Bits of a packed code, if all heads have as many; else 0."""
+    store = store.core
     if isinstance(store, FlashQStore):
         return {0: 4, heads: 2}.get(store.low(heads), 0)
     bits = getattr(store, "bits", 0)

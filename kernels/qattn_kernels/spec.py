@@ -21,10 +21,15 @@ class Compute:
 
     Attributes:
         prefill, decode: `int8` (products of 8-bit integers) or `model` (floating point over the undone store).
-        pv: the product with values where the one with keys is `int8`: that too, or `model`.
+        pv: the product with values where the one with keys is `int8`: that too, `model`, or in a prefill `e4m3` or
+            `e5m2`: weights and values in FP8, values with a scale a channel of all that the call sees.
         softmax: `exact` or `sas` (algorithm SAS of TurboAttention, cut at `sas_threshold`).
         p_scale: INT8 weights of a prefill are scaled by `row` of a block or by `tile` (the paper's).
-        block_q: queries of a prefill that share one INT8 scale; 1: each token has its own.
+        q_scale: what shares the INT8 scale of queries in a prefill: `block` of `block_q`, or of `groups.GRANULARITIES`.
+        k_scale: the same of keys that have no codes.
+        smooth_k: such keys are taken around the mean of all that the call sees.
+        smooth_q: queries of a prefill around the mean of all, `tensor`, or of `groups.QUERY_BLOCK`, `block`; or `none`.
+        smooth_v: values in FP8 are taken around the mean of all that the call sees.
         qk_levels, pv_levels: largest INT8 code of queries and of weights, and of keys and values that have no codes.
         round_sum: row sums are of the rounded INT8 weights, not of what they were rounded from.
         rotate: `hadamard` turns queries and keys before anything else (`rotate.py`), `none` does not.
@@ -36,6 +41,11 @@ class Compute:
     sas_threshold: float = -6.0
     p_scale: str = "row"
     block_q: int = 64
+    q_scale: str = "block"
+    k_scale: str = "token"
+    smooth_k: bool = False
+    smooth_q: str = "none"
+    smooth_v: bool = False
     pv: str = "int8"
     qk_levels: int = INT8_LEVELS
     pv_levels: int = INT8_LEVELS
@@ -67,18 +77,21 @@ class LayerSpec:
     def encode(self) -> str:
         """One line of JSON that `decode_spec` reads back: operators take text where they cannot take objects."""
 
-        def plain(part: Any) -> dict[str, Any]:
-            return (
-                {"name": part.name, **dataclasses.asdict(part)} if isinstance(part, Store) else dataclasses.asdict(part)
-            )
+        def plain(part: Any) -> Any:
+            if not dataclasses.is_dataclass(part):
+                return part
+            fields = {f.name: plain(getattr(part, f.name)) for f in dataclasses.fields(part)}
+            return {"name": part.name, **fields} if isinstance(part, Store) else fields
 
-        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return json.dumps({k: v if isinstance(v, str) else plain(v) for k, v in parts.items()}, sort_keys=True)
+        return json.dumps(plain(self), sort_keys=True)
 
 
 def _store(settings: dict[str, Any]) -> Store:
-    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-    return get_store(settings.pop("name"))(**settings)
+    def read(value: Any) -> Any:
+        return _store(value) if isinstance(value, dict) else tuple(value) if isinstance(value, list) else value
+
+    found = {key: read(value) for key, value in settings.items()}
+    return get_store(found.pop("name"))(**found)
 
 
 @lru_cache(maxsize=1024)

@@ -50,7 +50,7 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
 
 def _unsupported_stores(spec: LayerSpec) -> str | None:
     int8 = "int8" in (spec.compute.prefill, spec.compute.decode)
-    for side, store in (("k", spec.k), ("v", spec.v)):
+    for side, store in (("k", spec.k.core), ("v", spec.v.core)):
         if importlib.util.find_spec(f"qattn_kernels.pieces.{store.name}") is None:
             return f"there are no kernels for {store.name} yet"
         if not store.integer and int8 and (side == "k" or spec.compute.pv == "int8"):

@@ -14,6 +14,7 @@ Arithmetic = Literal["int8", "model"]
 
 
 Select = Literal["smallest_key", "largest_key", "random"]
+SMOOTH_K = "keys are coded around a row's mean key (SageAttention2)"
 
 
 class Method(BaseModel):

@@ -56,7 +56,7 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
     config = _config(q, v_int8, max(dp, dvp))
     by_block = {spec.k.name, spec.v.name} <= BLOCK_SCALED
     shape = Shape(
-        BM=compute.block_q if k_int8 and compute.block_q > 1 else MODEL_QUERIES,
+        BM=compute.block_q if k_int8 and compute.q_scale == "block" else MODEL_QUERIES,
         BN=min(config.bn, (1 if round_sum else 2) * spec.window.block),
         TAIL=min(config.tail, spec.window.block),
         STAGES=config.stages,
@@ -73,7 +73,7 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
         K_INT8=k_int8,
         V_INT8=v_int8,
         Q_LEVELS=float(compute.qk_levels),
-        Q_TOKENS=k_int8 and compute.block_q == 1,
+        Q_TOKENS=k_int8 and compute.q_scale != "block",
         ROUND_SUM=round_sum,
         WINDOW=scores.window,
         SOFTCAP=scores.softcap != 0,
