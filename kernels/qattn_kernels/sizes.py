@@ -24,7 +24,8 @@ class Sizes(NamedTuple):
     of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
     the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
-    token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SAS`, `CAP`, `LOCAL` whether that softmax, a
+    token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH`
+    keys are coded around a mean, `K_GROUP` which share a scale; `SAS`, `CAP`, `LOCAL` whether that softmax, a
     soft cap, a local window is used; `PLAIN` the interpreter runs, which knows no assembly.
     """
 
@@ -52,6 +53,8 @@ class Sizes(NamedTuple):
     N: int
     ONE: bool
     INT8: bool
+    SMOOTH: bool
+    K_GROUP: str
     Q_LEVELS: int
     SAS: bool
     CAP: bool
@@ -97,6 +100,8 @@ def sizes_of(
         N=columns,
         ONE=tokens == 1,
         INT8=int8,
+        SMOOTH=spec.k.name == "smoothed",
+        K_GROUP=getattr(spec.k.core, "granularity", "token"),
         Q_LEVELS=spec.compute.qk_levels if int8 else 127,
         SAS=spec.compute.softmax == "sas",
         CAP=cap,

@@ -45,6 +45,8 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return "of sink pools the kernels know the one of the smallest keys, excluded, block by block"
     if pool.num and spec.window.span != spec.window.block:
         return "several blocks close together, and the kernels' sink pool competes with one"
+    if spec.k.name == "smoothed" and (pool.num or getattr(spec.k.core, "bits", 4) == "mixed"):
+        return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
     return _unsupported_stores(spec)
 
 

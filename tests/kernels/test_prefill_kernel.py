@@ -275,3 +275,28 @@ def test_sas(form: str):
     compute = "model" if form == "model" else "int8"
     check(case, softmax="sas", sas_threshold=-math.inf, prefill=compute)
     check(case, softmax="sas", sas_gap=3e-3, prefill=compute)
+
+
+SAGE = {"block_q": 128, "q_scale": "thread", "k_scale": "thread", "smooth_k": True, "qk_levels": 127, "pv": "e4m3"}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"qk_levels": 7, "smooth_q": "tensor", "smooth_v": True},
+        {"qk_levels": 7, "smooth_q": "block", "q_scale": "token", "k_scale": "token"},
+        {"q_scale": "block", "k_scale": "block", "smooth_k": False, "pv": "model"},
+        {"q_scale": "block", "k_scale": "block", "softmax": "sas", "sas_threshold": -math.inf},
+        {"pv": "int8", "pv_levels": 127},
+    ],
+    ids=str,
+)
+def test_codes_made_of_the_models_precision(how: dict[str, Any]):
+    """SageAttention2's over any cache: smoothed keys and queries in groups, values in FP8 by channel."""
+    how = {**SAGE, **how}
+    for kind in ("normal", "outlier"):
+        check(Case(tokens=133, past=70, kind=kind, form="model"), **how)
+    check(Case(tokens=70, past=130, form="model", masked=True), Scores(0.3, softcap=5.0), **how)
+    sinks = torch.tensor([0.5, 2.0])
+    check(Case(tokens=70, past=130, form="model", spans=((9, 61), (70, 0))), Scores(0.1, window=40, sinks=sinks), **how)

@@ -173,15 +173,17 @@ def unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C: tl
 
 
 @triton.jit
-def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head,
+def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, shift, scores_of, m, l, acc, begin, end, head,
                 k_head, v_head, SCORES: tl.constexpr, VALUES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
                 STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attention over the blocks `begin` to `end` of the arenas, whose first blocks of this head are `head`, and among
-    those of its width `k_head` and `v_head`."""
+    those of its width `k_head` and `v_head`. `shift` `[Q]`: what keys around a mean lack."""
     scale, cap, window, threshold = scores_of
     words = dropped.to(tl.pointer_type(tl.int32))
     for block in tl.range(begin, end, num_stages=STAGES):
         s = SCORES(K, head + block, k_head + block, query, scale, K_BITS, C)
+        if C.SMOOTH:
+            s += shift[None, :]
         if C.CAP:
             s = soft_cap(s, cap)
         masked, tokens = masked_words(words, block, C), tl.load(block_len + block)
@@ -195,7 +197,7 @@ def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, s
 
 
 @triton.jit
-def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, b, h,
+def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, shift, scores_of, m, l, acc, begin, end, b, h,
                     NB, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
                     STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` with a loop of its own for each pair of widths: loads inside a branch are not pipelined."""
@@ -204,7 +206,7 @@ def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, s
     head, k_head, v_head = (b * C.H + h).to(tl.int64) * NB, k_head * NB, v_head * NB
     if (C.K_LOW % C.H == 0) and (C.V_LOW % C.H == 0):
         m, l, acc = packed_part(
-            K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end,
+            K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, shift, scores_of, m, l, acc, begin, end,
             head, k_head, v_head, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C,
         )  # fmt: skip
     else:
@@ -213,7 +215,7 @@ def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, s
             if (C.K_LOW if pair % 2 else C.H - C.K_LOW) > 0 and (C.V_LOW if pair // 2 else C.H - C.V_LOW) > 0:
                 if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
                     m, l, acc = packed_part(
-                        K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, m, l, acc,
+                        K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, shift, scores_of, m, l, acc,
                         begin, end, head, k_head, v_head, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2, STAGES, C,
                     )  # fmt: skip
     return m, l, acc
@@ -244,7 +246,7 @@ def stretch_of(blocks, splits, plan, C: tl.constexpr):
 
 
 @triton.jit
-def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT,
+def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT,
                   STATS, NB, B, T, scores_of, plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
                   V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr,
                   RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
@@ -286,8 +288,13 @@ def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPE
                         K_SINKS, V_SINKS, TABLE, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
                     )
         else:
+            shift = m
+            if C.SMOOTH:
+                d = tl.arange(0, C.DP)
+                mean = tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+                shift = tl.sum(query[1] * mean[:, None], 0)
             m, l, acc = packed_by_width(
-                K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc,
+                K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, shift, scores_of, m, l, acc,
                 begin, end, b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
             )  # fmt: skip
         d, inside = CHANNELS(C), n < T * C.G

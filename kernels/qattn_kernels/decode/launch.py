@@ -37,7 +37,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     parts, stats = empty(batch * size.H, splits, rows, size.D), empty(batch * size.H, splits, rows, 2)
     threshold = call.spec.compute.sas_threshold * LOG2E
     decode_kernel[(splits, -(-rows // size.Q), batch * size.H)](
-        call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.k_sinks, call.v_sinks, call.table,
+        call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.mean, call.k_sinks, call.v_sinks, call.table,
         call.moved, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
