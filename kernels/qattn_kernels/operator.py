@@ -17,6 +17,7 @@ from qattn_kernels.sink_pool.reference import compete
 from qattn_kernels.sink_pool.table import settle
 from qattn_kernels.spec import SHORT_CALL, LayerSpec, decode_spec
 from qattn_kernels.state import layer_tensors
+from qattn_kernels.tally import add_tally
 
 
 class CapacityError(ValueError):
@@ -73,8 +74,8 @@ def reference_step(
         result = prefill(q, q_pos, past, state, spec, region, scores)
     if spec.sink_pool.num:
         settle(state, region.closed)
-    state["v_read"].add_(result.seen)
-    state["v_skipped"].add_(result.skipped)
+    if result.tally is not None:
+        add_tally(state, result.tally)
     return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]
 
 

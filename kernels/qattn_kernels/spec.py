@@ -45,7 +45,15 @@ class Compute:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Sparse V: skip values whose weight is below `tau`, up to a dropped mass of `budget` a row. `tau = 0` is off."""
+    """Sparse V: a decode skips values whose weight is below `tau`, up to a dropped mass of `budget` a row: the output
+    moves by at most `budget * max|V|`. `tau = 0` is off, a `budget` of infinity the paper's. Row sums keep all weights.
+
+    The reference judges every weight by the final row sum. A kernel judges whole blocks while it reads them, never the
+    ring or sinks: it skips one if its largest weight is below `tau` of the row sum of the program's part of the context
+    so far, for all queries of the program, and each part keeps the budget by its own row sum. Sums only grow, so no
+    weight above `tau` is skipped and the mass stays within the budget: what a kernel skips the threshold allows, but it
+    need not be all of it.
+    """
 
     tau: float = 0.0
     budget: float = 1e-4

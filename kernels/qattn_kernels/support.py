@@ -38,8 +38,6 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return f"blocks have {spec.window.block} tokens; the kernels know {', '.join(map(str, blocks))}"
     if spec.compute.p_scale != "row":
         return f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row"
-    if spec.sparsity.tau > 0:
-        return "sparse V is the reference's so far"
     pool = spec.sink_pool
     if pool.num and (pool.select, pool.exclude, pool.prefill) != ("smallest_key", True, "group"):
         return "of sink pools the kernels know the one of the smallest keys, excluded, block by block"
