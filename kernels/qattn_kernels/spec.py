@@ -49,10 +49,10 @@ class Sparsity:
     moves by at most `budget * max|V|`. `tau = 0` is off, a `budget` of infinity the paper's. Row sums keep all weights.
 
     The reference judges every weight by the final row sum. A kernel judges whole blocks while it reads them, never the
-    ring or sinks: it skips one if its largest weight is below `tau` of the row sum of the program's part of the context
-    so far, for all queries of the program, and each part keeps the budget by its own row sum. Sums only grow, so no
-    weight above `tau` is skipped and the mass stays within the budget: what a kernel skips the threshold allows, but it
-    need not be all of it.
+    ring or sinks: it skips one if for all queries of the program its largest weight is below `tau` of a row sum, that
+    of the program's part of the context so far and of the context's first block (or of the sinks), and what the part
+    drops stays within the budget of its own row sum and of a share of that block's. Sums only grow, so no weight above
+    `tau` is skipped and the mass stays within the budget; but a kernel skips less than the threshold allows.
     """
 
     tau: float = 0.0

@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qattn_kernels.decode.weights import NOTHING, known_mass, may_skip, seen_by, soft_cap, weigh
 from qattn_kernels.jit import (
     LN2,
     LOG2E,
     commit_row,
-    exp2_sas,
     load_row,
     packed_since,
     round_even,
@@ -27,32 +27,6 @@ from qattn_kernels.sink_pool.kernel import sinks_seen, swapped, turn_of
 RING_TILE = tl.constexpr(64)  # slots of the ring at a time, which it is a multiple of
 SINK_TILE = tl.constexpr(32)  # entries of the table of sinks at a time
 FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
-NOTHING = tl.constexpr(-1e30)  # the score of what is not seen; a part whose maximum this is has no weight
-
-
-@triton.jit
-def soft_cap(s, cap):
-    """`cap * tanh(s / cap)` of scores in log2 units."""
-    x = tl.exp2(-2.0 * tl.abs(s) / cap)
-    t = cap * LOG2E * (1.0 - x) / (1.0 + x)
-    return tl.where(s < 0, -t, t)
-
-
-@triton.jit
-def weights(s, top, running, threshold, C: tl.constexpr):
-    """Exponentials against the tile's own maximum; SAS cuts against the running one."""
-    x = s - top[None, :]
-    if C.SAS:
-        return exp2_sas(x, (threshold + running - top)[None, :])
-    return tl.exp2(x)
-
-
-@triton.jit
-def weigh(s, m, threshold, C: tl.constexpr):
-    """Weights of a tile against its own maximum; what older sums and its own are worth; the running maximum."""
-    top = tl.max(s, 0)
-    running = tl.maximum(m, top)
-    return weights(s, top, running, threshold, C), tl.exp2(m - running), tl.exp2(top - running), running
 
 
 @triton.jit
@@ -73,25 +47,6 @@ def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
         return q, scaled, twin(unit, C), top * (1.0 / 127.0), unit
     else:
         return q, scaled, (scaled * (1.0 / top)[None, :]).to(tl.float16), top, unit
-
-
-@triton.jit
-def seen_by(s, C: tl.constexpr):
-    """How many tokens of a tile each query sees."""
-    return tl.sum((s > NOTHING).to(tl.int32), 0)
-
-
-@triton.jit
-def may_skip(p, m, beta, l, lost, limits):
-    """Whether no query needs the values of a tile; `beta`: its largest weight, `l`, `lost`: the row sum so far and what
-    of it would be dropped, this tile included in both.
-
-    `beta / l` only falls as more keys arrive, so a weight above tau is never dropped, nor more than the budget. Columns
-    without a query do not count, nor queries that saw nothing yet: what they have of `l` and `lost` is forgotten.
-    """
-    tau, budget = limits
-    free = (p < 0) | (m <= NOTHING) | ((beta < tau * l) & (lost <= budget * l))
-    return tl.min(free.to(tl.int32), 0) > 0
 
 
 @triton.jit
@@ -134,19 +89,25 @@ def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, read, bh, SCOR
 
 
 @triton.jit
+def sink_scores(K, TABLE, row, p, query, scores_of, bh, start, SCORES: tl.constexpr, C: tl.constexpr):
+    """Scores of `SINK_TILE` entries of the table of sinks, from `start` on."""
+    scale, cap, window, threshold = scores_of
+    first = bh.to(tl.int64) * C.ENTRIES + start
+    s = SCORES(K, first, SINK_TILE, query, scale, C)
+    if C.CAP:
+        s = soft_cap(s, cap)
+    return tl.where(sinks_seen(TABLE, first + tl.arange(0, SINK_TILE), row, p, window, C), s, NOTHING)
+
+
+@triton.jit
 def sink_part(K, V, TABLE, row, p, query, scores_of, m, l, acc, read, bh, SCORES: tl.constexpr, VALUES: tl.constexpr,
               C: tl.constexpr):  # fmt: skip
     """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
-    scale, cap, window, threshold = scores_of
     first = bh.to(tl.int64) * C.ENTRIES
     for start in tl.range(0, C.ENTRIES, SINK_TILE, num_stages=1):
-        at = first + start + tl.arange(0, SINK_TILE)
-        if tl.max(tl.load(TABLE.born + at), 0) > 0:
-            s = SCORES(K, first + start, SINK_TILE, query, scale, C)
-            if C.CAP:
-                s = soft_cap(s, cap)
-            s = tl.where(sinks_seen(TABLE, at, row, p, window, C), s, NOTHING)
-            w, alpha, beta, m = weigh(s, m, threshold, C)
+        if tl.max(tl.load(TABLE.born + first + start + tl.arange(0, SINK_TILE)), 0) > 0:
+            s = sink_scores(K, TABLE, row, p, query, scores_of, bh, start, SCORES, C)
+            w, alpha, beta, m = weigh(s, m, scores_of[3], C)
             acc, total = VALUES(V, first, start, C.ENTRIES, SINK_TILE, w, acc, alpha, beta, C)
             l = l * alpha + total * beta
             if C.SPARSE:
@@ -196,30 +157,46 @@ def unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C: tl
 
 
 @triton.jit
-def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, limits, m, l, acc, lost, read,
-                skipped, begin, end, head, k_head, v_head, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def packed_scores(K, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, block, head, k_head,
+                  SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Scores of a block of the arenas, and how many of its tokens each query sees, which only sparse V asks."""
+    scale, cap, window, threshold = scores_of
+    s = SCORES(K, head + block, k_head + block, query, scale, K_BITS, C)
+    if C.CAP:
+        s = soft_cap(s, cap)
+    masked, tokens = masked_words(dropped.to(tl.pointer_type(tl.int32)), block, C), tl.load(block_len + block)
+    count = tl.full(p.shape, C.BLOCK, tl.int32)
+    some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
+    if some | (tokens != C.BLOCK) | (block >= row[1]) | C.LOCAL:
+        s = unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C)
+        if C.SPARSE:
+            count = seen_by(s, C)
+    return s, count
+
+
+@triton.jit
+def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, limits, known, m, l, acc,
+                lost, read, skipped, begin, end, head, k_head, v_head, SCORES: tl.constexpr, VALUES: tl.constexpr,
                 K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attention over the blocks `begin` to `end` of the arenas, whose first blocks of this head are `head`, and among
     those of its width `k_head` and `v_head`. Sparse V: `lost` of `l` belongs to values that were not read."""
-    scale, cap, window, threshold = scores_of
-    words = dropped.to(tl.pointer_type(tl.int32))
+    threshold, own = scores_of[3], 0.0
+    if C.SPARSE and C.ENTRIES == 0:
+        s, _ = packed_scores(
+            K, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, 0, head, k_head, SCORES, K_BITS, C
+        )
+        known, own = known_mass(s, threshold, C), (begin == 0).to(tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
-        s = SCORES(K, head + block, k_head + block, query, scale, K_BITS, C)
-        if C.CAP:
-            s = soft_cap(s, cap)
-        masked, tokens = masked_words(words, block, C), tl.load(block_len + block)
-        count = tl.full(p.shape, C.BLOCK, tl.int32)
-        some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
-        if some | (tokens != C.BLOCK) | (block >= row[1]) | C.LOCAL:
-            s = unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C)
-            if C.SPARSE:
-                count = seen_by(s, C)
+        s, count = packed_scores(
+            K, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, block, head, k_head, SCORES, K_BITS,
+            C,
+        )  # fmt: skip
         w, alpha, beta, m = weigh(s, m, threshold, C)
         if C.SPARSE:
             mass = tl.sum(w, 0) * beta
             read += count
             lost *= alpha
-            if may_skip(p, m, beta, l * alpha + mass, lost + mass, limits):
+            if may_skip(p, m, beta, l * alpha + mass, lost + mass, known, own, limits):
                 acc, total = acc * alpha[None, :], tl.sum(w, 0)
                 lost += mass
                 skipped += count
@@ -232,8 +209,8 @@ def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, s
 
 
 @triton.jit
-def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, scores_of, limits, m, l, acc, lost, read,
-                    skipped, begin, end, b, h, NB, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr,
+def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, scores_of, limits, known, m, l, acc,
+                    lost, read, skipped, begin, end, b, h, NB, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr,
                     SCORES: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` with a loop of its own for each pair of widths: loads inside a branch are not pipelined."""
     k_place, k_head = K_LOCATE(K, b, h, C.K_LOW, C)
@@ -241,8 +218,8 @@ def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, s
     head, k_head, v_head = (b * C.H + h).to(tl.int64) * NB, k_head * NB, v_head * NB
     if (C.K_LOW % C.H == 0) and (C.V_LOW % C.H == 0):
         m, l, acc, lost, read, skipped = packed_part(
-            K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, limits, m, l, acc, lost,
-            read, skipped, begin, end, head, k_head, v_head, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C,
+            K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, limits, known, m, l, acc,
+            lost, read, skipped, begin, end, head, k_head, v_head, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C,
         )  # fmt: skip
     else:
         k_low, v_low = k_place >= C.H - C.K_LOW, v_place >= C.H - C.V_LOW
@@ -250,9 +227,9 @@ def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, s
             if (C.K_LOW if pair % 2 else C.H - C.K_LOW) > 0 and (C.V_LOW if pair // 2 else C.H - C.V_LOW) > 0:
                 if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
                     m, l, acc, lost, read, skipped = packed_part(
-                        K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, limits, m, l,
-                        acc, lost, read, skipped, begin, end, head, k_head, v_head, SCORES, VALUES, 4 >> pair % 2,
-                        4 >> pair // 2, STAGES, C,
+                        K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, limits,
+                        known, m, l, acc, lost, read, skipped, begin, end, head, k_head, v_head, SCORES, VALUES,
+                        4 >> pair % 2, 4 >> pair // 2, STAGES, C,
                     )  # fmt: skip
     return m, l, acc, lost, read, skipped
 
@@ -328,9 +305,15 @@ def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPE
                         RING_VALUES, C,
                     )  # fmt: skip
         else:
+            known = tl.full([C.Q], NOTHING, tl.float32)
+            if C.SPARSE and C.ENTRIES > 0:
+                known = known_mass(
+                    sink_scores(K_SINKS, TABLE, row, p, query, scores_of, bh, 0, RING_SCORES, C), scores_of[3], C
+                )
+            bounds = limits[0], limits[1], 1.0 / tl.cdiv(blocks, stretch)
             m, l, acc, lost, read, skipped = packed_by_width(
-                K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, limits, m, l,
-                acc, lost, read, skipped, begin, end, b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
+                K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, bounds, known,
+                m, l, acc, lost, read, skipped, begin, end, b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
             )  # fmt: skip
         d, inside = CHANNELS(C), n < T * C.G
         at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
