@@ -54,6 +54,9 @@ def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
         tensors |= {f"{side}.{name}": tensor for name, tensor in found.items()}
     if spec.sink_pool.num:
         tensors |= sink_table(geo, spec)
+        if spec.sink_pool.select == "attention":
+            given = (geo.batch, geo.heads, spec.window.ring, spec.window.span + spec.window.residual)
+            tensors["mass.ring"] = TensorSpec(given, torch.float32)  # see `sink_pool.mass`
     return dict(sorted(tensors.items()))
 
 
