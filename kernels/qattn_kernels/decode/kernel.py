@@ -181,7 +181,7 @@ def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, s
     """Attention over the blocks `begin` to `end` of the arenas, whose first blocks of this head are `head`, and among
     those of its width `k_head` and `v_head`. Sparse V: `lost` of `l` belongs to values that were not read."""
     threshold, own = scores_of[3], 0.0
-    if C.SPARSE and C.ENTRIES == 0:
+    if C.SPARSE and C.ENTRIES == 0:  # a part that judged by its own tokens alone would find few to skip
         s, _ = packed_scores(
             K, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, 0, head, k_head, SCORES, K_BITS, C
         )
@@ -193,12 +193,12 @@ def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, s
         )  # fmt: skip
         w, alpha, beta, m = weigh(s, m, threshold, C)
         if C.SPARSE:
-            mass = tl.sum(w, 0) * beta
+            total = tl.sum(w, 0)
             read += count
             lost *= alpha
-            if may_skip(p, m, beta, l * alpha + mass, lost + mass, known, own, limits):
-                acc, total = acc * alpha[None, :], tl.sum(w, 0)
-                lost += mass
+            if may_skip(p, m, beta, l * alpha + total * beta, lost + total * beta, known, own, limits):
+                acc = acc * alpha[None, :]
+                lost += total * beta
                 skipped += count
             else:
                 acc, total = VALUES(V, head + block, v_head + block, w, acc, alpha, beta, V_BITS, C)
@@ -272,6 +272,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPE
     `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights; with sparse V
     3: what of that sum was dropped. `TALLY`, `limits` (tau, budget): of sparse V.
     """
+    STAT: tl.constexpr = 3 if C.SPARSE else 2
     split, tile, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
@@ -318,7 +319,6 @@ def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPE
         d, inside = CHANNELS(C), n < T * C.G
         at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
         tl.store(OUT + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])
-        STAT: tl.constexpr = 3 if C.SPARSE else 2
         tl.store(STATS + at * STAT, m, mask=inside)
         tl.store(STATS + at * STAT + 1, l, mask=inside)
         if C.SPARSE:
