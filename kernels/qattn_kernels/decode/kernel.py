@@ -89,14 +89,13 @@ def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, read, bh, SCOR
 
 
 @triton.jit
-def sink_scores(K, TABLE, row, p, query, scores_of, bh, start, SCORES: tl.constexpr, C: tl.constexpr):
-    """Scores of `SINK_TILE` entries of the table of sinks, from `start` on."""
+def sink_scores(K, TABLE, row, p, query, scores_of, first, at, SCORES: tl.constexpr, C: tl.constexpr):
+    """Scores of entries `at` `[SINK_TILE]` of the tables of all heads, one behind the other from `first` on."""
     scale, cap, window, threshold = scores_of
-    first = bh.to(tl.int64) * C.ENTRIES + start
     s = SCORES(K, first, SINK_TILE, query, scale, C)
     if C.CAP:
         s = soft_cap(s, cap)
-    return tl.where(sinks_seen(TABLE, first + tl.arange(0, SINK_TILE), row, p, window, C), s, NOTHING)
+    return tl.where(sinks_seen(TABLE, at, row, p, window, C), s, NOTHING)
 
 
 @triton.jit
@@ -105,8 +104,9 @@ def sink_part(K, V, TABLE, row, p, query, scores_of, m, l, acc, read, bh, SCORES
     """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
     first = bh.to(tl.int64) * C.ENTRIES
     for start in tl.range(0, C.ENTRIES, SINK_TILE, num_stages=1):
-        if tl.max(tl.load(TABLE.born + first + start + tl.arange(0, SINK_TILE)), 0) > 0:
-            s = sink_scores(K, TABLE, row, p, query, scores_of, bh, start, SCORES, C)
+        at = first + start + tl.arange(0, SINK_TILE)
+        if tl.max(tl.load(TABLE.born + at), 0) > 0:
+            s = sink_scores(K, TABLE, row, p, query, scores_of, first + start, at, SCORES, C)
             w, alpha, beta, m = weigh(s, m, scores_of[3], C)
             acc, total = VALUES(V, first, start, C.ENTRIES, SINK_TILE, w, acc, alpha, beta, C)
             l = l * alpha + total * beta
@@ -308,9 +308,11 @@ def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPE
         else:
             known = tl.full([C.Q], NOTHING, tl.float32)
             if C.SPARSE and C.ENTRIES > 0:
-                known = known_mass(
-                    sink_scores(K_SINKS, TABLE, row, p, query, scores_of, bh, 0, RING_SCORES, C), scores_of[3], C
+                at = bh.to(tl.int64) * C.ENTRIES
+                s = sink_scores(
+                    K_SINKS, TABLE, row, p, query, scores_of, at, at + tl.arange(0, SINK_TILE), RING_SCORES, C
                 )
+                known = known_mass(s, scores_of[3], C)
             bounds = limits[0], limits[1], 1.0 / tl.cdiv(blocks, stretch)
             m, l, acc, lost, read, skipped = packed_by_width(
                 K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, bounds, known,
