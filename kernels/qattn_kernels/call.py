@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,7 +100,7 @@ def make_call(
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, store) for side, store in (("k", spec.k), ("v", spec.v)))
-    sinks: tuple = (None,) * 5
+    sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5
     if spec.sink_pool.num:
         table = Table(*(state[f"sink.{name}"] for name in Table._fields))
         shape = (batch, heads, region_blocks(spec.window, tokens), spec.window.block // 8)
@@ -110,4 +110,4 @@ def make_call(
     center = state["length"]
     if sizes.SMOOTH:
         center = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
-    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, center)
+    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, center=center)

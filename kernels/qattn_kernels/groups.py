@@ -1,8 +1,8 @@
 """Which tokens share a scale: the granularities of SageAttention2 (section 3.2).
 
-`token`: each has its own. `thread`: those whose products one thread of a tensor core holds; keys of a block whose places
-`n` agree in `(n % 8) // 2`, queries of 32 that agree in `n % 8`. `block`: all keys of a block of 64, all queries of 128 or so.
-`tensor`: all of a row and head.
+`token`: each has its own. `thread`: those whose products one thread of a tensor core holds; keys of a block whose
+places `n` agree in `(n % 8) // 2`, queries of 32 that agree in `n % 8`. `block`: all keys of a block of 64, all queries
+of 128 or so. `tensor`: all of a row and head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def query_groups(granularity: str, tokens: int, device: torch.device, block: int
 
 def grouped_maximum(top: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """The largest of each group `[tokens]`, for every member: `top` `[..., tokens]`."""
-    most = top.new_zeros((*top.shape[:-1], int(top.shape[-1])))  # as many groups as tokens at most: no wait for a device
+    most = torch.zeros_like(top)  # as many groups as tokens at most: no wait for a device
     index = groups.expand(top.shape)
     return most.scatter_reduce(-1, index, top, "amax").gather(-1, index)
 

@@ -17,6 +17,7 @@ from qattn_kernels.softmax import sas_exp
 from qattn_kernels.spec import Compute, Sparsity
 from qattn_kernels.stores import Operand
 from qattn_kernels.stores.base import int8_tokens
+from qattn_kernels.tally import Tally, count_tally
 from qattn_kernels.tiles import Tiles, visible
 
 
@@ -38,12 +39,11 @@ class Scores:
 
 
 class Attended(NamedTuple):
-    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen), `seen`, `skipped` `[B, Hkv]`."""
+    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen); of sparse V its `tally`."""
 
     out: torch.Tensor
     lse: torch.Tensor
-    seen: torch.Tensor
-    skipped: torch.Tensor
+    tally: Tally | None = None
 
 
 def _integers(x: Operand, levels: int) -> Operand:
@@ -103,12 +103,13 @@ def _weighted_values(p: torch.Tensor, v: Operand, int8: bool, levels: int, tile_
     return torch.einsum("bhgtnk,bhnkd->bhgtnd", weights.x, v.x.float()) * weights.scales[..., None]
 
 
-def _skip(p: torch.Tensor, share: torch.Tensor, sparsity: Sparsity) -> torch.Tensor:
-    """Sparse V: weights below `tau` of the row's sum, in order, while what they drop stays within the budget."""
-    weight = (p * share[..., None]).flatten(-2)
-    small = (weight < sparsity.tau) & (weight > 0)
-    dropped = torch.where(small, weight, 0.0).cumsum(-1)
-    return (small & (dropped <= sparsity.budget)).unflatten(-1, p.shape[-2:])
+def _skip(weight: torch.Tensor, sparsity: Sparsity) -> torch.Tensor:
+    """Sparse V: of final weights `[B, Hkv, G, T, n, block]` those below `tau`, in order, while what they drop stays
+    within the budget. Kernels, which do not know the final row sum yet, skip fewer: see `Sparsity`."""
+    flat = weight.flatten(-2)
+    small = (flat < sparsity.tau) & (flat > 0)
+    dropped = torch.where(small, flat, 0.0).cumsum(-1)
+    return (small & (dropped <= sparsity.budget)).unflatten(-1, weight.shape[-2:])
 
 
 def attend(
@@ -123,9 +124,9 @@ def attend(
     """Attention of queries at row positions `q_pos` `[B, T]` over tiles, in fp32.
 
     Each tile's weights are taken against its own row maximum (`sas`, `p_scale: tile` and FP8: against the running one,
-    tiles in order, because the cut, the shared scale and what is too small depend on it) and merged by exact exponentials, TurboAttention
-    Algorithms 1 and 2. Row sums, and with them the log-sum-exp, are of the unrounded weights, or of the rounded ones
-    if `round_sum` says so.
+    tiles in order, because the cut, the shared scale and what is too small depend on it) and merged by exact
+    exponentials, TurboAttention Algorithms 1 and 2. Row sums, and with them the log-sum-exp, are of the unrounded
+    weights, or of the rounded ones if `round_sum` says so.
     """
     int8 = (compute.prefill if prefill else compute.decode) == "int8"
     int8_values = int8 and compute.pv == "int8"
@@ -150,10 +151,11 @@ def attend(
     share = torch.exp(top - last[..., None])
     total = (sums * share).sum(-1)
     total = total if sinks is None else total + torch.exp(sinks - last)
-    seen = skipped = torch.zeros((len(q_pos), heads), dtype=torch.int64, device=q_pos.device)
+    tally = None
     if sparsity.tau > 0 and not prefill:
-        skip = _skip(p, share / torch.where(total == 0, 1.0, total)[..., None], sparsity)
-        seen, skipped = (see.expand_as(skip).sum((2, 3, 4, 5)), skip.sum((2, 3, 4, 5)))
+        weight = p * (share / torch.where(total == 0, 1.0, total)[..., None])[..., None]
+        skip = _skip(weight, sparsity)
+        tally = count_tally(weight, skip, see, q_pos)
         p = torch.where(skip, 0.0, p)
     if fp8:
         largest = torch.finfo(FP8[compute.pv]).max
@@ -162,4 +164,4 @@ def attend(
     out = out / torch.where(total == 0, 1.0, total)[..., None]
     if tiles.v.mean is not None:  # what smoothing took off, once
         out = torch.where(total[..., None] == 0, 0.0, out + tiles.v.mean[:, :, None, None, 0, 0])
-    return Attended(out.flatten(1, 2), (last + total.log()).flatten(1, 2), seen, skipped)
+    return Attended(out.flatten(1, 2), (last + total.log()).flatten(1, 2), tally)

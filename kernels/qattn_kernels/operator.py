@@ -13,10 +13,12 @@ from qattn_kernels.online import Scores
 from qattn_kernels.prefill.reference import packed_past, prefill
 from qattn_kernels.rotate import rotate
 from qattn_kernels.rows import build_region, columns_back, real_first
+from qattn_kernels.sink_pool.mass import given
 from qattn_kernels.sink_pool.reference import compete
 from qattn_kernels.sink_pool.table import settle
 from qattn_kernels.spec import SHORT_CALL, LayerSpec, decode_spec
 from qattn_kernels.state import layer_tensors
+from qattn_kernels.tally import add_tally
 
 
 class CapacityError(ValueError):
@@ -65,6 +67,8 @@ def reference_step(
     short = q.shape[2] <= SHORT_CALL
     past = None if short else packed_past(state, spec)
     if spec.sink_pool.num:
+        if spec.sink_pool.select == "attention":
+            region = region._replace(given=given(q, q_pos, state, spec.window, region, scores))
         region = compete(state, spec, region)
     append(state, spec, region, count, q.shape[2])
     if past is None:
@@ -73,8 +77,8 @@ def reference_step(
         result = prefill(q, q_pos, past, state, spec, region, scores)
     if spec.sink_pool.num:
         settle(state, region.closed)
-    state["v_read"].add_(result.seen)
-    state["v_skipped"].add_(result.skipped)
+    if result.tally is not None:
+        add_tally(state, result.tally)
     return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]
 
 

@@ -13,8 +13,8 @@ from qattn_kernels.stores.base import int8_tokens
 
 
 class Queries(NamedTuple):
-    """`exact` fp32 `[B, Hq, T, D]`, scaled; `coded` the same in INT8 with a scale a token, or None; `mean` what smoothing
-    took off before, like `exact`, or None."""
+    """`exact` fp32 `[B, Hq, T, D]`, scaled; `coded` the same in INT8 with a scale a token, or None; `mean` what
+    smoothing took off before, like `exact`, or None."""
 
     exact: torch.Tensor
     coded: Operand | None
@@ -29,7 +29,7 @@ class Queries(NamedTuple):
 def short_queries(q: torch.Tensor, scale: float, compute: Compute) -> Queries:
     """Of a call that decodes: each has a scale of its own, and none is smoothed, since one alone is its own mean."""
     exact = q.float() * scale
-    return Queries(exact, int8_tokens(exact, compute.qk_levels) if compute.decode == "int8" else None)
+    return Queries(exact, int8_tokens(exact, compute.decode_levels) if compute.decode == "int8" else None)
 
 
 def long_queries(q: torch.Tensor, scale: float, compute: Compute, real: torch.Tensor) -> Queries:

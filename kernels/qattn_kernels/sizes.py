@@ -24,9 +24,9 @@ class Sizes(NamedTuple):
     of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
     the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
-    token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH`
-    keys are coded around a mean, `K_GROUP` which share a scale; `SAS`, `CAP`, `LOCAL` whether that softmax, a
-    soft cap, a local window is used; `PLAIN` the interpreter runs, which knows no assembly.
+    token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH` keys are coded around a mean, `K_GROUP`
+    which share a scale; `SAS`, `CAP`, `LOCAL`, `SPARSE` whether that softmax, a soft cap, a local window, sparse V is
+    used; `PLAIN` the interpreter runs, which knows no assembly.
     """
 
     H: int
@@ -59,6 +59,7 @@ class Sizes(NamedTuple):
     SAS: bool
     CAP: bool
     LOCAL: bool
+    SPARSE: bool
     PLAIN: bool
 
 
@@ -102,10 +103,11 @@ def sizes_of(
         INT8=int8,
         SMOOTH=spec.k.name == "smoothed",
         K_GROUP=getattr(spec.k.core, "granularity", "token"),
-        Q_LEVELS=spec.compute.qk_levels if int8 else 127,
+        Q_LEVELS=spec.compute.decode_levels if int8 else 127,
         SAS=spec.compute.softmax == "sas",
         CAP=cap,
         LOCAL=local,
+        SPARSE=spec.sparsity.tau > 0,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )
 

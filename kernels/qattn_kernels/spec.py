@@ -30,7 +30,9 @@ class Compute:
         smooth_k: such keys are taken around the mean of all that the call sees.
         smooth_q: queries of a prefill around the mean of all, `tensor`, or of `groups.QUERY_BLOCK`, `block`; or `none`.
         smooth_v: values in FP8 are taken around the mean of all that the call sees.
-        qk_levels, pv_levels: largest INT8 code of queries and of weights, and of keys and values that have no codes.
+        decode_levels: largest INT8 code of queries in a decode.
+        qk_levels, pv_levels: largest INT8 code of queries in a prefill and of weights, and of keys and values that
+            have no codes.
         round_sum: row sums are of the rounded INT8 weights, not of what they were rounded from.
         rotate: `hadamard` turns queries and keys before anything else (`rotate.py`), `none` does not.
     """
@@ -48,6 +50,7 @@ class Compute:
     smooth_v: bool = False
     pv: str = "int8"
     qk_levels: int = INT8_LEVELS
+    decode_levels: int = INT8_LEVELS
     pv_levels: int = INT8_LEVELS
     round_sum: bool = False
     rotate: str = "none"
@@ -55,7 +58,15 @@ class Compute:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Sparse V: skip values whose weight is below `tau`, up to a dropped mass of `budget` a row. `tau = 0` is off."""
+    """Sparse V: a decode skips values whose weight is below `tau`, up to a dropped mass of `budget` a row: the output
+    moves by at most `budget * max|V|`. `tau = 0` is off, a `budget` of infinity the paper's. Row sums keep all weights.
+
+    The reference judges every weight by the final row sum. A kernel judges whole blocks while it reads them, never the
+    ring or sinks: it skips one if for all queries of the program its largest weight is below `tau` of a row sum, that
+    of the program's part of the context so far and of the context's first block (or of the sinks), and what the part
+    drops stays within the budget of its own row sum and of a share of that block's. Sums only grow, so no weight above
+    `tau` is skipped and the mass stays within the budget; but a kernel skips less than the threshold allows.
+    """
 
     tau: float = 0.0
     budget: float = 1e-4

@@ -32,7 +32,9 @@ class Int8(Method):
     def arithmetic(self) -> Compute:
         if not self.smooth_k:
             return super().arithmetic()
-        return dataclasses.replace(super().arithmetic(), smooth_k=True, qk_levels=LEVELS, pv_levels=LEVELS)
+        return dataclasses.replace(
+            super().arithmetic(), smooth_k=True, qk_levels=LEVELS, decode_levels=LEVELS, pv_levels=LEVELS
+        )
 
 
 METHOD = Int8

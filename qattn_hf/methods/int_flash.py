@@ -59,6 +59,7 @@ class IntFlash(Method):
             q_scale="token",
             pv="int8" if self.mode == "full" else "model",
             qk_levels=2 ** (self.bits - 1) - 1,
+            decode_levels=2 ** (self.bits - 1) - 1,
             pv_levels=LEVELS,
             round_sum=True,
             rotate=self.rotate,

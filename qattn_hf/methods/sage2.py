@@ -12,6 +12,7 @@ from qattn_kernels.groups import QUERY_BLOCK
 from qattn_kernels.spec import Compute
 from qattn_kernels.stores import Store
 from qattn_kernels.stores.fp8_channel import Fp8ChannelStore
+from qattn_kernels.stores.int8 import LEVELS
 from qattn_kernels.stores.int_group import IntGroupStore
 from qattn_kernels.stores.model_ring import ModelRingStore
 from qattn_kernels.stores.smoothed import SmoothedStore
@@ -44,7 +45,7 @@ class Sage2(Method):
     )
     v_scale: Literal["block", "prompt"] = Field(
         "block",
-        description="FP8 values of a block scaled by channel, or the paper's, fixed by a row's first block, others clamped",
+        description="FP8 values scaled by channel of a block, or the paper's, fixed by a row's first, others clamped",
     )
 
     @model_validator(mode="after")
@@ -85,7 +86,8 @@ class Sage2(Method):
             smooth_q=smooth_q,
             smooth_v=self._of("smooth_v"),
             qk_levels=2 ** (bits - 1) - 1,
-            pv_levels=127,
+            decode_levels=LEVELS,
+            pv_levels=LEVELS,
         )
 
 

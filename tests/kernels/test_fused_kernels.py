@@ -42,6 +42,9 @@ CASES: list[Case] = [
     ("turbo", {"bits": "mixed", "sink_num": 2}),
     ("int_flash", {}),
     ("int_flash", {"mode": "half", "bits": 4}),
+    ("sage2", {}),
+    ("sage2", {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True}),
+    ("turbo", {"smooth_k": True}),
 ]
 MORE_CASES: list[Case] = [
     ("turbo", {"bits": 2}),
@@ -58,6 +61,12 @@ MORE_CASES: list[Case] = [
     ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
     ("sinkq", {"group_size": 32}),
     ("turbo", {"sink_num": 3, "sink_window": 1}),
+    ("sage2", {"version": 1}),
+    ("sage2", {"bits": 4, "granularity": "token", "smooth_k": False, "pv": "model"}),
+    ("int8", {"smooth_k": True}),
+    ("int_flash", {"bits": 4, "smooth_k": True}),
+    ("turbo", {"smooth_k": True, "block_kv": 128, "buffer_size": 128, "v_bits": 2}),
+    ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0, "prefill_compute": "int8"}),
 ]
 ROUNDING = 0.04  # kernels and reference round queries and weights to 8 bits, or queries to 4, each in its own way
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

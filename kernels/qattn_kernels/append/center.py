@@ -25,7 +25,7 @@ def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         pos = open_start + t
         old = pos < length
         new = (~old) & (pos < length + count)
-        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
+        k, _, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
         code, scale = K_OPEN(k)
         code, scale = with_ring(K, code, scale, pos, old, bh, False, C)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)

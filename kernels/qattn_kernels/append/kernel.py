@@ -146,9 +146,9 @@ def _short_side(S, MEAN, x, pos, new, stale, closes, b, h, start, index, closed,
 
 
 @triton.jit
-def _long_side(S, CENTER, X, SCALE, x, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots, OPEN: tl.constexpr,
-               SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr, VALUES: tl.constexpr,
-               C: tl.constexpr):  # fmt: skip
+def _long_side(S, CENTER, X, SCALE, x, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
+               OPEN: tl.constexpr, SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr,
+               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Keys or values of one block of a long call: into the panel, and if it closes or is final into the arenas."""
     bh = b * C.H + h
     t = tl.arange(0, C.BLOCK)
@@ -161,7 +161,8 @@ def _long_side(S, CENTER, X, SCALE, x, keep, chosen, pos, old, used, closes, b, 
             kept, kept_scale = OPEN(around(S, code, scale, keep, mean))
             kept, kept_scale = SEEN(kept, kept_scale, keep)
             if closes:
-                PUT(S, kept, kept_scale, keep, keep, t, b, h, index, NB, PLACE(S, b, h, index == 0, VALUES, C), VALUES, C)
+                place = PLACE(S, b, h, index == 0, VALUES, C)
+                PUT(S, kept, kept_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
             if X.dtype.element_ty == tl.int8:
                 code, scale = kept, kept_scale
         elif closes:
@@ -219,9 +220,9 @@ def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 
 @triton.jit
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                 K, V, MEAN, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, K_PLACE: tl.constexpr,
-                 K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr, V_PLACE: tl.constexpr,
-                 V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                 K, V, MEAN, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
+                 K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
+                 V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (block of the region, head, row) of a call of at most `NEW` tokens; lengths are committed later."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_before(STATE, SPANS, span_stride, b, C)
@@ -280,10 +281,10 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     if h == 0:
         tl.store(PANEL[5] + b.to(tl.int64) * slots + slot, pos)
     chosen = chosen_bits(CHOSEN, regions, bh, j, C)
-    _long_side(K, CENTER, PANEL[0], PANEL[1], k, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots, K_OPEN,
-               K_SEEN, K_PLACE, K_PUT, K_GET, False, C)  # fmt: skip
-    _long_side(V, CENTER, PANEL[2], PANEL[3], v, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots, V_OPEN,
-               V_SEEN, V_PLACE, V_PUT, V_GET, True, C)  # fmt: skip
+    _long_side(K, CENTER, PANEL[0], PANEL[1], k, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
+               K_OPEN, K_SEEN, K_PLACE, K_PUT, K_GET, False, C)  # fmt: skip
+    _long_side(V, CENTER, PANEL[2], PANEL[3], v, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
+               V_OPEN, V_SEEN, V_PLACE, V_PUT, V_GET, True, C)  # fmt: skip
 
 
 @triton.jit

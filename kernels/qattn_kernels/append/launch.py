@@ -65,8 +65,8 @@ def append_long(call: Call, panel: Panel) -> None:
     blocks = region_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
     long_kernel[(blocks, call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.center, *call.picked, tensors(panel), call.rows, call.blocks, panel.pos.shape[1],
-        k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes,
+        state["block_len"], call.k, call.v, call.center, *call.picked, tensors(panel), call.rows, call.blocks,
+        panel.pos.shape[1], k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes,
         **codes(call.sizes, 64 * 64),
     )  # fmt: skip
 
@@ -98,8 +98,9 @@ def undo(call: Call, panel: Panel, past: int) -> None:
         return
     k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
     undo_kernel[(min(past, call.blocks), call.sizes.H, call.batch)](
-        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.mean, tensors(panel),
-        call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes, **codes(call.sizes),
+        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.mean,
+        tensors(panel), call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes,
+        **codes(call.sizes),
     )  # fmt: skip
 
 

@@ -39,9 +39,9 @@ class Shape(NamedTuple):
     `HQ`, `G` query heads and how many share a KV head; `D`, `DV` head dims of K and V, `DP`, `DVP` the powers of two
     that hold them; `BLOCK` slots of a block; `BLOCK_SCALES`: the slots of a closed block share a scale in K and V;
     `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product, `V_FP8` FP8 in both; `Q_LEVELS` largest
-    code of a query, `Q_GROUP` which share a scale (`groups`, `block` being the program's own); `CENTER` keys stand around
-    a mean, `SHIFT` which queries around one (`smooth_q`), `V_MEAN` values do; `ROUND_SUM` row sums are of rounded weights,
-    which wants one scale for all values of a tile; `PLAIN`: the interpreter runs.
+    code of a query, `Q_GROUP` which share a scale (`groups`, `block` being the program's own); `CENTER` keys stand
+    around a mean, `SHIFT` which queries around one (`smooth_q`), `V_MEAN` values do; `ROUND_SUM` row sums are of
+    rounded weights, which wants one scale for all values of a tile; `PLAIN`: the interpreter runs.
     """
 
     BM: int
@@ -392,14 +392,14 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
     total, top, peak = tl.full([C.BM], 0.0, tl.float32), nothing, nothing
     if C.WINDOW:
         for n0 in tl.range(start, tl.minimum(main, end), C.TAIL, num_stages=C.STAGES):
-            acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center, threshold,
-                                          C.TAIL, False, True, C)  # fmt: skip
+            acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
+                                          threshold, C.TAIL, False, True, C)  # fmt: skip
     for n0 in tl.range(main, plain, C.BN, num_stages=C.STAGES):
-        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center, threshold,
-                                      C.BN, C.BLOCK_SCALES, False, C)  # fmt: skip
+        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
+                                      threshold, C.BN, C.BLOCK_SCALES, False, C)  # fmt: skip
     for n0 in tl.range(plain, end, C.TAIL, num_stages=C.STAGES):
-        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center, threshold,
-                                      C.TAIL, False, True, C)  # fmt: skip
+        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
+                                      threshold, C.TAIL, False, True, C)  # fmt: skip
     _finish(acc, total, top, center, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real, t < T,
             T, C)  # fmt: skip
 

@@ -120,8 +120,8 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
     )
     cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
     attend[(batch * hq * -(-tokens // shape.BM),)](
-        q, *q.stride()[:3], panel.k, k_scale, panel.v, column, inverse, clean, panel.pos, panel.rows, sinks, extra, out, lse,
-        tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=shape,
+        q, *q.stride()[:3], panel.k, k_scale, panel.v, column, inverse, clean, panel.pos, panel.rows, sinks, extra, out,
+        lse, tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=shape,
         num_warps=config.warps * max(1, shape.BM // MODEL_QUERIES), num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

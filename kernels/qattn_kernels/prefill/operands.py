@@ -66,7 +66,7 @@ def quantize_keys(x: torch.Tensor, compute: Compute) -> Operand:
 
 
 def channel_values(x: torch.Tensor, visible: torch.Tensor, compute: Compute) -> Operand:
-    """Values `[B, H, n, block, D]` as FP8 with a scale a channel has them, undone; their mean apart if it is smoothed."""
+    """Values `[B, H, n, block, D]` as FP8 with a scale a channel has them, undone; their mean apart if smoothed."""
     mean = masked_mean(x, visible) if compute.smooth_v else torch.zeros_like(x[:, :, :1, :1])
     around = torch.where(visible, x - mean, 0.0)
     largest = torch.finfo(FP8[compute.pv]).max

@@ -74,7 +74,7 @@ def settle_kernel(STATS, MEAN, SCALE, parts, largest, D: tl.constexpr, DP: tl.co
 @triton.jit
 def keys_kernel(K, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr,
                 SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program (tile of slots, row and head): INT8 codes `[B, H, N, D]` of keys around `MEAN`, and scales `[B, H, N]`."""
+    """Program (tile of slots, row and head): INT8 codes `[B, H, N, D]` of keys around `MEAN`, scales `[B, H, N]`."""
     head, d = tl.program_id(1), tl.arange(0, DP)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
@@ -96,8 +96,8 @@ def keys_kernel(K, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constex
 @triton.jit
 def values_kernel(V, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl.constexpr, SMOOTH: tl.constexpr,
                   D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program (tile of slots, row and head): codes `[B, H, D, N]` of values. In FP8 by their `CHANNEL` around `MEAN`, as
-    bytes; else INT8 with scales `[B, H, N]`."""
+    """Program (tile of slots, row and head): codes `[B, H, D, N]` of values. In FP8 by their `CHANNEL` around `MEAN`,
+    as bytes; else INT8 with scales `[B, H, N]`."""
     head, d = tl.program_id(1), tl.arange(0, DP)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):

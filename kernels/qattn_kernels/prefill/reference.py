@@ -59,6 +59,4 @@ def prefill(
         some = tiles.first(before + region_blocks(spec.window, i + rows))  # later tiles are later tokens
         part = queries.part(i, i + rows), q_pos[:, i : i + rows]
         parts.append(attend(*part, some, scores, spec.compute, spec.sparsity, prefill=True))
-    return Attended(
-        torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2), parts[0].seen, parts[0].skipped
-    )
+    return Attended(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))

@@ -1,8 +1,8 @@
 """Smoothed keys around another store: a row's mean key is taken off before codes are made, and kept beside them.
 
 SageAttention2's smoothing of K: channels of keys share a mean that queries see as one constant, so that codes need not
-span it. Scores are of the true keys here (the mean's share is added back), which leaves soft caps, learned sinks and the
-log-sum-exp as they are.
+span it. Scores are of the true keys here (the mean's share is added back), which leaves soft caps, learned sinks and
+the log-sum-exp as they are.
 """
 
 from __future__ import annotations
