@@ -308,11 +308,12 @@ def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, 
                         RING_VALUES, C,
                     )  # fmt: skip
         else:
-            asked = (*query, m)
-            if C.SMOOTH:  # what keys around a mean lack
+            lacking = m  # of keys around a mean
+            if C.SMOOTH:
                 d = tl.arange(0, C.DP)
                 mean = tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
-                asked = (*query, tl.sum(query[1] * mean[:, None], 0))
+                lacking = tl.sum(query[1] * mean[:, None], 0)
+            asked = query[0], query[1], query[2], query[3], query[4], lacking
             known = tl.full([C.Q], NOTHING, tl.float32)
             if C.SPARSE and C.ENTRIES > 0:
                 at = bh.to(tl.int64) * C.ENTRIES

@@ -96,7 +96,8 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     t = token_order(C.BLOCK, C.PARTS)
-    scale = tl.load(S.scale + _scales(at, C.K_GROUP, C) + _groups(t, C.K_GROUP))
+    GROUP: tl.constexpr = C.K_GROUP
+    scale = tl.load(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP))
     if BITS == 8:
         d = tl.arange(0, C.DP)
         codes = S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
