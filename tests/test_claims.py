@@ -129,6 +129,20 @@ def test_rotation_beats_none_on_outlier_channels(bits: int, kind: str):
     assert turned < plain
 
 
+@pytest.mark.parametrize(
+    "case",
+    [("int8", {}), ("int_flash", {"bits": 4}), ("sage2", {}), ("sage2", {"bits": 4})],
+    ids=case_id,
+)
+def test_smoothing_keys_beats_none_on_channels_with_means(case: Case):
+    """No tolerance: where codes have a scale a token or a block, means that all keys share take most of it. Of codes by
+    channel (turbo, KIVI) nothing is claimed: they have a zero point of their own."""
+    inputs = normal(shift=8)
+    method, settings = case
+    smooth, plain = (error((method, {**settings, "smooth_k": smooth}), inputs) for smooth in (True, False))
+    assert smooth < plain
+
+
 @pytest.mark.parametrize("method", list_methods())
 def test_no_threshold_is_no_sparsity_bit_for_bit(method: str):
     """Three ways to skip nothing give the same bits: no threshold, whatever the budget, and one below every weight."""

@@ -21,8 +21,8 @@ LOG2E = math.log2(math.e)
 STEP = 2048  # slots at a time in `value_columns`
 
 
-def _config(q: torch.Tensor, int8: bool, width: int) -> Config:
-    kind = "int8" if int8 else "float" if q.dtype == torch.float32 else "half"
+def _config(q: torch.Tensor, kind: str | None, width: int) -> Config:
+    kind = kind or ("float" if q.dtype == torch.float32 else "half")
     return CONFIGS[kind, max(width, 64)]
 
 
@@ -53,7 +53,7 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
     round_sum = v_int8 and compute.round_sum
     dim_v = panel.v.shape[2] if v_codes or v_fp8 else panel.v.shape[3]
     dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
-    config = _config(q, v_int8 or v_fp8, max(dp, dvp))
+    config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
     by_block = {spec.k.name, spec.v.name} <= BLOCK_SCALED
     shape = Shape(
         BM=compute.block_q if k_int8 and compute.q_scale == "block" else MODEL_QUERIES,
