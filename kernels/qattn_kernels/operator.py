@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -11,12 +12,14 @@ from qattn_kernels.decode.reference import decode
 from qattn_kernels.layout import Geometry, State
 from qattn_kernels.online import Scores
 from qattn_kernels.prefill.reference import packed_past, prefill
-from qattn_kernels.rotate import rotate
+from qattn_kernels.rotate.reference import rotate, rotate_back
 from qattn_kernels.rows import build_region, columns_back, real_first
 from qattn_kernels.sink_pool.reference import compete
 from qattn_kernels.sink_pool.table import settle
-from qattn_kernels.spec import SHORT_CALL, LayerSpec, decode_spec
+from qattn_kernels.spec import SHORT_CALL, Compute, LayerSpec, decode_spec
 from qattn_kernels.state import layer_tensors
+
+Turn = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CapacityError(ValueError):
@@ -78,6 +81,14 @@ def reference_step(
     return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]
 
 
+def _turned(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, turn: Turn
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if compute.rotate == "hadamard":
+        query, key = turn(query), turn(key)
+    return query, key, turn(value) if compute.rotate_v == "hadamard" else value
+
+
 @torch.library.custom_op("qattn::attend", mutates_args={"state"})
 def attend(
     query: torch.Tensor,
@@ -112,14 +123,17 @@ def attend(
     named = dict(zip(state_names(layer), state, strict=True))
     scores = Scores(scale, softcap, window, sinks)
     _check_capacity(named, layer, span)
-    if layer.compute.rotate == "hadamard":
-        query, key = rotate(query), rotate(key)
-    if layer.impl == "triton":
-        from qattn_kernels.fused import fused_step  # Triton is loaded when it is first used
+    if layer.impl == "triton":  # which is loaded when it is first used
+        from qattn_kernels.fused import fused_step
+        from qattn_kernels.rotate import launch
 
-        return fused_step(query, key, value, span, named, layer, scores, past)
+        query, key, value = _turned(query, key, value, layer.compute, launch.rotate)
+        out, lse = fused_step(query, key, value, span, named, layer, scores, past)
+        return out if layer.compute.rotate_v == "none" else launch.rotate_back(out), lse
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
-        return reference_step(query, key, value, span, named, layer, scores)
+        query, key, value = _turned(query, key, value, layer.compute, rotate)
+        out, lse = reference_step(query, key, value, span, named, layer, scores)
+        return out if layer.compute.rotate_v == "none" else rotate_back(out), lse
 
 
 @attend.register_fake
