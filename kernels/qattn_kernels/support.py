@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 from qattn_kernels.spec import LayerSpec
+from qattn_kernels.stores.channel_block import ChannelBlockStore
 from qattn_kernels.stores.flashq import FlashQStore
 from qattn_kernels.stores.int8_block import Int8BlockStore
 from qattn_kernels.stores.kivi import KiviStore
@@ -13,6 +14,7 @@ from qattn_kernels.stores.kivi import KiviStore
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half tiles
 MOST_GROUP = 8
+LEAST_GROUP = 32  # channels that a product of integers takes at once
 PRIORITIES = ("priority", "min_max", "variation")  # `append.ranking` knows them by their index
 
 
@@ -45,10 +47,10 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return "of sink pools the kernels know the one of the smallest keys, excluded, block by block"
     if pool.num and spec.window.span != spec.window.block:
         return "several blocks close together, and the kernels' sink pool competes with one"
-    return _unsupported_stores(spec)
+    return _unsupported_stores(spec, k_dim)
 
 
-def _unsupported_stores(spec: LayerSpec) -> str | None:
+def _unsupported_stores(spec: LayerSpec, dim: int) -> str | None:
     int8 = "int8" in (spec.compute.prefill, spec.compute.decode)
     for side, store in (("k", spec.k), ("v", spec.v)):
         if importlib.util.find_spec(f"qattn_kernels.pieces.{store.name}") is None:
@@ -64,6 +66,10 @@ def _unsupported_stores(spec: LayerSpec) -> str | None:
                 return f"priority is {store.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
         if isinstance(store, KiviStore) and (store.bits == 3 or store.per_token != (side == "v")):
             return "of KIVI's formats the kernels know 2 and 4 bits, keys by channel and values by token"
+        if isinstance(store, ChannelBlockStore) and store.group(dim) < LEAST_GROUP:
+            return (
+                f"{store.group(dim)} channels share a norm at head dim {dim}; the kernels know {LEAST_GROUP} and more"
+            )
         if isinstance(store, Int8BlockStore) and store.granularity != "block":
             return f"v_granularity is {store.granularity!r}; the kernels scale values by block"
     if spec.k.windowed != spec.v.windowed:
