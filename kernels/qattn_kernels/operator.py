@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 
 import torch
 
@@ -19,7 +19,7 @@ from qattn_kernels.sink_pool.table import settle
 from qattn_kernels.spec import SHORT_CALL, Compute, LayerSpec, decode_spec
 from qattn_kernels.state import layer_tensors
 
-Turn = Callable[[torch.Tensor], torch.Tensor]
+Turn = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 
 
 class CapacityError(ValueError):
@@ -83,10 +83,11 @@ def reference_step(
 
 def _turned(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, turn: Turn
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if compute.rotate == "hadamard":
-        query, key = turn(query), turn(key)
-    return query, key, turn(value) if compute.rotate_v == "hadamard" else value
+) -> Iterator[torch.Tensor]:
+    """The three as the layer stores and multiplies them: all that is turned at once."""
+    asked = ((query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v))
+    turned = iter(turn([x for x, way in asked if way == "hadamard"]))
+    return (x if way == "none" else next(turned) for x, way in asked)
 
 
 @torch.library.custom_op("qattn::attend", mutates_args={"state"})
@@ -129,9 +130,9 @@ def attend(
 
         query, key, value = _turned(query, key, value, layer.compute, launch.rotate)
         out, lse = fused_step(query, key, value, span, named, layer, scores, past)
-        return out if layer.compute.rotate_v == "none" else launch.rotate_back(out), lse
+        return out if layer.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
-        query, key, value = _turned(query, key, value, layer.compute, rotate)
+        query, key, value = _turned(query, key, value, layer.compute, partial(map, rotate))
         out, lse = reference_step(query, key, value, span, named, layer, scores)
         return out if layer.compute.rotate_v == "none" else rotate_back(out), lse
 

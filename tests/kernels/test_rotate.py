@@ -50,7 +50,8 @@ def test_rotation_of_a_token_does_not_depend_on_its_call():
 def test_the_kernel_has_the_references_bits(dim: int, dtype: torch.dtype):
     """In the order of memory in which a model makes its keys, of sizes that fill no tile, and one token alone."""
     for tokens in (1, 37):
-        x = (normal(2, tokens, 3, dim) * 10).to(DEVICE, dtype).transpose(1, 2)
-        assert torch.equal(launch.rotate(x), rotate(x))
-        assert torch.equal(launch.rotate_back(x), rotate_back(x))
-        assert launch.rotate(x).stride() == x.stride()
+        x, y = ((normal(2, tokens, h, dim) * 10).to(DEVICE, dtype).transpose(1, 2) for h in (6, 3))
+        for turned, back in ((rotate, False), (rotate_back, True)):
+            for got, given in zip(launch.rotate([x, y], back), (x, y), strict=True):
+                assert torch.equal(got, turned(given))
+                assert got.stride() == given.stride()

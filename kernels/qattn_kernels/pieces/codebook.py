@@ -7,16 +7,18 @@ a byte whatever their width.
 
 from __future__ import annotations
 
+import struct
+
 import triton
 import triton.language as tl
 
-from qattn_kernels.codebook import LEVELS, codebook
+from qattn_kernels.codebook import codebook
 
 
 def _words(bits: int) -> list[int]:
-    """The levels of all codes, four to a word, the first in its lowest byte."""
-    table = [x & 255 for x in codebook(bits)]
-    return [sum(x << 8 * i for i, x in enumerate(table[at : at + 4])) for at in range(0, len(table), 4)]
+    """The levels of all codes, four to an int32, the first in its lowest byte."""
+    table = struct.pack(f"{2**bits}b", *codebook(bits))
+    return list(struct.unpack(f"<{len(table) // 4}i", table))
 
 
 def _lookup(bits: int) -> str:
@@ -26,7 +28,7 @@ def _lookup(bits: int) -> str:
     interleaved and are sorted behind it. Its index knows eight bytes; the fourth bit of a code, spread over a byte,
     chooses between two tables.
     """
-    words = [f"0x{word:08x}" for word in _words(bits)]
+    words = [f"0x{word & 0xFFFFFFFF:08x}" for word in _words(bits)]
     pairs = [(words[i], words[min(i + 1, len(words) - 1)]) for i in range(0, len(words), 2)]
     lines = ["and.b32 s, $2, 0x77777777;" if bits == 4 else "mov.b32 s, $2;", "shr.b32 t, s, 16;"]
     for i, (one, other) in enumerate(pairs):
@@ -40,15 +42,14 @@ def _lookup(bits: int) -> str:
     return "{.reg .b32 s, t, u, v, a, b, l0, h0, l1, h1; " + " ".join(lines) + "}"
 
 
-WORDS = {bits: tl.constexpr(tuple(_words(bits) * (4 // 2 ** (bits - 2)))) for bits in LEVELS}
-WORDS_2, WORDS_3, WORDS_4 = WORDS[2], WORDS[3], WORDS[4]
+WORDS_2, WORDS_3, WORDS_4 = (tl.constexpr(tuple(_words(bits))) for bits in (2, 3, 4))
 LOOKUP_2, LOOKUP_3, LOOKUP_4 = (tl.constexpr(_lookup(bits)) for bits in (2, 3, 4))
 
 
 @triton.jit
 def _from_words(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
-    low = tl.where(code < 4, tl.full(code.shape, FIRST, tl.int64), tl.full(code.shape, SECOND, tl.int64))
-    high = tl.where(code < 12, tl.full(code.shape, THIRD, tl.int64), tl.full(code.shape, FOURTH, tl.int64))
+    low = tl.where(code < 4, tl.full(code.shape, FIRST, tl.int32), tl.full(code.shape, SECOND, tl.int32))
+    high = tl.where(code < 12, tl.full(code.shape, THIRD, tl.int32), tl.full(code.shape, FOURTH, tl.int32))
     return (tl.where(code < 8, low, high) >> ((code % 4) * 8)).to(tl.int8)
 
 
@@ -56,9 +57,9 @@ def _from_words(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.const
 def levels(code, BITS: tl.constexpr):
     """int8 levels of int32 codes, in plain arithmetic."""
     if BITS == 2:
-        return _from_words(code, WORDS_2[0], WORDS_2[1], WORDS_2[2], WORDS_2[3])
+        return _from_words(code, WORDS_2[0], WORDS_2[0], WORDS_2[0], WORDS_2[0])
     elif BITS == 3:
-        return _from_words(code, WORDS_3[0], WORDS_3[1], WORDS_3[2], WORDS_3[3])
+        return _from_words(code, WORDS_3[0], WORDS_3[1], WORDS_3[1], WORDS_3[1])
     else:
         return _from_words(code, WORDS_4[0], WORDS_4[1], WORDS_4[2], WORDS_4[3])
 
