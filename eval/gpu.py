@@ -29,10 +29,6 @@ QUALITY_METHODS = {
     "turbo": "turbo,turbo:bits=mixed,turbo:bits=2,turbo:softmax=sas",
     "sinkq": "sinkq,sinkq:sink_skip_layers=0",
     "turbo_sink": "turbo:sink_num=3,turbo:bits=mixed,sink_num=3",
-    "turboquant": ",".join(
-        ["turboquant"]
-        + [f"turboquant:k_format={name},v_format={name}" for name in ("q4", "turbo4", "turbo3", "turbo2")]
-    ),
     "int_flash": "int_flash,int_flash:mode=half,int_flash:bits=4,int_flash:bits=4,rotate=hadamard",
 }
 DECODE_METHODS = (
@@ -49,7 +45,7 @@ DECODE_METHODS = (
     "turboquant:k_format=turbo4",
     "turboquant:k_format=turbo3,v_format=turbo3",
 )
-PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "sinkq", "turboquant")
+PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "turboquant", "sinkq")
 UNTIMED = ("tests", "quality")
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
 Part = tuple[str, list[str]]
