@@ -101,6 +101,12 @@ def test_norms_of_blocks_are_worth_their_bits():
     assert 0.85 < few / many < 1
 
 
+def test_a_norm_is_of_channels_that_are_rotated_together():
+    sizes = [(norm_block, dim) for norm_block in (32, 64, 0) for dim in (48, 64, 80, 96, 128)]
+    found = [TurboQuantStore(norm_block=norm_block).group(dim) for norm_block, dim in sizes]
+    assert found == [16, 32, 16, 32, 32, 16, 64, 16, 32, 64, 16, 64, 16, 32, 128]
+
+
 def test_q4_takes_the_signed_value_of_largest_magnitude():
     """By hand: -8 is the largest, so the scale is 1. Ties go up, and eight steps on the other side do not fit."""
     x = torch.zeros(1, 32)
