@@ -89,35 +89,40 @@ def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _bytes(codes, at, byte, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Bytes of a block for channels `d`: `[n, channels]` of keys, `[channels, n]` of values."""
+def _bytes(codes, at, byte, there, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Bytes of a block where they are `there`, zeros elsewhere, for channels `d`: `[n, channels]` of keys, `[channels,
+    n]` of values."""
+    inside = d < C.D
     if VALUES:
-        where, inside = at * (ROWS * C.D) + d[:, None] * ROWS + byte[None, :], (d < C.D)[:, None]
+        where, mask = at * (ROWS * C.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & there[None, :]
     else:
-        where, inside = at * (ROWS * C.D) + byte[:, None] * C.D + d[None, :], (d < C.D)[None, :]
-    return tl.load(codes + where, mask=inside, other=0)
+        where, mask = at * (ROWS * C.D) + byte[:, None] * C.D + d[None, :], inside[None, :] & there[:, None]
+    return tl.load(codes + where, mask=mask, other=0)
 
 
 @triton.jit
 def half_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """Both halves of a block's codes, for channels `d`: that of token `t` in the lower four bits, that of the token
-    half a block later in the upper ones. Of fewer than 4 bits a byte is loaded as often as it has to be shifted."""
+    half a block later in the upper ones."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    FOURTH: tl.constexpr = C.BLOCK // 4
+    EIGHTH: tl.constexpr = C.BLOCK // 8
     t = tl.arange(0, C.BLOCK // 2)
     if BITS == 4:
-        return _bytes(codes, at, t, d, ROWS, VALUES, C)
-    else:
-        low = _bytes(codes, at, t % (C.BLOCK // 4), d, ROWS, VALUES, C)
-        eighth = (t // (C.BLOCK // 8)).to(tl.int8)  # of the tokens; four bytes that lie side by side are of one
+        return _bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
+    elif BITS == 2:  # in two parts: a shift that depends on the token would cost a conversion through shared memory
+        one = _bytes(codes, at, t, t < FOURTH, d, ROWS, VALUES, C)
+        two = _bytes(codes, at, t - FOURTH, t >= FOURTH, d, ROWS, VALUES, C)
+        if C.PLAIN:
+            return one & 51 | (two >> 2) & 51
+        asm: tl.constexpr = "{.reg .b32 s; shr.b32 s, $2, 2; or.b32 s, s, $1; and.b32 $0, s, 0x33333333;}"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [one, two], dtype=tl.uint8, is_pure=True, pack=4)
+    else:  # the six parts of 3 bits would fill shared memory, so bytes come as often as they have to be shifted
+        low = _bytes(codes, at, t % FOURTH, t >= 0, d, ROWS, VALUES, C)
+        top = _bytes(codes, at, FOURTH + t % EIGHTH, t >= 0, d, ROWS, VALUES, C)
+        eighth = (t // EIGHTH).to(tl.int8)  # one for any four bytes of a word, which lie side by side
         shift = tl.broadcast_to(eighth[None, :] if VALUES else eighth[:, None], low.shape)
-        if BITS == 2:
-            if C.PLAIN:
-                return (low >> (shift & 2).to(tl.uint8)) & 51
-            asm: tl.constexpr = "{.reg .b32 s; and.b32 s, $2, 2; shr.b32 s, $1, s; and.b32 $0, s, 0x33333333;}"
-            return tl.inline_asm_elementwise(asm, "=r,r,r", [low, shift], dtype=tl.uint8, is_pure=True, pack=4)
-        else:
-            top = _bytes(codes, at, C.BLOCK // 4 + t % (C.BLOCK // 8), d, ROWS, VALUES, C)
-            if C.PLAIN:
-                return (low >> (shift & 2).to(tl.uint8)) & 51 | ((top >> shift.to(tl.uint8)) << 2) & 68
-            asm: tl.constexpr = "{.reg .b32 s, t; and.b32 s, $3, 2; shr.b32 s, $1, s; and.b32 s, s, 0x33333333; and.b32 t, $3, 3; shr.b32 t, $2, t; shl.b32 t, t, 2; and.b32 t, t, 0x44444444; or.b32 $0, s, t;}"  # noqa: E501
-            return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, top, shift], dtype=tl.uint8, is_pure=True, pack=4)
+        if C.PLAIN:
+            return (low >> (shift & 2).to(tl.uint8)) & 51 | ((top >> shift.to(tl.uint8)) << 2) & 68
+        asm: tl.constexpr = "{.reg .b32 s, t; and.b32 s, $3, 2; shr.b32 s, $1, s; and.b32 s, s, 0x33333333; and.b32 t, $3, 3; shr.b32 t, $2, t; shl.b32 t, t, 2; and.b32 t, t, 0x44444444; or.b32 $0, s, t;}"  # noqa: E501
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, top, shift], dtype=tl.uint8, is_pure=True, pack=4)
