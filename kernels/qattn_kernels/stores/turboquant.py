@@ -7,6 +7,7 @@ is one codebook, no polar angles and no sign bits, and no second stage for the r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -52,8 +53,14 @@ class TurboQuantStore(ChannelBlockStore):
         return self._integers(code) * UNIT
 
     def _integers(self, code: torch.Tensor) -> torch.Tensor:
-        table = torch.tensor(codebook(self.bits), dtype=torch.float32, device=code.device)
-        return table[code.long()]
+        return _table(self.bits, code.device)[code.long()]
+
+
+@lru_cache(maxsize=64)
+def _table(bits: int, device: torch.device) -> torch.Tensor:
+    """The codebook in fp32, made once: a captured step copies nothing from the host."""
+    with torch.inference_mode(False):
+        return torch.tensor(codebook(bits), dtype=torch.float32, device=device)
 
 
 STORE = TurboQuantStore
