@@ -28,7 +28,7 @@ QUALITY_METHODS = {
     "kivi": "kivi:bits=4,kivi:bits=2,kivi:bits=2,group_size=128,residual_length=32",
     "turbo": "turbo,turbo:bits=mixed,turbo:bits=2,turbo:softmax=sas",
     "sinkq": "sinkq,sinkq:sink_skip_layers=0",
-    "turbo_sink": "turbo:sink_num=3,turbo:bits=mixed,sink_num=3",
+    "turbo_sink": "turbo:sink_num=3,sink_window=8,turbo:bits=mixed,sink_num=3,sink_window=8",
     "int_flash": "int_flash,int_flash:mode=half,int_flash:bits=4,int_flash:bits=4,rotate=hadamard",
 }
 DECODE_METHODS = (

@@ -17,6 +17,7 @@ from qattn_hf.recipe import Recipe
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import side_of
 from qattn_kernels.support import no_triton, unsupported
+from qattn_kernels.tally import tally_of
 
 
 def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
@@ -48,8 +49,8 @@ def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
     row: dict[str, Any] = {
         "layer": index,
         "kind": "full_attention",
-        "k_format": spec.k.name,
-        "v_format": spec.v.name,
+        "k_format": spec.k.label,
+        "v_format": spec.v.label,
         "kernels": spec.impl,
         "packed_tokens": 0,
         "open_tokens": 0,
@@ -75,11 +76,22 @@ def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
         "nonfinite": int(state["nonfinite"].sum()),
         "sinks": _sinks(layer),
         "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
-        "skip_rate": int(state["v_skipped"].sum()) / max(1, int(state["v_read"].sum())),
         "bits_per_head": {side: _bits(layer, side) for side in "kv"},
         "no_kernels": _why_reference(layer),
     }
-    return row
+    return row | _skipped(layer)
+
+
+def _skipped(layer: QAttnLayer) -> dict[str, float]:
+    """What sparse V did in all decodes since the layer was empty; nothing where it is off."""
+    if layer.spec.sparsity.tau == 0:
+        return {}
+    tally = tally_of(layer.state)
+    return {
+        "skip_rate": int(tally.skipped.sum()) / max(1, int(tally.read.sum())),
+        "dropped_mass": float(tally.dropped.sum()) / max(1, int(tally.queries.sum())),
+        "dropped_worst": float(tally.worst.max()),
+    }
 
 
 def _sinks(layer: QAttnLayer) -> int:
@@ -134,13 +146,14 @@ class Report:
         the model's precision. `effective_bits`: a value of the closed blocks, mean over layers; `effective_bits_total`:
         `kv_bytes` over all values. `impl`: who computes. `decode`: the path that the cache's last `generate` took, or
         the one it would take before any cache was made; `decode_reason`: why it is not the one to expect, or None.
+        Sparse V, over all decodes and None where it is off: `skip_rate` values that were not read, of those that
+        queries saw, and `dropped_mass` what they weighed, of a query's weights, both mean over layers; `dropped_worst`:
+        of any query.
         """
         settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
-        bits = [row["effective_bits"] for row in self.layers if row.get("effective_bits") is not None]
         per_layer = [(r["packed_tokens"], r["open_tokens"]) for r in self.layers]
         packed, left = min(per_layer, default=(0, 0))
-        bits_total = [row["effective_bits_total"] for row in self.layers if row.get("effective_bits_total")]
         return {
             "method": self.recipe.method,
             "recipe": settings.model_dump(),
@@ -152,10 +165,15 @@ class Report:
             "open_tokens": left,
             "kv_bytes": total,
             "kv_bytes_full_precision": full,
-            "effective_bits": sum(bits) / len(bits) if bits else None,
-            "effective_bits_total": sum(bits_total) / len(bits_total) if bits_total else None,
+            **{key: self._mean(key) for key in MEANS},
+            "dropped_worst": max((row["dropped_worst"] for row in self.layers if "dropped_worst" in row), default=None),
             "layers": self.layers,
         }
+
+    def _mean(self, key: str) -> float | None:
+        """Of the layers that have such a number."""
+        found = [row[key] for row in self.layers if row.get(key) is not None]
+        return sum(found) / len(found) if found else None
 
     def __str__(self) -> str:
         data = self.to_dict()
@@ -175,6 +193,11 @@ class Report:
                 f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
                 f"{_number(data['effective_bits_total'])} with ring and spare capacity"
             )
+            if data["skip_rate"] is not None:
+                console.print(
+                    f"sparse V: {data['skip_rate']:.1%} of values skipped, which had {data['dropped_mass']:.1e} of a "
+                    f"query's weight, {data['dropped_worst']:.1e} at most"
+                )
             console.print(self._table())
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
@@ -220,9 +243,12 @@ def _notes(row: dict[str, Any]) -> str:
     notes = [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += ["sinks kept out"] if row.get("sinks") else []
     notes += [f"no kernels: {row['no_kernels']}"] if row.get("no_kernels") else []
-    return ", ".join(notes + ([f"{row['skip_rate']:.1%} of V skipped"] if row.get("skip_rate") else []))
+    if row.get("skip_rate"):
+        notes.append(f"{row['skip_rate']:.1%} of V skipped, weight {row['dropped_mass']:.1e}")
+    return ", ".join(notes)
 
 
+MEANS = ("effective_bits", "effective_bits_total", "skip_rate", "dropped_mass")
 OWN = ("layer", "sinks")  # of a row; how many sinks are kept differs from layer to layer
 NOTES = {"short_blocks": "short blocks", "nonfinite": "tokens not finite, masked", "clamped": "values clamped"}
 

@@ -9,6 +9,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+else:  # test processes beside one another share out the GPUs
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    torch.cuda.set_device(int(worker) % torch.cuda.device_count())
 
 
 @pytest.fixture

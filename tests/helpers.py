@@ -11,8 +11,9 @@ from qattn_hf import list_methods
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.online import Scores
+from qattn_kernels.tally import Tally
 
-COUNTERS = ("nonfinite", "v_read", "v_skipped")  # they count events, so roll-backs do not undo them
+COUNTERS = ("nonfinite", *(f"v_{name}" for name in Tally._fields))  # of events: roll-backs do not undo them
 Case = tuple[str, dict[str, Any]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels are tested, see conftest.py
 

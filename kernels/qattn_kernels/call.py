@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,8 @@ ROW_STATE = ("length", "closed", "open_start", "longest", "seen", "padded")
 class Call(NamedTuple):
     """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
     or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the region that it takes, `moved` the
-    slots that a short call moves."""
+    slots that a short call moves. `center` fp32 `[B, H, D]`:
+    the mean around which a long call sees smoothed keys; else a tensor that nobody reads."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -39,6 +40,12 @@ class Call(NamedTuple):
     v_sinks: tuple | None
     chosen: torch.Tensor | None
     moved: torch.Tensor | None
+    center: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The rows' mean keys; where keys are not smoothed a tensor that nobody reads."""
+        return self.state.get("k.mean", self.center)
 
     @property
     def batch(self) -> int:
@@ -93,11 +100,14 @@ def make_call(
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, store) for side, store in (("k", spec.k), ("v", spec.v)))
-    sinks: tuple = (None,) * 5
+    sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5
     if spec.sink_pool.num:
         table = Table(*(state[f"sink.{name}"] for name in Table._fields))
         shape = (batch, heads, region_blocks(spec.window, tokens), spec.window.block // 8)
         chosen = torch.empty(shape, dtype=torch.uint8, device=key.device)
         moved = torch.empty((batch, heads, 2 * sizes.SINKS), dtype=torch.int32, device=key.device)
         sinks = table, sink_tensors(state, "k"), sink_tensors(state, "v"), chosen, moved
-    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks)
+    center = state["length"]
+    if sizes.SMOOTH:
+        center = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
+    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, center=center)

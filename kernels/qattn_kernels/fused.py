@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.append.launch import append, append_long, finish, make_panel, rank, undo
+from qattn_kernels.append.launch import append, append_long, center, finish, make_panel, rank, undo
 from qattn_kernels.call import Call, make_call
 from qattn_kernels.decode.launch import decode
 from qattn_kernels.layout import State
@@ -44,5 +44,6 @@ def write_long(call: Call, past: int) -> Panel:
     restore(call, panel, past)
     compete(call)
     rank(call)
+    center(call)
     append_long(call, panel)
     return panel

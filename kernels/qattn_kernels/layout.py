@@ -38,7 +38,8 @@ class SinkPool:
     Attributes:
         num: sinks of a row and head that are in the pool; 0 is no pool.
         window: evicted sinks that stay in open form too, before the oldest is read from its codes.
-        select: which tokens are sinks: `smallest_key`, or for comparison `largest_key`, `random`.
+        select: which tokens are sinks: `smallest_key`, or for comparison `largest_key`, `attention` (those that got
+            most of it), `random`.
         exclude: whether a sink leaves the statistics of its block too.
         prefill: `group`: the pool competes with each block in order; `whole`, the paper's: with all that the first
             call packs, and nothing is evicted there.

@@ -11,10 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from qattn_kernels.prefill.operands import FP8, fp8_values, rounded
+from qattn_kernels.queries import Queries
 from qattn_kernels.softmax import sas_exp
 from qattn_kernels.spec import Compute, Sparsity
 from qattn_kernels.stores import Operand
 from qattn_kernels.stores.base import int8_tokens
+from qattn_kernels.tally import Tally, count_tally
 from qattn_kernels.tiles import Tiles, visible
 
 
@@ -36,23 +39,11 @@ class Scores:
 
 
 class Attended(NamedTuple):
-    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen), `seen`, `skipped` `[B, Hkv]`."""
+    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen); of sparse V its `tally`."""
 
     out: torch.Tensor
     lse: torch.Tensor
-    seen: torch.Tensor
-    skipped: torch.Tensor
-
-
-def quantize_query(q: torch.Tensor, block_q: int, levels: int) -> Operand:
-    """INT8 queries `[B, Hq, T, D]`, one scale for `block_q` tokens of a head (1: each its own)."""
-    if block_q == 1:
-        return int8_tokens(q, levels)
-    pad = -q.shape[2] % block_q
-    blocks = torch.nn.functional.pad(q, (0, 0, 0, pad)).unflatten(2, (-1, block_q))
-    coded = int8_tokens(blocks.flatten(3), levels)
-    codes = coded.x.unflatten(3, (block_q, -1)).flatten(2, 3)
-    return Operand(codes[:, :, : q.shape[2]], coded.scales.repeat_interleave(block_q, 2)[:, :, : q.shape[2]])
+    tally: Tally | None = None
 
 
 def _integers(x: Operand, levels: int) -> Operand:
@@ -60,18 +51,24 @@ def _integers(x: Operand, levels: int) -> Operand:
     return x if x.scale is not None else int8_tokens(x.x.float(), levels)
 
 
-def _scores(q: torch.Tensor, tiles: Tiles, scores: Scores, int8: bool, block_q: int, levels: int) -> torch.Tensor:
-    """fp32 `[B, Hkv, G, T, n, block]`, scaled and capped, not masked."""
+def _scores(q: Queries, tiles: Tiles, scores: Scores, levels: int) -> torch.Tensor:
+    """fp32 `[B, Hkv, G, T, n, block]`, capped, not masked."""
     heads = tiles.k.x.shape[1]
-    if int8:
-        k = _integers(tiles.k, levels)
-        coded = quantize_query(q * scores.scale, block_q, levels)
-        left, right = coded.x.float(), k.x.float()  # sums of 8-bit products are exact in fp32 up to D = 1024
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bhgtd,bhnkd->bhgtnk", left.unflatten(1, (heads, -1)), right)
+
+    if q.coded is None:
+        s = product(q.exact, tiles.k.undone())
     else:
-        left, right = q * scores.scale, tiles.k.undone()
-    s = torch.einsum("bhgtd,bhnkd->bhgtnk", left.unflatten(1, (heads, -1)), right)
-    if int8:
-        s = s * coded.scales.unflatten(1, (heads, -1))[..., None, None] * k.scales[:, :, None, None]
+        k = _integers(tiles.k, levels)
+        s = product(q.coded.x.float(), k.x.float())  # sums of 8-bit products are exact in fp32 up to D = 1024
+        s = s * q.coded.scales.unflatten(1, (heads, -1))[..., None, None] * k.scales[:, :, None, None]
+        # in fp64: rounded from there they do not depend on the shape of the call, on which rounded weights would
+        if q.mean is not None and tiles.k_exact is not None:
+            s = s + product(q.mean.double(), tiles.k_exact.double()).float()
+        if k.mean is not None:
+            s = s + product(q.exact.double(), k.mean.double()).float()
     return scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
 
 
@@ -106,16 +103,17 @@ def _weighted_values(p: torch.Tensor, v: Operand, int8: bool, levels: int, tile_
     return torch.einsum("bhgtnk,bhnkd->bhgtnd", weights.x, v.x.float()) * weights.scales[..., None]
 
 
-def _skip(p: torch.Tensor, share: torch.Tensor, sparsity: Sparsity) -> torch.Tensor:
-    """Sparse V: weights below `tau` of the row's sum, in order, while what they drop stays within the budget."""
-    weight = (p * share[..., None]).flatten(-2)
-    small = (weight < sparsity.tau) & (weight > 0)
-    dropped = torch.where(small, weight, 0.0).cumsum(-1)
-    return (small & (dropped <= sparsity.budget)).unflatten(-1, p.shape[-2:])
+def _skip(weight: torch.Tensor, sparsity: Sparsity) -> torch.Tensor:
+    """Sparse V: of final weights `[B, Hkv, G, T, n, block]` those below `tau`, in order, while what they drop stays
+    within the budget. Kernels, which do not know the final row sum yet, skip fewer: see `Sparsity`."""
+    flat = weight.flatten(-2)
+    small = (flat < sparsity.tau) & (flat > 0)
+    dropped = torch.where(small, flat, 0.0).cumsum(-1)
+    return (small & (dropped <= sparsity.budget)).unflatten(-1, weight.shape[-2:])
 
 
 def attend(
-    q: torch.Tensor,
+    q: Queries,
     q_pos: torch.Tensor,
     tiles: Tiles,
     scores: Scores,
@@ -123,24 +121,23 @@ def attend(
     sparsity: Sparsity,
     prefill: bool,
 ) -> Attended:
-    """Attention of queries `[B, Hq, T, D]` at row positions `q_pos` `[B, T]` over tiles, in fp32.
+    """Attention of queries at row positions `q_pos` `[B, T]` over tiles, in fp32.
 
-    Each tile's weights are taken against its own row maximum (`sas` and `p_scale: tile`: against the running one, tiles
-    in order, because the cut and the shared scale depend on it) and merged by exact exponentials, TurboAttention
-    Algorithms 1 and 2. Row sums, and with them the log-sum-exp, are of the unrounded weights, or of the rounded ones
-    if `round_sum` says so.
+    Each tile's weights are taken against its own row maximum (`sas`, `p_scale: tile` and FP8: against the running one,
+    tiles in order, because the cut, the shared scale and what is too small depend on it) and merged by exact
+    exponentials, TurboAttention Algorithms 1 and 2. Row sums, and with them the log-sum-exp, are of the unrounded
+    weights, or of the rounded ones if `round_sum` says so.
     """
     int8 = (compute.prefill if prefill else compute.decode) == "int8"
     int8_values = int8 and compute.pv == "int8"
-    v = _integers(tiles.v, compute.pv_levels) if int8_values else tiles.v
-    heads, group = tiles.k.x.shape[1], q.shape[1] // tiles.k.x.shape[1]
+    v = _integers(tiles.v, compute.pv_levels) if int8_values else tiles.v._replace(mean=None)
+    heads, group = tiles.k.x.shape[1], q.exact.shape[1] // tiles.k.x.shape[1]
     see = visible(tiles, q_pos, scores.window)[:, :, None]
-    block_q = compute.block_q if prefill else 1
-    s = _scores(q.float(), tiles, scores, int8, block_q, compute.qk_levels).masked_fill(~see, -torch.inf)
+    s = _scores(q, tiles, scores, compute.qk_levels).masked_fill(~see, -torch.inf)
     top = s.amax(-1)
-    sas = compute.softmax == "sas"
+    sas, fp8 = compute.softmax == "sas", prefill and fp8_values(compute)
     tile = prefill and compute.p_scale == "tile"
-    top = top.cummax(-1).values if sas or tile else top
+    top = top.cummax(-1).values if sas or tile or fp8 else top
     base = torch.where(top.isneginf(), 0.0, top)
     p = s - base[..., None]
     p = sas_exp(p, compute.sas_threshold) if sas else torch.exp(p)
@@ -154,11 +151,17 @@ def attend(
     share = torch.exp(top - last[..., None])
     total = (sums * share).sum(-1)
     total = total if sinks is None else total + torch.exp(sinks - last)
-    seen = skipped = q.new_zeros((q.shape[0], heads), dtype=torch.int64)
+    tally = None
     if sparsity.tau > 0 and not prefill:
-        skip = _skip(p, share / torch.where(total == 0, 1.0, total)[..., None], sparsity)
-        seen, skipped = (see.expand_as(skip).sum((2, 3, 4, 5)), skip.sum((2, 3, 4, 5)))
+        weight = p * (share / torch.where(total == 0, 1.0, total)[..., None])[..., None]
+        skip = _skip(weight, sparsity)
+        tally = count_tally(weight, skip, see, q_pos)
         p = torch.where(skip, 0.0, p)
+    if fp8:
+        largest = torch.finfo(FP8[compute.pv]).max
+        p = rounded(p * largest, compute.pv) / largest
     out = (_weighted_values(p, v, int8_values, levels, tile_rows) * share[..., None]).sum(-2)
     out = out / torch.where(total == 0, 1.0, total)[..., None]
-    return Attended(out.flatten(1, 2), (last + total.log()).flatten(1, 2), seen, skipped)
+    if tiles.v.mean is not None:  # what smoothing took off, once
+        out = torch.where(total[..., None] == 0, 0.0, out + tiles.v.mean[:, :, None, None, 0, 0])
+    return Attended(out.flatten(1, 2), (last + total.log()).flatten(1, 2), tally)

@@ -14,10 +14,12 @@ from qattn_kernels.online import Scores
 from qattn_kernels.prefill.reference import packed_past, prefill
 from qattn_kernels.rotate.reference import rotate, rotate_back
 from qattn_kernels.rows import build_region, columns_back, real_first
+from qattn_kernels.sink_pool.mass import given
 from qattn_kernels.sink_pool.reference import compete
 from qattn_kernels.sink_pool.table import settle
 from qattn_kernels.spec import SHORT_CALL, Compute, LayerSpec, decode_spec
 from qattn_kernels.state import layer_tensors
+from qattn_kernels.tally import add_tally
 
 Turn = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 
@@ -29,7 +31,7 @@ class CapacityError(ValueError):
 @lru_cache(maxsize=1024)
 def state_names(spec: LayerSpec) -> tuple[str, ...]:
     """Names of the state tensors in the order in which the operator takes them."""
-    heads = max(getattr(spec.k, "n_low", 0), getattr(spec.v, "n_low", 0), 1)
+    heads = max(*(getattr(store.core, "n_low", 0) for store in (spec.k, spec.v)), 1)
     return tuple(layer_tensors(Geometry(1, heads, 8, 8, 1, torch.float32), spec))
 
 
@@ -68,6 +70,8 @@ def reference_step(
     short = q.shape[2] <= SHORT_CALL
     past = None if short else packed_past(state, spec)
     if spec.sink_pool.num:
+        if spec.sink_pool.select == "attention":
+            region = region._replace(given=given(q, q_pos, state, spec.window, region, scores))
         region = compete(state, spec, region)
     append(state, spec, region, count, q.shape[2])
     if past is None:
@@ -76,8 +80,8 @@ def reference_step(
         result = prefill(q, q_pos, past, state, spec, region, scores)
     if spec.sink_pool.num:
         settle(state, region.closed)
-    state["v_read"].add_(result.seen)
-    state["v_skipped"].add_(result.skipped)
+    if result.tally is not None:
+        add_tally(state, result.tally)
     return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]
 
 

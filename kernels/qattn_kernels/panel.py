@@ -18,6 +18,10 @@ class Panel(NamedTuple):
     `bias`: fp32 `[B, Hkv, N]`, added to every score: 0, or -inf for slots that hold no token or a masked one.
     `pos`: int32 `[B, N]` row positions. `rows`: int32 `[B, ROW_FIELDS]`: length, closed, open_start, closing, first
     real column and count of the new tokens. Slots past a row's end hold anything but NaN, with bias -inf.
+
+    What `prefill.coded` adds: `v` bytes of E4M3 `[B, Hkv, Dv, N]` with fp32 `v_channel` `[B, Hkv, Dv]` instead of token
+    scales, around `v_mean` like it; `k` around `k_mean` `[B, Hkv, Dk]`, which a smoothed store's panel has too; queries
+    around `q_mean` `[B, Hq, n, Dk]` of all (n = 1) or of blocks, whose scores `shift` is, `[B, Hq, n, N]`.
     """
 
     k: torch.Tensor
@@ -27,3 +31,8 @@ class Panel(NamedTuple):
     bias: torch.Tensor
     pos: torch.Tensor
     rows: torch.Tensor
+    v_channel: torch.Tensor | None = None
+    v_mean: torch.Tensor | None = None
+    k_mean: torch.Tensor | None = None
+    q_mean: torch.Tensor | None = None
+    shift: torch.Tensor | None = None

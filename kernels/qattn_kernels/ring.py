@@ -32,6 +32,8 @@ def resize_ring(state: State, old: LayerSpec, new: LayerSpec) -> None:
             sinks = read_sinks(side_of(state, side), store).map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, more)))
             _replace(state, f"{side}.sink", store, sinks)
     if pool.num:
+        if pool.select == "attention":
+            state["mass.ring"] = torch.where(held[:, None, :, None], pick(state["mass.ring"], pos % before), 0)
         for name in FIELDS:
             state[f"sink.{name}"] = torch.nn.functional.pad(state[f"sink.{name}"], (0, more))
     state["ring_from"].copy_(torch.maximum(state["ring_from"], state["longest"] - before).int())

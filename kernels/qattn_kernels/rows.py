@@ -18,7 +18,8 @@ class Region(NamedTuple):
     Block `j` of the region is block `closed + j` of the arenas. `pos` `[B, n, block]` row positions; `valid` same
     shape, false past the row's end; `keep` `[B, H, n, block]` false also for dropped tokens; `k`, `v` open form
     `[B, H, n, block, D]`; `closed`, `closing` `[B]` blocks before the call and blocks that it closes; `chosen` like
-    `keep`, tokens of these that the sink pool took.
+    `keep`, tokens of these that the sink pool took; `given` what each token's query gave the open ones, if the pool
+    asks (`sink_pool.mass`).
     """
 
     pos: torch.Tensor
@@ -29,6 +30,7 @@ class Region(NamedTuple):
     closed: torch.Tensor
     closing: torch.Tensor
     chosen: torch.Tensor
+    given: torch.Tensor | None = None
 
 
 def region_blocks(window: Window, tokens: int) -> int:

@@ -21,13 +21,14 @@ class Sizes(NamedTuple):
     `H` KV heads, `G` query heads of each, `D` head dim, `DP` the power of two that holds it; `BLOCK`, `SPAN`,
     `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` 2-bit heads,
     `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own; `K_BITS`, `V_BITS` bits of a code
-    where all heads have as many; `K_GROUP`, `V_GROUP` channels of a token that share a scale, 0 where that is none's
-    business; `PARTS` of a block of packed keys, which take turns in a tile of scores; `OPEN` parts
-    of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
+    where all heads have as many; `K_CHANNELS`, `V_CHANNELS` how many of a token share a scale in stores where
+    not all do, else 0; `PARTS` of a block of packed keys, which take turns in a tile of scores; `OPEN` parts of a
+    decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
     the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
-    token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SAS`, `CAP`, `LOCAL` whether that softmax, a
-    soft cap, a local window is used; `PLAIN` the interpreter runs, which knows no assembly.
+    token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH` keys are coded around a mean, `K_GROUP`
+    which share a scale; `SAS`, `CAP`, `LOCAL`, `SPARSE` whether that softmax, a soft cap, a local window, sparse V is
+    used; `PLAIN` the interpreter runs, which knows no assembly.
     """
 
     H: int
@@ -44,8 +45,8 @@ class Sizes(NamedTuple):
     V_MASK: int
     K_BITS: int
     V_BITS: int
-    K_GROUP: int
-    V_GROUP: int
+    K_CHANNELS: int
+    V_CHANNELS: int
     PARTS: int
     OPEN: int
     ENTRIES: int
@@ -56,10 +57,13 @@ class Sizes(NamedTuple):
     N: int
     ONE: bool
     INT8: bool
+    SMOOTH: bool
+    K_GROUP: str
     Q_LEVELS: int
     SAS: bool
     CAP: bool
     LOCAL: bool
+    SPARSE: bool
     PLAIN: bool
 
 
@@ -91,8 +95,8 @@ def sizes_of(
         V_MASK=v_mask,
         K_BITS=_bits(spec.k, heads),
         V_BITS=_bits(spec.v, heads),
-        K_GROUP=_group(spec.k, dim),
-        V_GROUP=_group(spec.v, dim),
+        K_CHANNELS=_group(spec.k, dim),
+        V_CHANNELS=_group(spec.v, dim),
         PARTS={2: 4, 3: 2, 4: 2}.get(_bits(spec.k, heads), 2 if k_low else 1),
         OPEN=int(spec.k.windowed) + int(spec.sink_pool.num > 0),
         ENTRIES=spec.sink_pool.entries(at),
@@ -103,16 +107,20 @@ def sizes_of(
         N=columns,
         ONE=tokens == 1,
         INT8=int8,
-        Q_LEVELS=spec.compute.qk_levels if int8 else 127,
+        SMOOTH=spec.k.name == "smoothed",
+        K_GROUP=getattr(spec.k.core, "granularity", "token"),
+        Q_LEVELS=spec.compute.decode_levels if int8 else 127,
         SAS=spec.compute.softmax == "sas",
         CAP=cap,
         LOCAL=local,
+        SPARSE=spec.sparsity.tau > 0,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )
 
 
 def _low_heads(store: Store, heads: int) -> tuple[int, int]:
     """How many heads get 2 bits, and which, one bit a head; -1: each row ranks its own."""
+    store = store.core
     if not isinstance(store, FlashQStore):
         return 0, 0
     low = store.low(heads)
@@ -123,6 +131,7 @@ def _low_heads(store: Store, heads: int) -> tuple[int, int]:
 
 def _bits(store: Store, heads: int) -> int:
     """Bits of a packed code, if all heads have as many; else 0."""
+    store = store.core
     if isinstance(store, FlashQStore):
         return {0: 4, heads: 2}.get(store.low(heads), 0)
     bits = getattr(store, "bits", 0)

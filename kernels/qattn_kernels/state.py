@@ -6,6 +6,7 @@ import torch
 
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.spec import LayerSpec
+from qattn_kernels.tally import tally_tensors
 
 
 def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
@@ -16,8 +17,7 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     `ring_from` oldest row position that the ring is known to hold, if it is not too far back anyway;
     `seen` columns, padding included; `padded` columns up to the last call that had padding;
     `block_pos`, `block_len` first row position and tokens of each closed block;
-    `dropped` one bit a token slot whose score is masked; `nonfinite` how many there were; `v_read`, `v_skipped`
-    weights that sparse V looked at and skipped.
+    `dropped` one bit a token slot whose score is masked; `nonfinite` how many there were; with sparse V a `Tally`.
     """
     i32, i64, u8 = torch.int32, torch.int64, torch.uint8
     names = ("length", "closed", "open_start", "origin", "longest", "ring_from")
@@ -25,9 +25,8 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     tensors["seen"] = tensors["padded"] = TensorSpec((), i64, batch_dim=None)
     tensors["block_pos"] = tensors["block_len"] = TensorSpec((geo.batch, geo.blocks), i32, block_dim=1)
     tensors["dropped"] = TensorSpec((geo.batch, geo.heads, geo.blocks, spec.window.block // 8), u8, block_dim=2)
-    for name in ("nonfinite", "v_read", "v_skipped"):
-        tensors[name] = TensorSpec((geo.batch, geo.heads), i64)
-    return tensors
+    tensors["nonfinite"] = TensorSpec((geo.batch, geo.heads), i64)
+    return tensors | (tally_tensors(geo) if spec.sparsity.tau > 0 else {})
 
 
 def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
@@ -55,6 +54,9 @@ def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
         tensors |= {f"{side}.{name}": tensor for name, tensor in found.items()}
     if spec.sink_pool.num:
         tensors |= sink_table(geo, spec)
+        if spec.sink_pool.select == "attention":
+            given = (geo.batch, geo.heads, spec.window.ring, spec.window.span + spec.window.residual)
+            tensors["mass.ring"] = TensorSpec(given, torch.float32)  # see `sink_pool.mass`
     return dict(sorted(tensors.items()))
 
 

@@ -6,8 +6,10 @@ import importlib.util
 import os
 
 from qattn_kernels.spec import LayerSpec
+from qattn_kernels.stores import Store
 from qattn_kernels.stores.channel_block import ChannelBlockStore
 from qattn_kernels.stores.flashq import FlashQStore
+from qattn_kernels.stores.fp8_channel import Fp8ChannelStore
 from qattn_kernels.stores.int8_block import Int8BlockStore
 from qattn_kernels.stores.kivi import KiviStore
 
@@ -15,6 +17,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half tiles
 MOST_GROUP = 8
 LEAST_GROUP = 32  # channels that a product of integers takes at once
+CODED = ("int_group",)  # stores that hold codes of integers, though a prefill makes its own
 PRIORITIES = ("priority", "min_max", "variation")  # `append.ranking` knows them by their index
 
 
@@ -40,38 +43,59 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return f"blocks have {spec.window.block} tokens; the kernels know {', '.join(map(str, blocks))}"
     if spec.compute.p_scale != "row":
         return f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row"
-    if spec.sparsity.tau > 0:
-        return "sparse V is the reference's so far"
     pool = spec.sink_pool
     if pool.num and (pool.select, pool.exclude, pool.prefill) != ("smallest_key", True, "group"):
         return "of sink pools the kernels know the one of the smallest keys, excluded, block by block"
     if pool.num and spec.window.span != spec.window.block:
         return "several blocks close together, and the kernels' sink pool competes with one"
+    if spec.k.name == "smoothed" and (pool.num or getattr(spec.k.core, "bits", 4) == "mixed"):
+        return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
     return _unsupported_stores(spec, k_dim)
 
 
 def _unsupported_stores(spec: LayerSpec, dim: int) -> str | None:
-    int8 = "int8" in (spec.compute.prefill, spec.compute.decode)
-    for side, store in (("k", spec.k), ("v", spec.v)):
+    for side, store in (("k", spec.k.core), ("v", spec.v.core)):
         if importlib.util.find_spec(f"qattn_kernels.pieces.{store.name}") is None:
             return f"there are no kernels for {store.name} yet"
-        if not store.integer and int8 and (side == "k" or spec.compute.pv == "int8"):
-            return "INT8 products over keys and values that are no integers are the reference's"
-        if store.integer and int8 and side == "v" and spec.compute.pv != "int8":
-            return "INT8 keys beside INT8 values that are multiplied in the model's precision are the reference's"
-        if isinstance(store, FlashQStore):
-            if store.buffer_scale != "token":
-                return f"buffer_scale is {store.buffer_scale!r}; the kernels scale the buffer by token"
-            if store.bits == "mixed" and store.low_heads is None and store.priority not in PRIORITIES:
-                return f"priority is {store.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
-        if isinstance(store, KiviStore) and (store.bits == 3 or store.per_token != (side == "v")):
-            return "of KIVI's formats the kernels know 2 and 4 bits, keys by channel and values by token"
-        if isinstance(store, ChannelBlockStore) and store.group(dim) < LEAST_GROUP:
-            return (
-                f"{store.group(dim)} channels share a norm at head dim {dim}; the kernels know {LEAST_GROUP} and more"
-            )
-        if isinstance(store, Int8BlockStore) and store.granularity != "block":
-            return f"v_granularity is {store.granularity!r}; the kernels scale values by block"
+        reason = _unsupported_product(spec, side, store) or _unsupported_format(store, side, dim)
+        if reason is not None:
+            return reason
     if spec.k.windowed != spec.v.windowed:
         return "one of K and V has a ring and the other none"
+    return None
+
+
+def _unsupported_product(spec: LayerSpec, side: str, store: Store) -> str | None:
+    """Of codes with what a call makes of queries and weights; a prefill makes codes where a store has none."""
+    compute = spec.compute
+    int8 = "int8" in (compute.prefill, compute.decode)
+    coded = store.integer or store.name in CODED
+    if compute.decode == "int8" and not coded and (side == "k" or compute.pv == "int8"):
+        return "INT8 products of a decode over keys and values that are no integers are the reference's"
+    if int8 and store.integer and side == "v" and compute.pv != "int8":
+        return "INT8 keys beside INT8 values that are multiplied in the model's precision are the reference's"
+    if compute.prefill == "int8" and compute.pv == "e5m2":
+        return "pv is 'e5m2'; of FP8 the kernels multiply E4M3"
+    if compute.prefill == "int8" and "tensor" in (compute.q_scale, compute.k_scale):
+        return "granularity is 'tensor'; the kernels scale queries and keys by token, thread or block"
+    if compute.smooth_q != "none" and spec.k.integer:
+        return "smooth_q wants keys as they are, and the store has codes alone"
+    return None
+
+
+def _unsupported_format(store: Store, side: str, dim: int) -> str | None:
+    """Of one store, on its side, for one head dim."""
+    if isinstance(store, FlashQStore):
+        if store.buffer_scale != "token":
+            return f"buffer_scale is {store.buffer_scale!r}; the kernels scale the buffer by token"
+        if store.bits == "mixed" and store.low_heads is None and store.priority not in PRIORITIES:
+            return f"priority is {store.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
+    if isinstance(store, KiviStore) and (store.bits == 3 or store.per_token != (side == "v")):
+        return "of KIVI's formats the kernels know 2 and 4 bits, keys by channel and values by token"
+    if isinstance(store, ChannelBlockStore) and store.group(dim) < LEAST_GROUP:
+        return f"{store.group(dim)} channels share a norm at head dim {dim}; the kernels know {LEAST_GROUP} and more"
+    if isinstance(store, Int8BlockStore) and store.granularity != "block":
+        return f"v_granularity is {store.granularity!r}; the kernels scale values by block"
+    if isinstance(store, Fp8ChannelStore) and store.v_scale != "block":
+        return f"v_scale is {store.v_scale!r}; the kernels scale values by block"
     return None

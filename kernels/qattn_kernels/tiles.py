@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
 
     `k`, `v` `[B, Hkv, n, block, D]`; `pos`, `since`, `until` int32 `[B, Hkv or 1, n, block]`: the token's row position,
     and the first and last query position that sees this copy of it; `keep` bool `[B, Hkv, n, block]`, false for masked
-    tokens.
+    tokens. `k_exact` fp32 like `k`: its numbers without their mean, where smoothed queries want them.
     """
 
     k: Operand
@@ -29,12 +29,13 @@ class Tiles(NamedTuple):
     since: torch.Tensor
     until: torch.Tensor
     keep: torch.Tensor
+    k_exact: torch.Tensor | None = None
 
     def first(self, n: int) -> Tiles:
         """The first `n` tiles."""
         k, v = (side.map(lambda x: x[:, :, :n]) for side in (self.k, self.v))
-        pos, since, until = (x[:, :, :n] for x in self[2:5])
-        return Tiles(k, v, pos, since, until, self.keep[:, :, :n])
+        rest = (None if x is None else x[:, :, :n] for x in self[2:])
+        return Tiles(k, v, *rest)  # type: ignore[arg-type]
 
     def joined(self, other: Tiles) -> Tiles:
         """These tiles, then the others'; where only one has codes, the other's numbers stand beside them."""
@@ -45,7 +46,9 @@ class Tiles(NamedTuple):
         def side(a: Operand, b: Operand) -> Operand:
             if (a.scale is None) != (b.scale is None):
                 a, b = a.scaled(), b.scaled()
-            return Operand(cat(a.x, b.x, 2), cat(a.scale, b.scale, 2))
+            if (a.mean is None) != (b.mean is None):
+                a, b = a.centered(), b.centered()
+            return Operand(*(cat(x, y, 2) for x, y in zip(a, b, strict=True)))
 
         def each(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             heads = max(a.shape[1], b.shape[1])

@@ -13,7 +13,8 @@ from qattn_kernels.stores import Store
 Arithmetic = Literal["int8", "model"]
 
 
-Select = Literal["smallest_key", "largest_key", "random"]
+Select = Literal["smallest_key", "largest_key", "attention", "random"]
+SMOOTH_K = "keys are coded around a row's mean key (SageAttention2)"
 
 
 class Method(BaseModel):

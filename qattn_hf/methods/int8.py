@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from qattn_hf.methods.base import Method
+import dataclasses
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from qattn_hf.methods.base import SMOOTH_K, Method
+from qattn_kernels.spec import Compute
 from qattn_kernels.stores import Store
-from qattn_kernels.stores.int8 import Int8Store
+from qattn_kernels.stores.int8 import LEVELS, Int8Store
+from qattn_kernels.stores.int_group import IntGroupStore
+from qattn_kernels.stores.smoothed import SmoothedStore
 
 
 class Int8(Method):
     """INT8 keys and values with one scale a token: near lossless, half the memory of bf16, append only."""
 
+    variants: ClassVar[tuple[dict[str, Any], ...]] = ({"smooth_k": True},)
+
+    smooth_k: bool = Field(False, description=SMOOTH_K)
+
     def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
-        return Int8Store(), Int8Store(transposed=True)
+        """Smoothed keys wait for their mean in a ring, and then values do too."""
+        if not self.smooth_k:
+            return Int8Store(), Int8Store(transposed=True)
+        keys, values = (IntGroupStore(granularity="token", per_token=side) for side in (False, True))
+        return SmoothedStore(core_store=keys), values
+
+    def arithmetic(self) -> Compute:
+        if not self.smooth_k:
+            return super().arithmetic()
+        return dataclasses.replace(
+            super().arithmetic(), smooth_k=True, qk_levels=LEVELS, decode_levels=LEVELS, pv_levels=LEVELS
+        )
 
 
 METHOD = Int8

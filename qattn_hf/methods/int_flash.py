@@ -7,15 +7,17 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qattn_hf.methods.base import Method
+from qattn_hf.methods.base import SMOOTH_K, Method
 from qattn_kernels.spec import Compute
 from qattn_kernels.stores import Store
 from qattn_kernels.stores.int4 import Int4Store
 from qattn_kernels.stores.int8 import LEVELS, Int8Store
 from qattn_kernels.stores.int8_block import Int8BlockStore
 from qattn_kernels.stores.int8_ring import Int8RingStore
+from qattn_kernels.stores.int_group import IntGroupStore
 from qattn_kernels.stores.model import ModelStore
 from qattn_kernels.stores.model_ring import ModelRingStore
+from qattn_kernels.stores.smoothed import SmoothedStore
 
 
 class IntFlash(Method):
@@ -29,6 +31,7 @@ class IntFlash(Method):
         description="a scale a block of 64 values, or the paper's one, fixed by a row's first block, others clamped",
     )
     rotate: Literal["none", "hadamard"] = Field("none", description="of queries and keys, which spreads outliers")
+    smooth_k: bool = Field(False, description=SMOOTH_K)
     bits: Literal[8, 4] = Field(8, description="of queries and keys; values and weights stay as they are")
 
     @model_validator(mode="after")
@@ -41,21 +44,26 @@ class IntFlash(Method):
         return self
 
     def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
-        """A side that closes blocks has a ring, and then both have one."""
+        """A side that closes blocks has a ring, and then both have one; smoothed keys wait there for their mean."""
+        if self.smooth_k:
+            k = SmoothedStore(core_store=IntGroupStore(bits=self.bits, granularity="token"))
+            return k, ModelRingStore() if self.mode == "half" else Int8BlockStore(granularity=self.v_granularity)
         if self.mode == "half":
             return (Int8Store(), ModelStore()) if self.bits == 8 else (Int4Store(), ModelRingStore())
         return Int8RingStore() if self.bits == 8 else Int4Store(), Int8BlockStore(granularity=self.v_granularity)
 
     def arithmetic(self) -> Compute:
-        """A scale a query (block_q 1), weights in 127 steps and row sums of what they were rounded to (section 3.2)."""
+        """A scale a query, weights in 127 steps and row sums of what they were rounded to (section 3.2)."""
         return dataclasses.replace(
             super().arithmetic(),
-            block_q=1,
+            q_scale="token",
             pv="int8" if self.mode == "full" else "model",
             qk_levels=2 ** (self.bits - 1) - 1,
+            decode_levels=2 ** (self.bits - 1) - 1,
             pv_levels=LEVELS,
             round_sum=True,
             rotate=self.rotate,
+            smooth_k=self.smooth_k,
         )
 
 

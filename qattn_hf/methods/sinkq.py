@@ -12,7 +12,10 @@ from qattn_hf.methods.kivi import Kivi
 class SinkQ(Kivi):
     """SinkQ: KIVI whose tokens of the smallest keys, the attention sinks, stay in model precision."""
 
-    variants = ({"bits": 4, "group_size": 32, "residual_length": 0, "sink_window": 2, "sink_skip_layers": 0},)
+    variants = (
+        {"bits": 4, "group_size": 32, "residual_length": 0, "sink_window": 2, "sink_skip_layers": 0},
+        {"bits": 4, "group_size": 32, "residual_length": 20, "sink_select": "attention", "sink_skip_layers": 0},
+    )
 
     group_size: Literal[32, 64, 128] = Field(128, description="tokens of a key's group, channels of a value's")
     residual_length: int = Field(32, ge=0, le=128, description="newest tokens that are never packed")

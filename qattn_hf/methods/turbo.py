@@ -7,11 +7,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qattn_hf.methods.base import WindowedMethod
+from qattn_hf.methods.base import SMOOTH_K, WindowedMethod
 from qattn_kernels.layout import Window
 from qattn_kernels.spec import Compute
 from qattn_kernels.stores import Store
 from qattn_kernels.stores.flashq import FlashQStore
+from qattn_kernels.stores.smoothed import SmoothedStore
 
 Bits = Literal[4, 2, "mixed"]
 HeadLists = list[list[int]]
@@ -23,7 +24,7 @@ class Turbo(WindowedMethod):
     variants = (
         {"bits": "mixed"},
         {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3},
-        {"block_kv": 32, "buffer_size": 64, "p_scale": "tile"},
+        {"block_kv": 32, "buffer_size": 64, "p_scale": "tile", "smooth_k": True},
         {"compute": "model", "sparse_v_tau": 1e-3},
     )
 
@@ -50,8 +51,15 @@ class Turbo(WindowedMethod):
         "row", description="INT8 weights of a prefill scaled by row, or by tile as in the paper"
     )
 
+    smooth_k: bool = Field(False, description=SMOOTH_K)
+
     @model_validator(mode="after")
     def _fits(self) -> Turbo:
+        if self.smooth_k and self.buffer_scale != "token":
+            raise ValueError(
+                f"smooth_k clashes with buffer_scale={self.buffer_scale!r}: its scale is of keys with their mean; "
+                "take buffer_scale='token'"
+            )
         if self.buffer_size % self.block_kv:
             raise ValueError(f"buffer_size={self.buffer_size} must be a multiple of block_kv={self.block_kv}")
         lists = (self.k_low_heads, self.v_low_heads)
@@ -103,7 +111,7 @@ class Turbo(WindowedMethod):
                     buffer_scale=self.buffer_scale,
                 )
             )
-        return made[0], made[1]
+        return SmoothedStore(core_store=made[0]) if self.smooth_k else made[0], made[1]
 
     def window(self) -> Window:
         return Window(block=self.block_kv, span=self.buffer_size, horizon=self.crop_horizon)

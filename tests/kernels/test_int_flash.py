@@ -11,6 +11,7 @@ from helpers import Case, attention_fp64, feed, make_layer, random_qkv, same_sta
 from papers import int_flash as paper
 
 from qattn_kernels.online import Scores, attend
+from qattn_kernels.queries import short_queries
 from qattn_kernels.rotate.reference import rotate
 from qattn_kernels.spec import Compute, Sparsity
 from qattn_kernels.state import side_of
@@ -62,7 +63,8 @@ def test_weights_and_their_sum_by_hand():
     k, v = Operand(torch.ones_like(codes), scores.view(1, 1, 1, 3)), Operand(codes, torch.full((1, 1, 1, 3), 0.5))
     pos = torch.zeros(1, 1, 3, dtype=torch.int32)
     tiles = Tiles(k, v, pos, pos, pos + FOREVER, torch.ones(1, 1, 1, 3, dtype=torch.bool))
-    compute, query = Compute(pv_levels=127, round_sum=True), torch.ones(1, 1, 1, 1)
+    compute = Compute(pv_levels=127, round_sum=True)
+    query = short_queries(torch.ones(1, 1, 1, 1), 1.0, compute)
     got = attend(query, pos[:, 0, :1], tiles, Scores(1.0), compute, Sparsity(), prefill=False)
     assert got.out.item() == pytest.approx(0.5 * (127 * 10 + 64 * 20) / 191, rel=1e-6)
     assert got.lse.item() == pytest.approx(scores[0].item() + math.log(191 / 127), rel=1e-6)

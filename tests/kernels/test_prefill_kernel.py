@@ -14,6 +14,8 @@ from qattn_kernels.layout import Window
 from qattn_kernels.online import Scores, attend
 from qattn_kernels.panel import ROW_FIELDS, Panel
 from qattn_kernels.prefill.launch import prefill
+from qattn_kernels.prefill.operands import operands
+from qattn_kernels.queries import long_queries
 from qattn_kernels.rows import columns_back, real_first
 from qattn_kernels.spec import Compute, LayerSpec, Sparsity
 from qattn_kernels.stores import Operand, get_store
@@ -160,7 +162,8 @@ def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **comp
     tokens = torch.arange(case.tokens)
     q_pos = torch.where(tokens < span[:, 1:], case.past + tokens, -1).int()
     first = real_first(q, span)
-    want = attend(first, q_pos, tiles, scores, spec.compute, Sparsity(), prefill=True)
+    queries = long_queries(first, scores.scale, spec.compute, q_pos >= 0)
+    want = attend(queries, q_pos, operands(tiles, spec), scores, spec.compute, Sparsity(), prefill=True)
     see = visible(tiles, q_pos, scores.window)
     over = exact(first, see, tiles.k.undone(), tiles.v.undone(), scores)
     plain = exact(first, see, k, v, scores)
@@ -254,7 +257,7 @@ def test_other_blocks_of_queries(block_q: int):
 @pytest.mark.parametrize(("form", "pv"), [("full", "int8"), ("half", "model")])
 def test_queries_with_scales_of_their_own(form: str, pv: str, levels: int):
     """INT-FlashAttention's; one loud query costs the others nothing."""
-    how = {"block_q": 1, "qk_levels": levels, "pv": pv, "pv_levels": 127, "round_sum": True}
+    how = {"q_scale": "token", "qk_levels": levels, "pv": pv, "pv_levels": 127, "round_sum": True}
     for kind in ("normal", "peaked", "steep", "outlier"):
         check(Case(tokens=129, past=70, kind=kind, form=form), **how)
     check(Case(tokens=70, past=130, form=form), Scores(0.3, softcap=5.0), **how)
@@ -272,3 +275,28 @@ def test_sas(form: str):
     compute = "model" if form == "model" else "int8"
     check(case, softmax="sas", sas_threshold=-math.inf, prefill=compute)
     check(case, softmax="sas", sas_gap=3e-3, prefill=compute)
+
+
+SAGE = {"block_q": 128, "q_scale": "thread", "k_scale": "thread", "smooth_k": True, "qk_levels": 127, "pv": "e4m3"}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"qk_levels": 7, "smooth_q": "tensor", "smooth_v": True},
+        {"qk_levels": 7, "smooth_q": "block", "q_scale": "token", "k_scale": "token"},
+        {"q_scale": "block", "k_scale": "block", "smooth_k": False, "pv": "model"},
+        {"q_scale": "block", "k_scale": "block", "softmax": "sas", "sas_threshold": -math.inf},
+        {"pv": "int8", "pv_levels": 127},
+    ],
+    ids=str,
+)
+def test_codes_made_of_the_models_precision(how: dict[str, Any]):
+    """SageAttention2's over any cache: smoothed keys and queries in groups, values in FP8 by channel."""
+    how = {**SAGE, **how}
+    for kind in ("normal", "outlier"):
+        check(Case(tokens=133, past=70, kind=kind, form="model"), **how)
+    check(Case(tokens=70, past=130, form="model", masked=True), Scores(0.3, softcap=5.0), **how)
+    sinks = torch.tensor([0.5, 2.0])
+    check(Case(tokens=70, past=130, form="model", spans=((9, 61), (70, 0))), Scores(0.1, window=40, sinks=sinks), **how)

@@ -52,6 +52,44 @@ def test_the_table_is_what_lists_say(case, cuts):
         assert written, "something must come back for this to be a test"
 
 
+def masses(q: torch.Tensor, k: torch.Tensor, block: int, residual: int) -> torch.Tensor:
+    """Attention that each token of one KV head got until its block closed: `q` `[G, tokens, D]`, `k` `[tokens, D]`."""
+    got = torch.zeros(len(k), dtype=torch.float64)
+    for i in range(len(k)):
+        first = max(0, i - residual) // block * block  # older ones are packed
+        weights = (q[:, i].double() @ k[first : i + 1].double().T * q.shape[-1] ** -0.5).softmax(-1)
+        got[first : i + 1] += weights.mean(0)
+    closed = (len(k) - residual) // block * block
+    return got[:closed]
+
+
+@pytest.mark.parametrize("residual", [0, 20])
+@pytest.mark.parametrize("cuts", [[250], [100, *range(117, 250, 17), 250]], ids=["at once", "in pieces"])
+def test_sinks_by_attention_are_those_that_got_most(residual: int, cuts: list[int]):
+    q, k, v = random_qkv(1, 250)
+    q = 3 * q  # peaked, so that more than the first tokens, which meet few others, get much
+    layer = make_layer(("sinkq", {**SMALL, "sink_select": "attention", "residual_length": residual}))
+    feed(layer, q, k, v, cuts)
+    for head in range(2):
+        found = table(layer, head)
+        got = masses(q[0, 2 * head : 2 * head + 2], k[0, head], 32, residual)
+        inside, outside, _ = lists(-got, 32, 3, 4)
+        there, evicted = (found["born"] > 0) & (found["written"] == 0), found["evicted"] > 0
+        assert set(found["pos"][there & ~evicted].tolist()) == inside
+        assert set(found["pos"][there & evicted].tolist()) == set(outside)
+        assert outside, "something must leave the pool for this to be a test"
+
+
+def test_a_sink_that_draws_attention_enters_the_pool_wherever_it_stands():
+    q, k, v = with_sink()
+    k[:, :, 75], k[:, :, 0] = k[:, :, 0], k[:, :, 1].clone()
+    layer = make_layer(("sinkq", {**SMALL, "sink_select": "attention"}))
+    feed(layer, q, k, v, [128])
+    for head in range(2):
+        found = table(layer, head)
+        assert 75 in found["pos"][(found["born"] > 0) & (found["evicted"] == 0)].tolist()
+
+
 def test_sinks_stand_as_they_came_and_equal_ones_stay_the_oldest():
     q, k, v = random_qkv(1, 64)
     k[:, :, 5] = k[:, :, 9] = k[:, :, 40] = k[:, :, 33] = 0.0

@@ -18,7 +18,7 @@ REASONS = [
     ("turbo", {"p_scale": "tile"}, (2, 4, 64), "p_scale is 'tile'"),
     ("turbo", {"buffer_scale": "universal"}, (2, 4, 64), "buffer_scale is 'universal'"),
     ("turbo", {"bits": "mixed", "priority": "entropy"}, (2, 4, 64), "priority is 'entropy'"),
-    ("turbo", {"sparse_v_tau": 1e-3}, (2, 4, 64), "sparse V"),
+    ("turbo", {"sparse_v_tau": 1e-3}, (2, 4, 64), None),
     ("none", {"compute": "int8"}, (2, 4, 64), "no integers"),
     ("kivi", {"compute": "int8"}, (2, 4, 64), "no integers"),
     ("kivi", {"v_bits": 3}, (2, 4, 64), "2 and 4 bits"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qattn_kernels.append.smooth import around, mean_key, undone
 from qattn_kernels.jit import commit_row, load_row, settle_sinks, slot_bits
 
 
@@ -100,7 +101,22 @@ def chosen_bits(CHOSEN, regions, bh, j, C: tl.constexpr):
 
 
 @triton.jit
-def _short_side(S, x, pos, new, stale, closes, b, h, start, index, NB, flags, chosen, OPEN: tl.constexpr,
+def _row_mean(S, MEAN, flags, b, h, start, index, closed, C: tl.constexpr):
+    """The mean around which a block of a short call closes; the row's first block fixes it."""
+    d, bh = tl.arange(0, C.DP), b * C.H + h
+    if closed == 0:
+        t = tl.arange(0, C.BLOCK)
+        code, scale = _from_ring(S, start - index * C.BLOCK + t, t >= 0, bh, False, C)
+        mean = mean_key(undone(S, code, scale), slot_bits(flags, t) == 0, True)
+        if index == 0:
+            tl.store(MEAN + bh * C.D + d, mean, mask=d < C.D)
+    else:
+        mean = tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+    return mean
+
+
+@triton.jit
+def _short_side(S, MEAN, x, pos, new, stale, closes, b, h, start, index, closed, NB, flags, chosen, OPEN: tl.constexpr,
                 SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, VALUES: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
     """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed."""
@@ -121,22 +137,35 @@ def _short_side(S, x, pos, new, stale, closes, b, h, start, index, NB, flags, ch
             keep = slot_bits(flags, index * C.BLOCK + t) == 0
             if C.ENTRIES > 0 and not VALUES:  # see `sink_pool/reference.py`
                 keep = keep & (slot_bits(chosen, t) == 0)
+            if C.SMOOTH and not VALUES:
+                mean = _row_mean(S, MEAN, flags, b, h, start, index, closed, C)
+                full, full_scale = OPEN(around(S, full, full_scale, keep, mean))
             full, full_scale = SEEN(full, full_scale, keep)
             place = PLACE(S, b, h, index == 0, VALUES, C)
             PUT(S, full, full_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
 
 
 @triton.jit
-def _long_side(S, X, SCALE, x, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots, OPEN: tl.constexpr,
-               SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr, VALUES: tl.constexpr,
-               C: tl.constexpr):  # fmt: skip
+def _long_side(S, CENTER, X, SCALE, x, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
+               OPEN: tl.constexpr, SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr,
+               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Keys or values of one block of a long call: into the panel, and if it closes or is final into the arenas."""
     bh = b * C.H + h
     t = tl.arange(0, C.BLOCK)
     code, scale = OPEN(x)
     if C.RING > 0:
         code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
-        if closes:
+        if C.SMOOTH and not VALUES:
+            d = tl.arange(0, C.DP)
+            mean = tl.load(CENTER + bh * C.D + d, mask=d < C.D, other=0.0)
+            kept, kept_scale = OPEN(around(S, code, scale, keep, mean))
+            kept, kept_scale = SEEN(kept, kept_scale, keep)
+            if closes:
+                place = PLACE(S, b, h, index == 0, VALUES, C)
+                PUT(S, kept, kept_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+            if X.dtype.element_ty == tl.int8:
+                code, scale = kept, kept_scale
+        elif closes:
             place = PLACE(S, b, h, index == 0, VALUES, C)
             if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
                 keep = keep & (slot_bits(chosen, t) == 0)
@@ -191,9 +220,9 @@ def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 
 @triton.jit
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                 K, V, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, K_PLACE: tl.constexpr,
-                 K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr, V_PLACE: tl.constexpr,
-                 V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                 K, V, MEAN, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
+                 K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
+                 V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (block of the region, head, row) of a call of at most `NEW` tokens; lengths are committed later."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_before(STATE, SPANS, span_stride, b, C)
@@ -215,15 +244,15 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             _drop(flags, NONFINITE, gone, bad, index, bh, C)
         stale = length < tl.load(STATE[3] + b)
         chosen = chosen_bits(CHOSEN, regions, bh, j, C)
-        _short_side(K, k, pos, new, stale, closes, b, h, start, index, NB, flags, chosen, K_OPEN, K_SEEN, K_PLACE,
-                    K_PUT, False, C)  # fmt: skip
-        _short_side(V, v, pos, new, stale, closes, b, h, start, index, NB, flags, chosen, V_OPEN, V_SEEN, V_PLACE,
-                    V_PUT, True, C)  # fmt: skip
+        _short_side(K, MEAN, k, pos, new, stale, closes, b, h, start, index, closed, NB, flags, chosen, K_OPEN, K_SEEN,
+                    K_PLACE, K_PUT, False, C)  # fmt: skip
+        _short_side(V, MEAN, v, pos, new, stale, closes, b, h, start, index, closed, NB, flags, chosen, V_OPEN, V_SEEN,
+                    V_PLACE, V_PUT, True, C)  # fmt: skip
 
 
 @triton.jit
 def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                K, V, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
+                K, V, CENTER, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
                 K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr, V_OPEN: tl.constexpr,
                 V_SEEN: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, V_GET: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
@@ -252,14 +281,14 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     if h == 0:
         tl.store(PANEL[5] + b.to(tl.int64) * slots + slot, pos)
     chosen = chosen_bits(CHOSEN, regions, bh, j, C)
-    _long_side(K, PANEL[0], PANEL[1], k, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots, K_OPEN,
-               K_SEEN, K_PLACE, K_PUT, K_GET, False, C)  # fmt: skip
-    _long_side(V, PANEL[2], PANEL[3], v, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots, V_OPEN,
-               V_SEEN, V_PLACE, V_PUT, V_GET, True, C)  # fmt: skip
+    _long_side(K, CENTER, PANEL[0], PANEL[1], k, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
+               K_OPEN, K_SEEN, K_PLACE, K_PUT, K_GET, False, C)  # fmt: skip
+    _long_side(V, CENTER, PANEL[2], PANEL[3], v, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
+               V_OPEN, V_SEEN, V_PLACE, V_PUT, V_GET, True, C)  # fmt: skip
 
 
 @triton.jit
-def undo_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, PANEL, NB, slots, K_LOCATE: tl.constexpr,
+def undo_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, MEAN, PANEL, NB, slots, K_LOCATE: tl.constexpr,
                 V_LOCATE: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (block of the past, head, row): packed blocks into the panel."""
     index, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -275,6 +304,9 @@ def undo_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, PANEL, NB, slots, K_
         v_place, _ = V_LOCATE(V, b, h, C.V_LOW, C)
         k, k_scale = K_GET(K, b, h, index, NB, k_place, False, C)
         v, v_scale = V_GET(V, b, h, index, NB, v_place, True, C)
+        if C.SMOOTH and (PANEL[0].dtype.element_ty != tl.int8):
+            d = tl.arange(0, C.DP)
+            k += tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)[None, :]
         to_panel(PANEL[0], PANEL[1], k, k_scale, bh, slot, slots, False, C)
         to_panel(PANEL[2], PANEL[3], v, v_scale, bh, slot, slots, True, C)
 

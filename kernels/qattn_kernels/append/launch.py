@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from qattn_kernels.append.center import mean_kernel
 from qattn_kernels.append.kernel import finish_kernel, long_kernel, short_kernel, undo_kernel
 from qattn_kernels.append.ranking import rank_kernel
 from qattn_kernels.call import Call
@@ -38,12 +39,21 @@ def rank(call: Call) -> None:
     )  # fmt: skip
 
 
+def center(call: Call) -> None:
+    """Before a long call: the mean around which it sees smoothed keys; nothing where keys are not."""
+    if call.sizes.SMOOTH:
+        mean_kernel[(call.sizes.H, call.batch)](
+            *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.mean, call.center, call.blocks,
+            pieces_of(call.spec.k).open, call.sizes, **codes(call.sizes),
+        )  # fmt: skip
+
+
 def append(call: Call) -> None:
     """Write the tokens of a short call and close what is full; the decode commits the lengths."""
     k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
     short_kernel[(region_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, *call.picked, call.rows, call.blocks,
+        state["block_len"], call.k, call.v, call.mean, *call.picked, call.rows, call.blocks,
         k.open, k.seen, k.place, k.put, v.open, v.seen, v.place, v.put, power_of_two(call.tokens), call.sizes,
         **codes(call.sizes),
     )  # fmt: skip
@@ -55,8 +65,8 @@ def append_long(call: Call, panel: Panel) -> None:
     blocks = region_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
     long_kernel[(blocks, call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, *call.picked, tensors(panel), call.rows, call.blocks, panel.pos.shape[1],
-        k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes,
+        state["block_len"], call.k, call.v, call.center, *call.picked, tensors(panel), call.rows, call.blocks,
+        panel.pos.shape[1], k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes,
         **codes(call.sizes, 64 * 64),
     )  # fmt: skip
 
@@ -78,7 +88,8 @@ def make_panel(call: Call, past: int) -> Panel:
 
     k, v = side(spec.k.integer, False), side(spec.v.integer, True)
     pos = empty((call.batch, slots), torch.int32)
-    return Panel(*k, *v, bias=empty(shape), pos=pos, rows=call.rows)
+    k_mean = call.center if size.SMOOTH and spec.k.integer else None
+    return Panel(*k, *v, bias=empty(shape), pos=pos, rows=call.rows, k_mean=k_mean)
 
 
 def undo(call: Call, panel: Panel, past: int) -> None:
@@ -87,8 +98,9 @@ def undo(call: Call, panel: Panel, past: int) -> None:
         return
     k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
     undo_kernel[(min(past, call.blocks), call.sizes.H, call.batch)](
-        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, tensors(panel),
-        call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes, **codes(call.sizes),
+        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.mean,
+        tensors(panel), call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes,
+        **codes(call.sizes),
     )  # fmt: skip
 
 

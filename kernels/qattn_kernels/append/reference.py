@@ -10,7 +10,7 @@ from qattn_kernels.layout import State
 from qattn_kernels.rows import Region, bool_to_bits, pick
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import side_of
-from qattn_kernels.stores import Block, Operand, Store
+from qattn_kernels.stores import Block, Operand
 from qattn_kernels.stores.base import write_rows
 
 
@@ -39,7 +39,9 @@ def append(state: State, spec: LayerSpec, region: Region, count: torch.Tensor, c
     length = state["length"] + count
     for side, store, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
         if store.windowed:
-            _fill_ring(side_of(state, side), store, tokens, state, length)
+            _fill_ring(store.ring(side_of(state, side)), tokens, state, length)
+    if region.given is not None:
+        _fill_ring(Operand(state["mass.ring"], None), Operand(region.given, None), state, length)
     state["length"].copy_(length)
     state["longest"].copy_(torch.maximum(state["longest"], length))
     state["closed"].add_(region.closing)
@@ -48,9 +50,8 @@ def append(state: State, spec: LayerSpec, region: Region, count: torch.Tensor, c
     state["padded"].copy_(torch.where((count < columns).any(), state["seen"], state["padded"]))
 
 
-def _fill_ring(side: State, store: Store, tokens: Operand, state: State, length: torch.Tensor) -> None:
+def _fill_ring(ring: Operand, tokens: Operand, state: State, length: torch.Tensor) -> None:
     """Each slot takes the newest token whose row position falls on it, if that token is new."""
-    ring = store.ring(side)
     slots = ring.x.shape[2]
     last = length[:, None] - 1
     pos = last - (last - torch.arange(slots, device=last.device)) % slots

@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qattn_kernels.decode.weights import NOTHING, known_mass, may_skip, seen_by, soft_cap, weigh
 from qattn_kernels.jit import (
     LN2,
     LOG2E,
     commit_row,
-    exp2_sas,
     load_row,
     packed_since,
     round_even,
@@ -27,32 +27,6 @@ from qattn_kernels.sink_pool.kernel import sinks_seen, swapped, turn_of
 RING_TILE = tl.constexpr(64)  # slots of the ring at a time, which it is a multiple of
 SINK_TILE = tl.constexpr(32)  # entries of the table of sinks at a time
 FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
-NOTHING = tl.constexpr(-1e30)  # the score of what is not seen; a part whose maximum this is has no weight
-
-
-@triton.jit
-def soft_cap(s, cap):
-    """`cap * tanh(s / cap)` of scores in log2 units."""
-    x = tl.exp2(-2.0 * tl.abs(s) / cap)
-    t = cap * LOG2E * (1.0 - x) / (1.0 + x)
-    return tl.where(s < 0, -t, t)
-
-
-@triton.jit
-def weights(s, top, running, threshold, C: tl.constexpr):
-    """Exponentials against the tile's own maximum; SAS cuts against the running one."""
-    x = s - top[None, :]
-    if C.SAS:
-        return exp2_sas(x, (threshold + running - top)[None, :])
-    return tl.exp2(x)
-
-
-@triton.jit
-def weigh(s, m, threshold, C: tl.constexpr):
-    """Weights of a tile against its own maximum; what older sums and its own are worth; the running maximum."""
-    top = tl.max(s, 0)
-    running = tl.maximum(m, top)
-    return weights(s, top, running, threshold, C), tl.exp2(m - running), tl.exp2(top - running), running
 
 
 @triton.jit
@@ -93,7 +67,7 @@ def _open_seen(s, slot, dropped, row, p, window, C: tl.constexpr):
 
 
 @triton.jit
-def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, read, bh, SCORES: tl.constexpr, VALUES: tl.constexpr,
               C: tl.constexpr):  # fmt: skip
     """Attention over the ring, in the order of its slots: the tokens that were open before the call and its own."""
     length, closed, open_start, closing, first, count = row
@@ -109,26 +83,36 @@ def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, bh, SCORES: tl
             w, alpha, beta, m = weigh(s, m, threshold, C)
             acc, total = VALUES(V, at, start, C.RING, RING_TILE, w, acc, alpha, beta, C)
             l = l * alpha + total * beta
-    return m, l, acc
+            if C.SPARSE:
+                read += seen_by(s, C)
+    return m, l, acc, read
 
 
 @triton.jit
-def sink_part(K, V, TABLE, row, p, query, scores_of, m, l, acc, bh, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def sink_scores(K, TABLE, row, p, query, scores_of, first, at, SCORES: tl.constexpr, C: tl.constexpr):
+    """Scores of entries `at` `[SINK_TILE]` of the tables of all heads, one behind the other from `first` on."""
+    scale, cap, window, threshold = scores_of
+    s = SCORES(K, first, SINK_TILE, query, scale, C)
+    if C.CAP:
+        s = soft_cap(s, cap)
+    return tl.where(sinks_seen(TABLE, at, row, p, window, C), s, NOTHING)
+
+
+@triton.jit
+def sink_part(K, V, TABLE, row, p, query, scores_of, m, l, acc, read, bh, SCORES: tl.constexpr, VALUES: tl.constexpr,
               C: tl.constexpr):  # fmt: skip
     """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
-    scale, cap, window, threshold = scores_of
     first = bh.to(tl.int64) * C.ENTRIES
     for start in tl.range(0, C.ENTRIES, SINK_TILE, num_stages=1):
         at = first + start + tl.arange(0, SINK_TILE)
         if tl.max(tl.load(TABLE.born + at), 0) > 0:
-            s = SCORES(K, first + start, SINK_TILE, query, scale, C)
-            if C.CAP:
-                s = soft_cap(s, cap)
-            s = tl.where(sinks_seen(TABLE, at, row, p, window, C), s, NOTHING)
-            w, alpha, beta, m = weigh(s, m, threshold, C)
+            s = sink_scores(K, TABLE, row, p, query, scores_of, first + start, at, SCORES, C)
+            w, alpha, beta, m = weigh(s, m, scores_of[3], C)
             acc, total = VALUES(V, first, start, C.ENTRIES, SINK_TILE, w, acc, alpha, beta, C)
             l = l * alpha + total * beta
-    return m, l, acc
+            if C.SPARSE:
+                read += seen_by(s, C)
+    return m, l, acc, read
 
 
 @triton.jit
@@ -173,50 +157,83 @@ def unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C: tl
 
 
 @triton.jit
-def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, head,
-                k_head, v_head, SCORES: tl.constexpr, VALUES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
-                STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Attention over the blocks `begin` to `end` of the arenas, whose first blocks of this head are `head`, and among
-    those of its width `k_head` and `v_head`."""
+def packed_scores(K, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, block, head, k_head,
+                  SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Scores of a block of the arenas, and how many of its tokens each query sees, which only sparse V asks."""
     scale, cap, window, threshold = scores_of
-    words = dropped.to(tl.pointer_type(tl.int32))
-    for block in tl.range(begin, end, num_stages=STAGES):
-        s = SCORES(K, head + block, k_head + block, query, scale, K_BITS, C)
-        if C.CAP:
-            s = soft_cap(s, cap)
-        masked, tokens = masked_words(words, block, C), tl.load(block_len + block)
-        some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
-        if some | (tokens != C.BLOCK) | (block >= row[1]) | C.LOCAL:
-            s = unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C)
-        w, alpha, beta, m = weigh(s, m, threshold, C)
-        acc, total = VALUES(V, head + block, v_head + block, w, acc, alpha, beta, V_BITS, C)
-        l = l * alpha + total * beta
-    return m, l, acc
+    s = SCORES(K, head + block, k_head + block, query, scale, K_BITS, C)
+    if C.SMOOTH:
+        s += query[5][None, :]
+    if C.CAP:
+        s = soft_cap(s, cap)
+    masked, tokens = masked_words(dropped.to(tl.pointer_type(tl.int32)), block, C), tl.load(block_len + block)
+    count = tl.full(p.shape, C.BLOCK, tl.int32)
+    some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
+    if some | (tokens != C.BLOCK) | (block >= row[1]) | C.LOCAL:
+        s = unseen(s, block, row, p, masked, block_pos, tokens, window, MOVED, bh, C)
+        if C.SPARSE:
+            count = seen_by(s, C)
+    return s, count
 
 
 @triton.jit
-def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end, b, h,
-                    NB, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
-                    STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def packed_part(K, V, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, limits, known, m, l, acc,
+                lost, read, skipped, begin, end, head, k_head, v_head, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Attention over the blocks `begin` to `end` of the arenas, whose first blocks of this head are `head`, and among
+    those of its width `k_head` and `v_head`. Sparse V: `lost` of `l` belongs to values that were not read."""
+    threshold, own = scores_of[3], 0.0
+    if C.SPARSE and C.ENTRIES == 0:  # a part that judged by its own tokens alone would find few to skip
+        s, _ = packed_scores(
+            K, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, 0, head, k_head, SCORES, K_BITS, C
+        )
+        known, own = known_mass(s, threshold, C), (begin == 0).to(tl.float32)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        s, count = packed_scores(
+            K, dropped, MOVED, bh, block_pos, block_len, row, p, query, scores_of, block, head, k_head, SCORES, K_BITS,
+            C,
+        )  # fmt: skip
+        w, alpha, beta, m = weigh(s, m, threshold, C)
+        if C.SPARSE:
+            total = tl.sum(w, 0)
+            read += count
+            lost *= alpha
+            if may_skip(p, m, beta, l * alpha + total * beta, lost + total * beta, known, own, limits):
+                acc = acc * alpha[None, :]
+                lost += total * beta
+                skipped += count
+            else:
+                acc, total = VALUES(V, head + block, v_head + block, w, acc, alpha, beta, V_BITS, C)
+        else:
+            acc, total = VALUES(V, head + block, v_head + block, w, acc, alpha, beta, V_BITS, C)
+        l = l * alpha + total * beta
+    return m, l, acc, lost, read, skipped
+
+
+@triton.jit
+def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, scores_of, limits, known, m, l, acc,
+                    lost, read, skipped, begin, end, b, h, NB, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr,
+                    SCORES: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` with a loop of its own for each pair of widths: loads inside a branch are not pipelined."""
     k_place, k_head = K_LOCATE(K, b, h, C.K_LOW, C)
     v_place, v_head = V_LOCATE(V, b, h, C.V_LOW, C)
     head, k_head, v_head = (b * C.H + h).to(tl.int64) * NB, k_head * NB, v_head * NB
     if (C.K_LOW % C.H == 0) and (C.V_LOW % C.H == 0):
-        m, l, acc = packed_part(
-            K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, m, l, acc, begin, end,
-            head, k_head, v_head, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C,
+        m, l, acc, lost, read, skipped = packed_part(
+            K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, limits, known, m, l, acc,
+            lost, read, skipped, begin, end, head, k_head, v_head, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C,
         )  # fmt: skip
     else:
         k_low, v_low = k_place >= C.H - C.K_LOW, v_place >= C.H - C.V_LOW
         for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
             if (C.K_LOW if pair % 2 else C.H - C.K_LOW) > 0 and (C.V_LOW if pair // 2 else C.H - C.V_LOW) > 0:
                 if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
-                    m, l, acc = packed_part(
-                        K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, m, l, acc,
-                        begin, end, head, k_head, v_head, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2, STAGES, C,
+                    m, l, acc, lost, read, skipped = packed_part(
+                        K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, limits,
+                        known, m, l, acc, lost, read, skipped, begin, end, head, k_head, v_head, SCORES, VALUES,
+                        4 >> pair % 2, 4 >> pair // 2, STAGES, C,
                     )  # fmt: skip
-    return m, l, acc
+    return m, l, acc, lost, read, skipped
 
 
 @triton.jit
@@ -244,17 +261,20 @@ def stretch_of(blocks, splits, plan, C: tl.constexpr):
 
 
 @triton.jit
-def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT,
-                  STATS, NB, B, T, scores_of, plan, STAGES: tl.constexpr, BP: tl.constexpr, K_LOCATE: tl.constexpr,
-                  V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr,
-                  RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE,
+                  OUT, STATS, TALLY, NB, B, T, scores_of, limits, plan, STAGES: tl.constexpr, BP: tl.constexpr,
+                  K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                  CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
+                  C: tl.constexpr):  # fmt: skip
     """Program (split, queries, row and head): a part of the context for up to `Q` queries; the first split is the ring,
     the second the sinks that are kept out of the blocks.
 
     The other splits share a row's blocks evenly, as `plan` says (`stretch_of`).
 
-    `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights.
+    `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights; with sparse V
+    3: what of that sum was dropped. `TALLY`, `limits` (tau, budget): of sparse V.
     """
+    STAT: tl.constexpr = 3 if C.SPARSE else 2
     split, tile, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
@@ -273,32 +293,51 @@ def decode_kernel(Q, strides, ROWS, K, V, K_SINKS, V_SINKS, TABLE, MOVED, DROPPE
         query = load_queries(Q, strides, b, h, n, t, real, row[4], scores_of[0], C)
         m, l = tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32)
         acc = tl.full([C.DP, C.Q], 0, tl.float32)
+        lost, read, skipped = tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32), tl.full([C.Q], 0, tl.int32)
         dropped = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         if split < C.OPEN:
             if C.RING > 0:
                 if split == 0:
-                    m, l, acc = open_part(
-                        K, V, dropped, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
+                    m, l, acc, read = open_part(
+                        K, V, dropped, row, p, query, scores_of, m, l, acc, read, bh, RING_SCORES, RING_VALUES, C
                     )
             if C.ENTRIES > 0:
                 if split == 1:
-                    m, l, acc = sink_part(
-                        K_SINKS, V_SINKS, TABLE, row, p, query, scores_of, m, l, acc, bh, RING_SCORES, RING_VALUES, C
-                    )
+                    m, l, acc, read = sink_part(
+                        K_SINKS, V_SINKS, TABLE, row, p, query, scores_of, m, l, acc, read, bh, RING_SCORES,
+                        RING_VALUES, C,
+                    )  # fmt: skip
         else:
-            m, l, acc = packed_by_width(
-                K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, query, scores_of, m, l, acc,
-                begin, end, b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
+            asked = (*query, m)
+            if C.SMOOTH:  # what keys around a mean lack
+                d = tl.arange(0, C.DP)
+                mean = tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+                asked = (*query, tl.sum(query[1] * mean[:, None], 0))
+            known = tl.full([C.Q], NOTHING, tl.float32)
+            if C.SPARSE and C.ENTRIES > 0:
+                at = bh.to(tl.int64) * C.ENTRIES
+                s = sink_scores(
+                    K_SINKS, TABLE, row, p, query, scores_of, at, at + tl.arange(0, SINK_TILE), RING_SCORES, C
+                )
+                known = known_mass(s, scores_of[3], C)
+            bounds = limits[0], limits[1], 1.0 / tl.cdiv(blocks, stretch)
+            m, l, acc, lost, read, skipped = packed_by_width(
+                K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, asked, scores_of, bounds, known,
+                m, l, acc, lost, read, skipped, begin, end, b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
             )  # fmt: skip
         d, inside = CHANNELS(C), n < T * C.G
         at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
         tl.store(OUT + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])
-        tl.store(STATS + at * 2, m, mask=inside)
-        tl.store(STATS + at * 2 + 1, l, mask=inside)
+        tl.store(STATS + at * STAT, m, mask=inside)
+        tl.store(STATS + at * STAT + 1, l, mask=inside)
+        if C.SPARSE:
+            tl.store(STATS + at * STAT + 2, lost, mask=inside)
+            tl.atomic_add(TALLY.read + bh, tl.sum(tl.where(real, read, 0), 0).to(tl.int64))
+            tl.atomic_add(TALLY.skipped + bh, tl.sum(tl.where(real, skipped, 0), 0).to(tl.int64))
 
 
 @triton.jit
-def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, plan, CHUNK: tl.constexpr,
+def merge_kernel(OUT, STATS, TALLY, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, plan, CHUNK: tl.constexpr,
                  HAS_SINKS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
     `SINKS`: the model's learned logits; `TABLE`: of the sink pool.
@@ -315,8 +354,9 @@ def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, split
     live = tl.cdiv(blocks, stretch_of(blocks, splits, plan, C)) + C.OPEN
     d = tl.arange(0, C.DP)
     base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
-    m, l = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32)
+    m, l, lost = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     acc = tl.full([C.DP], 0, tl.float32)
+    STAT: tl.constexpr = 3 if C.SPARSE else 2
     if HAS_SINKS:
         m = tl.load(SINKS + head).to(tl.float32) * LOG2E
         l += 1.0
@@ -324,16 +364,24 @@ def merge_kernel(OUT, STATS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, split
         i = start + tl.arange(0, CHUNK)
         exists = i < live
         at = base + i.to(tl.int64) * (T * C.G)
-        part_m = tl.load(STATS + at * 2, mask=exists, other=NOTHING)
-        part_l = tl.load(STATS + at * 2 + 1, mask=exists, other=0.0)
+        part_m = tl.load(STATS + at * STAT, mask=exists, other=NOTHING)
+        part_l = tl.load(STATS + at * STAT + 1, mask=exists, other=0.0)
         part = tl.load(OUT + at[:, None] * C.D + d[None, :], mask=exists[:, None] & (d < C.D)[None, :], other=0.0)
         running = tl.maximum(m, tl.max(part_m, 0))
         w = tl.where(part_m > NOTHING, tl.exp2(part_m - running), 0.0)
         alpha = tl.exp2(m - running)
         acc = acc * alpha + tl.sum(part * w[:, None], 0)
         l = l * alpha + tl.sum(part_l * w, 0)
+        if C.SPARSE:
+            lost = lost * alpha + tl.sum(tl.load(STATS + at * STAT + 2, mask=exists, other=0.0) * w, 0)
         m = running
     first, count = row[4], row[5]
+    if C.SPARSE:
+        if t < count:
+            share = lost / tl.where(l == 0.0, 1.0, l)
+            tl.atomic_add(TALLY.queries + b * C.H + h, tl.full([], 1, tl.int64))
+            tl.atomic_add(TALLY.dropped + b * C.H + h, share.to(tl.float64))
+            tl.atomic_max(TALLY.worst + b * C.H + h, share)
     spare = t - count
     column = tl.where(t < count, first + t, tl.where(spare < first, spare, spare + count))
     result = tl.where(t < count, acc / tl.where(l == 0.0, 1.0, l), 0.0)

@@ -11,6 +11,7 @@ from qattn_kernels.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.decode.table import choose
 from qattn_kernels.pieces import pieces_of
 from qattn_kernels.sizes import power_of_two
+from qattn_kernels.tally import tally_of
 
 MODEL = ("model", "model_ring")  # stores of values in the model's precision
 LOG2E = math.log2(math.e)
@@ -34,13 +35,14 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=call.query.device)
 
-    parts, stats = empty(batch * size.H, splits, rows, size.D), empty(batch * size.H, splits, rows, 2)
+    parts, stats = (empty(batch * size.H, splits, rows, n) for n in (size.D, 3 if size.SPARSE else 2))
+    tally, sparsity = tally_of(state) if size.SPARSE else None, call.spec.sparsity
     threshold = call.spec.compute.sas_threshold * LOG2E
     decode_kernel[(splits, -(-rows // size.Q), batch * size.H)](
-        call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.k_sinks, call.v_sinks, call.table,
-        call.moved, state["dropped"], state["block_pos"],
-        state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens,
-        (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold),
+        call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.mean, call.k_sinks, call.v_sinks,
+        call.table, call.moved, state["dropped"], state["block_pos"],
+        state["block_len"], call.row_state, parts, stats, tally, call.blocks, batch, tokens,
+        (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold), (sparsity.tau, sparsity.budget),
         tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
         size, num_warps=tuned.warps, enable_fp_fusion=True,
     )  # fmt: skip
@@ -48,7 +50,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
     lse = empty(batch, size.H * size.G, tokens)
     merge_kernel[(rows, size.H, batch)](
-        parts, stats, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
+        parts, stats, tally, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
         state["dropped"], call.blocks, splits, tokens,
         tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk <= 4 else 4,
         enable_fp_fusion=True,

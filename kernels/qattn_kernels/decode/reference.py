@@ -6,6 +6,7 @@ import torch
 
 from qattn_kernels.layout import State
 from qattn_kernels.online import Attended, Scores, attend
+from qattn_kernels.queries import short_queries
 from qattn_kernels.rows import Region
 from qattn_kernels.sink_pool.reference import packed_copies, sink_tiles
 from qattn_kernels.spec import LayerSpec
@@ -44,4 +45,5 @@ def decode(
     until = torch.where(closes, packed_since - 1, FOREVER).int()[..., None].expand_as(region.pos)
     since = torch.where(region.valid, region.pos, FOREVER)
     ring = Tiles(region.k, region.v, region.pos[:, None], since[:, None], until[:, None], region.keep)
-    return attend(q, q_pos, packed.joined(ring), scores, spec.compute, spec.sparsity, prefill=False)
+    queries = short_queries(q, scores.scale, spec.compute)
+    return attend(queries, q_pos, packed.joined(ring), scores, spec.compute, spec.sparsity, prefill=False)

@@ -33,8 +33,8 @@ from qattn_kernels.stores import Store
 
 @lru_cache(maxsize=1024)
 def pieces_of(store: Store) -> ModuleType:
-    """The jit functions of a store."""
-    return importlib.import_module(f"qattn_kernels.pieces.{store.name}")
+    """The jit functions of a store; keys around a mean are those of the store that holds their codes."""
+    return importlib.import_module(f"qattn_kernels.pieces.{store.core.name}")
 
 
 def side_tensors(state: State, side: str, store: Store) -> tuple:

@@ -50,7 +50,7 @@ def put_block(S, x, at, ENCODE: tl.constexpr, VALUES: tl.constexpr, C: tl.conste
     """A full block `[BLOCK, DP]`, whose tokens come as they are. `ENCODE` makes int32 codes of fp32 groups `[BLOCK,
     groups, GROUP]`, and their fp16 scales."""
     BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
-    GROUP: tl.constexpr = C.V_GROUP if VALUES else C.K_GROUP
+    GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
     code, scale = ENCODE(_grouped(x, GROUP), BITS)
     where, there = _places(at, GROUP, C)
     tl.store(S.scale + where, scale, mask=there)
@@ -62,7 +62,7 @@ def get_block(S, at, LEVELS: tl.constexpr, UNIT: tl.constexpr, VALUES: tl.conste
     """Tokens `[BLOCK, DP]` of a closed block, undone; no scales. `LEVELS` makes INT8 levels of int32 codes, which count
     `UNIT` each."""
     BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
-    GROUP: tl.constexpr = C.V_GROUP if VALUES else C.K_GROUP
+    GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
     level = LEVELS(read_codes(S.codes, at, BITS, VALUES, C), BITS).to(tl.float32) * UNIT
     where, there = _places(at, GROUP, C)
     scale = tl.load(S.scale + where, mask=there, other=0.0).to(tl.float32)
@@ -80,7 +80,7 @@ def _scales(S, at, g: tl.constexpr, t, GROUP: tl.constexpr, C: tl.constexpr):
 def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
     """Products `[BLOCK, Q]` of levels and scales with twins `x8` of `COUNT` groups of channels from group `g` on."""
-    GROUP: tl.constexpr = C.K_GROUP
+    GROUP: tl.constexpr = C.K_CHANNELS
     if g * GROUP >= C.D:
         return tl.full([C.BLOCK, x8.shape[1] // 2], 0, tl.float32)
     elif COUNT > 1:
@@ -105,7 +105,7 @@ def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.con
 def block_scores(S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
     """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels of `half_bytes`, which count
     `UNIT` each."""
-    s = group_scores(S, at, query[2], 0, C.DP // C.K_GROUP, HALVES, BITS, C)
+    s = group_scores(S, at, query[2], 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
     return take_turns(s, C.PARTS) * (query[3] * UNIT)[None, :]
 
 
@@ -114,7 +114,7 @@ def group_values(S, at, p, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
                  C: tl.constexpr):  # fmt: skip
     """Sums `[COUNT * GROUP, Q]` of levels and scales, weighed by `p` `[BLOCK, Q]` in `token_order`, for `COUNT` groups
     of channels from group `g` on. A scale is multiplied into its token's weight before the weights become twins."""
-    GROUP: tl.constexpr = C.V_GROUP
+    GROUP: tl.constexpr = C.V_CHANNELS
     if g * GROUP >= C.D:
         return tl.full([COUNT * GROUP, p.shape[1]], 0, tl.float32)
     elif COUNT > 1:
@@ -142,5 +142,5 @@ def group_values(S, at, p, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
 def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
     """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
-    o = group_values(S, at, p, 0, C.DP // C.V_GROUP, HALVES, BITS, C)
+    o = group_values(S, at, p, 0, C.DP // C.V_CHANNELS, HALVES, BITS, C)
     return acc * alpha[None, :] + o * (beta * (UNIT / 127.0))[None, :], tl.sum(p, 0)

@@ -22,7 +22,7 @@ LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6: below it numbers of E4M3 lie 2^-9
 
 
 @triton.jit
-def _rounded(x):
+def rounded(x):
     """To the nearest number of E4M3, ties to even: 20 of 23 bits behind the point go."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
@@ -37,7 +37,7 @@ def open(x):
     scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    return _rounded(tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))), scale
+    return rounded(tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))), scale
 
 
 @triton.jit

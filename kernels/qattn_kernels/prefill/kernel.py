@@ -1,4 +1,4 @@
-"""Prefill attention over a panel in Triton: INT8 or model-precision products, fp32 softmax, one pass.
+"""Prefill attention over a panel in Triton: INT8, FP8 or model-precision products, fp32 softmax, one pass.
 
 What makes it fast, beyond the products themselves:
 
@@ -17,13 +17,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.groups import QUERY_BLOCK
 from qattn_kernels.jit import LN2, LOG2E, ROUNDER, exp2_sas, float_to_int8, load_row, round_even
+from qattn_kernels.pieces.fp8 import rounded
 
 NOTHING = tl.constexpr(-1e30)  # a running maximum before any score: finite, so that differences stay numbers
 NEGATIVE = tl.constexpr(float("-inf"))
+MEAN_QUERIES = tl.constexpr(QUERY_BLOCK)
 ROUNDER_BITS = tl.constexpr(0x4B400000)
 LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than the 119 of what is stored
 LOG2_LEVELS = tl.constexpr(6.988684686772166)
+LARGEST = tl.constexpr(448.0)  # of E4M3, which weights are scaled by
+LOG2_LARGEST = tl.constexpr(8.807354922057604)
 NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
 
 
@@ -33,9 +38,10 @@ class Shape(NamedTuple):
     `BM` queries a program, `BN` slots a tile of the main loop, `TAIL` of the others, `STAGES` of their pipelines;
     `HQ`, `G` query heads and how many share a KV head; `D`, `DV` head dims of K and V, `DP`, `DVP` the powers of two
     that hold them; `BLOCK` slots of a block; `BLOCK_SCALES`: the slots of a closed block share a scale in K and V;
-    `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product; `Q_LEVELS` largest code of a query,
-    `Q_TOKENS` each has a scale of its own; `ROUND_SUM` row sums are of rounded weights, which wants one scale for all
-    values of a tile; `PLAIN`: the interpreter runs.
+    `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product, `V_FP8` FP8 in both; `Q_LEVELS` largest
+    code of a query, `Q_GROUP` which share a scale (`groups`, `block` being the program's own); `CENTER` keys stand
+    around a mean, `SHIFT` which queries around one (`smooth_q`), `V_MEAN` values do; `ROUND_SUM` row sums are of
+    rounded weights, which wants one scale for all values of a tile; `PLAIN`: the interpreter runs.
     """
 
     BM: int
@@ -54,8 +60,12 @@ class Shape(NamedTuple):
     V_CODES: bool
     K_INT8: bool
     V_INT8: bool
+    V_FP8: bool
     Q_LEVELS: float
-    Q_TOKENS: bool
+    Q_GROUP: str
+    CENTER: bool
+    SHIFT: str
+    V_MEAN: bool
     ROUND_SUM: bool
     WINDOW: int
     SOFTCAP: bool
@@ -110,9 +120,10 @@ def _load_keys(k, n0, i, C: tl.constexpr):
 def _load_values(v, n0, i, N, C: tl.constexpr):
     """`[BN, DVP]`: slots `n0 + i`."""
     d = tl.arange(0, C.DVP)
-    if C.V_CODES:
+    if C.V_CODES or C.V_FP8:
         at = v + n0 + (d[:, None] * N + i[None, :])
-        return tl.trans(tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV, other=0))
+        codes = tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV, other=0)
+        return tl.trans(codes.to(tl.float8e4nv, bitcast=True) if C.V_FP8 else codes)
     at = v + n0 * C.DV + (i[:, None] * C.DV + d[None, :])
     return tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[None, :] < C.DV, other=0)
 
@@ -146,7 +157,7 @@ def _block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.co
     The terms with `ROUNDER` are large, so that their difference errs by up to one unit of a sum. Scores are taken from
     one unit above the largest: a weight beyond 127 would come out as a negative 8-bit integer."""
     PARTS: tl.constexpr = (BN + C.BLOCK - 1) // C.BLOCK
-    _, k_scale, _, column, inverse, _ = at
+    _, k_scale, _, column, inverse, _, _ = at
     _, _, top, peak = carry
     block = n0 + tl.arange(0, PARTS) * C.BLOCK
     r = tl.load(inverse + block)[None, :]
@@ -166,11 +177,18 @@ def _block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def _token_scores(x, unit, at, n, cap, C: tl.constexpr):
+def _factor(cap, C: tl.constexpr):
+    """From scores to log2 units, or to the exponent of their cap's tanh."""
+    return 2.0 * LOG2E * LOG2E / cap if C.SOFTCAP else LOG2E
+
+
+@triton.jit
+def _token_scores(x, unit, at, n, cap, center, C: tl.constexpr):
     """Scores in log2 units plus the logarithm of each value's scale, and 1 / that scale, `[BM, BN]` and `[BN]`.
 
-    Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`."""
-    _, k_scale, _, column, inverse, _ = at
+    Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`. `center` `[BM]`: what keys
+    around a mean lack, which a softmax alone would not miss."""
+    _, k_scale, _, column, inverse, _, shift = at
     b = tl.load(column + n)
     r = tl.full([x.shape[1]], 1.0, tl.float32)
     a = r * unit
@@ -178,12 +196,35 @@ def _token_scores(x, unit, at, n, cap, C: tl.constexpr):
         a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n) * unit)
     if C.V_CODES:
         r = tl.load(inverse + n)
-    low = a * (-ROUNDER if C.K_INT8 and not C.Q_TOKENS else 0.0)
+    low = a * (-ROUNDER if C.K_INT8 and C.Q_GROUP == "block" else 0.0)
+    if C.SHIFT != "none":
+        low += tl.load(shift + n) * _factor(cap, C)
     if C.SOFTCAP:  # `unit` makes this the exponent of its tanh
-        s = cap - 2.0 * cap / (tl.exp2(x * a[None, :] + low[None, :]) + 1.0) + b[None, :]
+        y = x * a[None, :] + low[None, :]
+        if C.CENTER:
+            y += center[:, None]
+        s = cap - 2.0 * cap / (tl.exp2(y) + 1.0) + b[None, :]
     else:
         s = x * a[None, :] + (low + b)[None, :]
     return s, r
+
+
+@triton.jit
+def _fp8_weights(x, unit, carry, at, n, see, threshold, MASK: tl.constexpr, C: tl.constexpr):
+    """Weights of a tile, times `LARGEST`, against the running maximum, from integer sums `x`. Scores are in units of
+    their query until the exponent, where its scale costs nothing."""
+    _, k_scale, _, bias, _, _, _ = at
+    _, _, top, peak = carry
+    b = tl.load(bias + n)
+    a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n))
+    s = x * a[None, :] + (b - a * ROUNDER)[None, :]
+    if MASK:
+        s = tl.where(see, s, NEGATIVE)
+    new = tl.maximum(top, tl.max(s, 1) * unit)
+    base = new - LOG2_LARGEST
+    p = s * unit[:, None] - base[:, None]
+    p = _exponentials(p, (threshold + LOG2_LARGEST) + tl.zeros_like(p), C)
+    return p, tl.sum(p, 1), new, new, peak
 
 
 @triton.jit
@@ -195,6 +236,8 @@ def _token_weights(s, r, carry, threshold, C: tl.constexpr):
     base = new
     if C.V_INT8:
         base = tl.where(here == NEGATIVE, 0.0, here) - LOG2_LEVELS
+    if C.V_FP8:
+        base -= LOG2_LARGEST
     cut = s
     if C.SAS:  # its cut is by the score alone
         bare = tl.log2(tl.maximum(r, NO_SCALE))[None, :]
@@ -207,29 +250,39 @@ def _token_weights(s, r, carry, threshold, C: tl.constexpr):
 
 
 @triton.jit
-def _tile(q, unit, place, carry, at, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: tl.constexpr, MASK: tl.constexpr,
-          C: tl.constexpr):  # fmt: skip
+def _seen(pos, place, n, C: tl.constexpr):
+    """Which slots `n` queries at row positions `place` see: `[BM, BN]`."""
+    there = tl.load(pos + n)[None, :]
+    see = there <= place[:, None]
+    if C.WINDOW:
+        see &= there > place[:, None] - C.WINDOW
+    return see
+
+
+@triton.jit
+def _tile(q, unit, place, carry, at, n0, N, cap, center, threshold, BN: tl.constexpr, BLOCKS: tl.constexpr,
+          MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Take the slots from `n0` into `carry`: sums of values and of weights, the largest score with its value's scale,
     and without it. `place` `[BM]`: the queries' row positions, compared if `MASK`. `BLOCKS`: scales are read by block
     and nothing is masked."""
-    k, _, v, _, _, pos = at
+    k, _, v, _, _, pos, _ = at
     acc, total, top, _ = carry
     i = tl.arange(0, BN)
-    order = _key_order(i, C.V_INT8)
+    order = _key_order(i, C.V_INT8 or C.V_FP8)
     keys = _load_keys(k, n0, order, C)
     x = _sums(q, keys) if C.K_INT8 else _product(q, keys, C)
-    if C.Q_TOKENS:
-        x, unit = (x - ROUNDER) * unit[:, None], 1.0
-    if BLOCKS:
+    if C.V_FP8 and C.Q_GROUP != "block" and not C.SOFTCAP and C.SHIFT == "none":
+        see = _seen(pos, place, n0 + order, C) if MASK else True
+        p, mass, here, new, peak = _fp8_weights(x, unit, carry, at, n0 + order, see, threshold, MASK, C)
+    elif BLOCKS:
         p, mass, here, new, peak = _block_weights(x, unit, carry, at, n0, threshold, BN, C)
     else:
-        s, r = _token_scores(x, unit, at, n0 + order, cap, C)
+        one = unit
+        if C.K_INT8 and C.Q_GROUP != "block":
+            x, one = (x - ROUNDER) * unit[:, None], 1.0
+        s, r = _token_scores(x, one, at, n0 + order, cap, center, C)
         if MASK:
-            there = tl.load(pos + n0 + order)[None, :]
-            see = there <= place[:, None]
-            if C.WINDOW:
-                see &= there > place[:, None] - C.WINDOW
-            s = tl.where(see, s, NEGATIVE)
+            s = tl.where(_seen(pos, place, n0 + order, C), s, NEGATIVE)
         p, mass, here, new, peak = _token_weights(s, r, carry, threshold, C)
     alpha = tl.exp2(top - new)
     values = _load_values(v, n0, i, N, C)
@@ -238,6 +291,12 @@ def _tile(q, unit, place, carry, at, n0, N, cap, threshold, BN: tl.constexpr, BL
         sums = _sums(_token_order(float_to_int8(p)), values)
         acc = sums * beta[:, None] + (acc * alpha[:, None] - (beta * ROUNDER)[:, None])
         mass *= beta
+    elif C.V_FP8:  # from zero, and added outside: the unit for FP8 sums in fewer bits than an accumulator has
+        if C.PLAIN:
+            sums = tl.dot(_token_order(rounded(p)), values.to(tl.float32))
+        else:
+            sums = tl.dot(_token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=BN)
+        acc = acc * alpha[:, None] + sums
     else:
         p = p.to(q.dtype) if C.V_CODES else p.to(values.dtype)
         acc = acc * alpha[:, None] + _product(p, values, C)
@@ -245,22 +304,34 @@ def _tile(q, unit, place, carry, at, n0, N, cap, threshold, BN: tl.constexpr, BL
 
 
 @triton.jit
-def _queries(q, stride, column, real, scale, cap, C: tl.constexpr):
-    """`[BM, DP]` as the product takes them, and the unit of their products with keys: log2, or the cap's exponent. One
-    unit for all of them, or one each, `[BM]`."""
+def _queries(q, stride, column, real, scale, cap, k_mean, q_mean, C: tl.constexpr):
+    """`[BM, DP]` as the product takes them, the unit of their products with keys: log2, or the cap's exponent, one for
+    all of them or one each, `[BM]`; and in it their products with the keys' mean."""
     d = tl.arange(0, C.DP)
     x = tl.load(
         q + column.to(tl.int64)[:, None] * stride + d[None, :], mask=real[:, None] & (d < C.D)[None, :], other=0
     )
-    unit = scale
+    unit, center = scale, tl.full([C.BM], 0.0, tl.float32)
+    factor = _factor(cap, C)
+    if C.CENTER:
+        mean = tl.load(k_mean + d, mask=d < C.D, other=0.0)
+        center = tl.sum(x.to(tl.float32) * mean[None, :], 1) * (scale * factor)
     if C.K_INT8:
-        x = x.to(tl.float32) * scale
+        x = x.to(tl.float32)
+        if C.SHIFT != "none":
+            x -= tl.where(real[:, None], tl.load(q_mean + d, mask=d < C.D, other=0.0)[None, :], 0.0)
+        x *= scale
         top = tl.max(tl.abs(x), 1)
-        unit = (top if C.Q_TOKENS else tl.max(top, 0)) / C.Q_LEVELS
-        unit = tl.where(unit < 1e-36, 0.0, unit)
-        inverse = 1.0 / tl.where(unit == 0.0, 1.0, unit)
-        x = float_to_int8(x * (inverse[:, None] if C.Q_TOKENS else inverse))
-    return x, unit * (2.0 * LOG2E * LOG2E / cap if C.SOFTCAP else LOG2E)
+        if C.Q_GROUP == "block":
+            top = tl.max(top, 0)
+        elif C.Q_GROUP == "thread":
+            most = tl.max(tl.reshape(top, (C.BM // 32, 4, 8)), 1)
+            top = tl.reshape(tl.broadcast_to(most[:, None, :], (C.BM // 32, 4, 8)), (C.BM,))
+        unit = top / C.Q_LEVELS
+        unit = tl.where(unit < 1e-36, 1e-36, unit)
+        inverse = 1.0 / unit
+        x = float_to_int8(x * (inverse if C.Q_GROUP == "block" else inverse[:, None]))
+    return x, unit * factor, center
 
 
 @triton.jit
@@ -274,9 +345,10 @@ def _window_start(pos, slot, place, BN: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, sinks, out, lse, T, N, scale, cap,
-           threshold, C: tl.constexpr):  # fmt: skip
-    """One program: `BM` queries of a head. Those of one KV head follow one another, long ones first."""
+def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, sinks, extra, out, lse, T, N, scale,
+           cap, threshold, C: tl.constexpr):  # fmt: skip
+    """One program: `BM` queries of a head. Those of one KV head follow one another, long ones first. `extra`: of the
+    panel `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean`, where it has them."""
     blocks = tl.cdiv(T, C.BM)
     pid = tl.program_id(0)
     group = pid // C.G
@@ -289,10 +361,18 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
     real = t < count
     to = first + t
     to = tl.where(to < T, to, to - T)  # tokens beyond the row's count stand for its padding columns
-    x, unit = _queries(q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, q_t, to, real, scale, cap, C)
+    k_mean, q_mean, shift, v_channel, v_mean = extra
+    if C.SHIFT != "none":
+        part = (b * C.HQ + h).to(tl.int64)
+        if C.SHIFT == "block":
+            part = part * tl.cdiv(T, MEAN_QUERIES) + t0 // MEAN_QUERIES
+        q_mean, shift = q_mean + part * C.D, shift + part * N
+    x, unit, center = _queries(q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, q_t, to, real, scale, cap,
+                               k_mean + bh * C.D, q_mean, C)  # fmt: skip
 
     base = bh.to(tl.int64) * N
-    at = (k + base * C.D, k_scale + base, v + base * C.DV, column + base, inverse + base, pos + b.to(tl.int64) * N)
+    at = (k + base * C.D, k_scale + base, v + base * C.DV, column + base, inverse + base, pos + b.to(tl.int64) * N,
+          shift)  # fmt: skip
     slot = closed * C.BLOCK + length - open_start
     last = tl.minimum(t0 + C.BM, count)
     end = tl.where(t0 < count, slot + last, 0)
@@ -312,31 +392,41 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
     total, top, peak = tl.full([C.BM], 0.0, tl.float32), nothing, nothing
     if C.WINDOW:
         for n0 in tl.range(start, tl.minimum(main, end), C.TAIL, num_stages=C.STAGES):
-            acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, threshold,
-                                          C.TAIL, False, True, C)  # fmt: skip
+            acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
+                                          threshold, C.TAIL, False, True, C)  # fmt: skip
     for n0 in tl.range(main, plain, C.BN, num_stages=C.STAGES):
-        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, threshold,
-                                      C.BN, C.BLOCK_SCALES, False, C)  # fmt: skip
+        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
+                                      threshold, C.BN, C.BLOCK_SCALES, False, C)  # fmt: skip
     for n0 in tl.range(plain, end, C.TAIL, num_stages=C.STAGES):
-        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, threshold,
-                                      C.TAIL, False, True, C)  # fmt: skip
-    _finish(acc, total, top, sinks, out, lse, b, h, to, real, t < T, T, C)
+        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
+                                      threshold, C.TAIL, False, True, C)  # fmt: skip
+    _finish(acc, total, top, center, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real, t < T,
+            T, C)  # fmt: skip
 
 
 @triton.jit
-def _finish(acc, total, top, sinks, out, lse, b, h, to, real, inside, T, C: tl.constexpr):
+def _finish(acc, total, top, center, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
+            C: tl.constexpr):  # fmt: skip
     """Normalise and write; zeros for columns without a token, and for queries that see nothing."""
+    WHOLE: tl.constexpr = LEVELS if C.V_INT8 else (LARGEST if C.V_FP8 else 1.0)  # what a weight of 1 is
+    if C.CENTER and not C.SOFTCAP:
+        top += center
     if C.SINKS:
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
         new = tl.maximum(top, sink)
         fade = tl.exp2(top - new)
         acc, total, top = acc * fade[:, None], total * fade, new
-        total += tl.exp2(sink - new) * (LEVELS if C.V_INT8 else 1.0)
+        total += tl.exp2(sink - new) * WHOLE
     some = real & (total > 0.0)
     weight = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
-    sums = top * LN2 + tl.log(tl.where(some, total, 1.0) / (LEVELS if C.V_INT8 else 1.0))
+    sums = top * LN2 + tl.log(tl.where(some, total, 1.0) / WHOLE)
     sums = tl.where(some, sums, tl.where(real, NEGATIVE, 0.0))
     tl.store(lse + (b * C.HQ + h).to(tl.int64) * T + to, sums, mask=inside)
     d = tl.arange(0, C.DVP)
+    x = acc * weight[:, None]
+    if C.V_FP8:
+        x *= tl.load(v_channel + d, mask=d < C.DV, other=0.0)[None, :]
+        if C.V_MEAN:
+            x = tl.where(some[:, None], x + tl.load(v_mean + d, mask=d < C.DV, other=0.0)[None, :], x)
     where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
-    tl.store(out + where, (acc * weight[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])
+    tl.store(out + where, x.to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])

@@ -49,14 +49,14 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
     hq, dim, heads = q.shape[1], q.shape[3], panel.k.shape[1]
     k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
     k_int8 = k_codes and compute.prefill == "int8"
-    v_int8 = v_codes and compute.prefill == compute.pv == "int8"
+    v_int8, v_fp8 = v_codes and compute.prefill == compute.pv == "int8", panel.v_channel is not None
     round_sum = v_int8 and compute.round_sum
-    dim_v = panel.v.shape[2] if v_codes else panel.v.shape[3]
-    dp, dvp = (max(16 if not (k_int8 or v_int8) else 32, power_of_two(d)) for d in (dim, dim_v))
-    config = _config(q, v_int8, max(dp, dvp))
+    dim_v = panel.v.shape[2] if v_codes or v_fp8 else panel.v.shape[3]
+    dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
+    config = _config(q, v_int8 or v_fp8, max(dp, dvp))
     by_block = {spec.k.name, spec.v.name} <= BLOCK_SCALED
     shape = Shape(
-        BM=compute.block_q if k_int8 and compute.block_q > 1 else MODEL_QUERIES,
+        BM=compute.block_q if k_int8 and compute.q_scale == "block" else MODEL_QUERIES,
         BN=min(config.bn, (1 if round_sum else 2) * spec.window.block),
         TAIL=min(config.tail, spec.window.block),
         STAGES=config.stages,
@@ -73,7 +73,11 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
         K_INT8=k_int8,
         V_INT8=v_int8,
         Q_LEVELS=float(compute.qk_levels),
-        Q_TOKENS=k_int8 and compute.block_q == 1,
+        V_FP8=v_fp8,
+        Q_GROUP=compute.q_scale if k_int8 else "block",
+        CENTER=panel.k_mean is not None,
+        SHIFT="none" if panel.shift is None else compute.smooth_q,
+        V_MEAN=panel.v_mean is not None,
         ROUND_SUM=round_sum,
         WINDOW=scores.window,
         SOFTCAP=scores.softcap != 0,
@@ -99,9 +103,11 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
         `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
         for padding; a query that sees nothing has zeros and -inf.
     """
+    from qattn_kernels.prefill.coded import coded_panel
     from qattn_kernels.prefill.kernel import attend
 
     q = q if q.stride(3) == 1 else q.contiguous()
+    panel = coded_panel(q, panel, spec, scores.scale)
     shape, config = _shape(q, panel, spec, scores)
     batch, hq, tokens = q.shape[:3]
     out = torch.empty((batch, tokens, hq, shape.DV), dtype=q.dtype, device=q.device)
@@ -109,10 +115,13 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
     column, inverse, clean = _value_columns(panel, spec.window.block)
     k_scale = panel.bias if panel.k_scale is None else panel.k_scale
     sinks = lse if scores.sinks is None else scores.sinks
+    extra = tuple(
+        panel.bias if x is None else x for x in (panel.k_mean, panel.q_mean, panel.shift, panel.v_channel, panel.v_mean)
+    )
     cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
     attend[(batch * hq * -(-tokens // shape.BM),)](
-        q, *q.stride()[:3], panel.k, k_scale, panel.v, column, inverse, clean, panel.pos, panel.rows, sinks, out, lse,
-        tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=shape,
+        q, *q.stride()[:3], panel.k, k_scale, panel.v, column, inverse, clean, panel.pos, panel.rows, sinks, extra, out,
+        lse, tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=shape,
         num_warps=config.warps * max(1, shape.BM // MODEL_QUERIES), num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

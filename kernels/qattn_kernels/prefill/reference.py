@@ -6,6 +6,8 @@ import torch
 
 from qattn_kernels.layout import State
 from qattn_kernels.online import Attended, Scores, attend
+from qattn_kernels.prefill.operands import operands
+from qattn_kernels.queries import long_queries
 from qattn_kernels.rows import Region, region_blocks
 from qattn_kernels.sink_pool.reference import sink_tiles
 from qattn_kernels.spec import LayerSpec
@@ -13,16 +15,15 @@ from qattn_kernels.state import side_of
 from qattn_kernels.stores import Operand, Store
 from qattn_kernels.tiles import FOREVER, Tiles, packed_tiles
 
-QUERIES = 64  # at a time, where no scale ties them together
-
 
 def _seen(store: Store, state: State, tokens: Operand, full: torch.Tensor) -> Operand:
     """Blocks that the call fills in the form of the store's prefill, the unfinished tail as it stands open.
 
-    A tail without codes of its own is seen as if its block closed here, so that all of a prefill has one form.
+    A tail without codes of its own, or without their mean, is seen as if its block closed here, so that all of a
+    prefill has one form.
     """
     formed = store.seen(tokens, state)
-    if tokens.scale is None:
+    if tokens.scale is None or formed.mean is not None:
         return formed
     full = full[:, None, :, None]
     x = torch.where(full[..., None], formed.x, tokens.x)
@@ -51,11 +52,11 @@ def prefill(
     v = _seen(spec.v, side_of(state, "v"), region.v, closes)
     fresh = Tiles(k, v, region.pos[:, None], since, torch.full_like(since, FOREVER), region.keep)
     parts = []
-    rows = spec.compute.block_q if spec.compute.block_q > 1 else QUERIES
+    before, tiles = past.pos.shape[2], operands(past.joined(fresh), spec)
+    queries = long_queries(q, scores.scale, spec.compute, q_pos >= 0)
+    rows = spec.compute.block_q  # what shares a scale of the weights too, with `p_scale: tile`
     for i in range(0, q.shape[2], rows):  # the scores of all queries at once would not fit a long prompt
-        tiles = past.joined(fresh.first(region_blocks(spec.window, i + rows)))  # later tiles are later tokens
-        queries = q[:, :, i : i + rows], q_pos[:, i : i + rows]
-        parts.append(attend(*queries, tiles, scores, spec.compute, spec.sparsity, prefill=True))
-    return Attended(
-        torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2), parts[0].seen, parts[0].skipped
-    )
+        some = tiles.first(before + region_blocks(spec.window, i + rows))  # later tiles are later tokens
+        part = queries.part(i, i + rows), q_pos[:, i : i + rows]
+        parts.append(attend(*part, some, scores, spec.compute, spec.sparsity, prefill=True))
+    return Attended(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.layout import SinkPool, State
+from qattn_kernels.layout import State
 from qattn_kernels.rows import Region, pick_each
+from qattn_kernels.sink_pool.mass import mass
 from qattn_kernels.sink_pool.table import FIELDS, at_slots, blank, flip, read_sinks
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import side_of
@@ -25,7 +26,7 @@ def compete(state: State, spec: LayerSpec, region: Region) -> Region:
     Changes the table and the sinks' tensors in place; bits of `dropped` follow at the end of the call (`settle`).
     """
     pool, table = spec.sink_pool, side_of(state, "sink")
-    norms, chosen = _norms(region, pool), torch.zeros_like(region.keep)
+    norms, chosen = _norms(state, spec, region), torch.zeros_like(region.keep)
     first = (state["length"] == 0)[:, None] & (pool.prefill == "whole")
     blocks = chosen.shape[2]
     if region.closing.device.type == "cpu":
@@ -51,9 +52,12 @@ def compete(state: State, spec: LayerSpec, region: Region) -> Region:
     return region._replace(chosen=chosen)
 
 
-def _norms(region: Region, pool: SinkPool) -> torch.Tensor:
+def _norms(state: State, spec: LayerSpec, region: Region) -> torch.Tensor:
     """fp64 `[B, H, n, block]`: the smallest compete best; infinity where there is no token to choose."""
-    if pool.select == "random":
+    pool = spec.sink_pool
+    if pool.select == "attention":
+        norm = -mass(state, spec.window, region)
+    elif pool.select == "random":
         heads = torch.arange(region.keep.shape[1], device=region.pos.device)[:, None, None]
         norm = (torch.sin(region.pos[:, None] * 12.9898 + heads.double() * 78.233) * 43758.5453).frac().abs()
     else:

@@ -14,13 +14,15 @@ INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be undone
 
 
 class Operand(NamedTuple):
-    """Keys or values in the form that a product takes: `x * scale[..., None]` are the numbers.
+    """Keys or values in the form that a product takes: `x * scale[..., None] + mean` are the numbers.
 
     `x` is INT8, or FP8's numbers in fp16, with one fp32 `scale` a token; or floating point with `scale` None.
+    `mean` fp32 `[..., n, 1, D]` of blocks `[..., n, block, D]` is what smoothing took off, or None.
     """
 
     x: torch.Tensor
     scale: torch.Tensor | None
+    mean: torch.Tensor | None = None
 
     @property
     def scales(self) -> torch.Tensor:
@@ -30,16 +32,24 @@ class Operand(NamedTuple):
 
     def scaled(self) -> Operand:
         """The same with scales, of one where there are none."""
-        return self if self.scale is not None else Operand(self.x, self.x.new_ones(self.x.shape[:-1]).float())
+        return self if self.scale is not None else self._replace(scale=self.x.new_ones(self.x.shape[:-1]).float())
+
+    def centered(self) -> Operand:
+        """The same with a mean, of zero where there is none."""
+        if self.mean is not None:
+            return self
+        return self._replace(mean=self.x.new_zeros((*self.x.shape[:-2], 1, self.x.shape[-1]), dtype=torch.float32))
 
     def undone(self) -> torch.Tensor:
         """The numbers in fp32."""
         x = self.x.float()
-        return x if self.scale is None else x * self.scale[..., None]
+        x = x if self.scale is None else x * self.scale[..., None]
+        return x if self.mean is None else x + self.mean
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Operand:
-        """Move codes and scales alike; `move` sees `[..., tokens, D]` and `[..., tokens, 1]`."""
-        return Operand(move(self.x), None if self.scale is None else move(self.scale[..., None])[..., 0])
+        """Move codes, scales and means alike; `move` sees `[..., tokens, D]`, `[..., tokens, 1]` and `[..., 1, D]`."""
+        scale = None if self.scale is None else move(self.scale[..., None])[..., 0]
+        return Operand(move(self.x), scale, None if self.mean is None else move(self.mean))
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,16 @@ class Store:
 
     transposed: bool = False
 
+    @property
+    def core(self) -> Store:
+        """The store that holds the codes: another one only where this one wraps it."""
+        return self
+
+    @property
+    def label(self) -> str:
+        """What a report calls it."""
+        return self.name
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         """The tensors this store adds to the layer's state, `dim` being the head dim of its side."""
         raise NotImplementedError
@@ -103,6 +123,10 @@ class Store:
 
     def open(self, new: Arrival, state: State) -> Operand:
         """The open form of new tokens `[B, H, T, D]`; it may fix scales of the row in `state`."""
+        raise NotImplementedError
+
+    def reopen(self, x: torch.Tensor) -> Operand:
+        """Numbers in fp32 `[..., block, D]` that come from the ring, in open form as `write` takes it."""
         raise NotImplementedError
 
     def seen(self, tokens: Operand, state: State) -> Operand:

@@ -132,6 +132,9 @@ class FlashQStore(Store):
         tokens = int8_tokens(new.x)
         return tokens if self.buffer_scale == "token" else self._universal(new, tokens, state)
 
+    def reopen(self, x: torch.Tensor) -> Operand:
+        return int8_tokens(x)
+
     def _universal(self, new: Arrival, tokens: Operand, state: State) -> Operand:
         """The paper's one scale: from a first call of at least a block, else from the row's first block of tokens."""
         block = new.block

@@ -12,17 +12,22 @@ from qattn_kernels.stores.base import Arrival, Block, Operand, Store, write_rows
 LARGEST = 448.0  # of E4M3
 
 
-def fp8_tokens(x: torch.Tensor) -> Operand:
-    """`scale = max|x| / 448`, `x / scale` rounded to E4M3: in fp16, which holds every number of E4M3.
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of at most 448 rounded to E4M3, in fp16, which holds all of them. A zero is never negative, so that equal
+    numbers have equal bytes."""
+    return x.to(torch.float8_e4m3fn).to(torch.float16) + 0.0
 
-    A token of zeros, and one so small that its scale would be denormal, has scale 0 and undoes to zeros. A zero is
-    never negative, so that equal numbers have equal bytes.
+
+def fp8_tokens(x: torch.Tensor) -> Operand:
+    """`scale = max|x| / 448`, `x / scale` rounded to E4M3.
+
+    A token of zeros, and one so small that its scale would be denormal, has scale 0 and undoes to zeros.
     """
     top = x.abs().amax(-1)
     scale = top / torch.full_like(top, LARGEST)  # by a number, CUDA would multiply by its rounded inverse
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     code = x / torch.where(scale == 0, 1.0, scale)[..., None]
-    return Operand(code.to(torch.float8_e4m3fn).to(torch.float16) + 0.0, scale)
+    return Operand(to_fp8(code), scale)
 
 
 @dataclass(frozen=True)

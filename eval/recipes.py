@@ -1,0 +1,107 @@
+"""Mixed recipes beside their parents: KL row by row, so that a difference has a standard error: `eval/recipes.py DIR`.
+
+    python eval/recipes.py ../shared                                      # DIR/check/yardstick.py over DIR/models
+    python eval/recipes.py ../shared --pair "turbo:v_bits=2/turbo:bits=mixed"  # a candidate beside its parent
+
+The texts, their cutting and the KL are the yardstick's. A recipe is worth shipping if its KL is lower than that of each
+parent by more than two standard errors of the paired difference, at no more `effective_bits_total`, on every model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qattn_hf import patch, report, unpatch
+from qattn_hf.recipe import find_recipe
+
+# recipes of `configs/` and what each was mixed from
+PARENTS = {"turbo_sink": ("turbo",)}
+
+
+class Reading(NamedTuple):
+    """KL of each row of text, and bits a value, with everything that the cache holds."""
+
+    kl: torch.Tensor
+    bits: float
+
+
+def load(path: Path) -> ModuleType:
+    """The yardstick, as a module."""
+    spec = importlib.util.spec_from_file_location("yardstick", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Model:
+    """A model with its texts; readings are kept, since recipes share parents."""
+
+    def __init__(self, yardstick: ModuleType, path: Path, text: str, rows: int):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.yardstick, self.name, self.text, self.rows = yardstick, path.name, text, rows
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.base = yardstick.books(self.model, self.tokenizer, text, rows)[3]
+        self.readings: dict[str, Reading] = {}
+
+    def read(self, text: str) -> Reading:
+        """The name of a recipe, or `method:key=value,...`, on all rows."""
+        if text not in self.readings:
+            method, given = self.yardstick.parse_methods(text)[0]
+            patch(self.model, recipe=find_recipe(None, method, given))
+            _, kl, _, _, cache = self.yardstick.books(self.model, self.tokenizer, self.text, self.rows, self.base)
+            self.readings[text] = Reading(torch.tensor(kl), report(cache).to_dict()["effective_bits_total"])
+            unpatch(self.model)
+        return self.readings[text]
+
+    def compare(self, child: str, parent: str) -> dict[str, Any]:
+        """One row: both KLs, their paired difference with its standard error, both bits."""
+        ours, theirs = self.read(child), self.read(parent)
+        change = ours.kl - theirs.kl
+        row = {"model": self.name, "recipe": child, "parent": parent}
+        figures = {
+            "kl": ours.kl.mean(),
+            "parent_kl": theirs.kl.mean(),
+            "change": change.mean(),
+            "se": change.std() / len(change) ** 0.5,
+            "bits": torch.tensor(ours.bits),
+            "parent_bits": torch.tensor(theirs.bits),
+        }
+        return row | {name: round(value.item(), 6) for name, value in figures.items()}
+
+
+def pairs(given: list[str] | None) -> Iterator[tuple[str, str]]:
+    """What to compare: recipe, parent."""
+    if given:
+        yield from (tuple(pair.split("/", 1)) for pair in given)  # type: ignore[misc]
+    else:
+        yield from ((name, parent) for name, parents in PARENTS.items() for parent in parents)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="KL of mixed recipes beside their parents.")
+    parser.add_argument("folder", type=Path, help="with check/yardstick.py, models/ and data/")
+    parser.add_argument("--pair", action="append", help="RECIPE/PARENT, each a name or method:key=value,...")
+    parser.add_argument("--rows", type=int, default=32, help="rows of text")
+    options = parser.parse_args()
+    yardstick = load(options.folder / "check" / "yardstick.py")
+    text = (options.folder / "data" / "books" / "heldout.txt").read_text(encoding="utf-8")
+    for path in sorted((options.folder / "models").iterdir()):
+        if path.is_dir():
+            model = Model(yardstick, path, text, options.rows)
+            for child, parent in pairs(options.pair):
+                print(json.dumps(model.compare(child, parent)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

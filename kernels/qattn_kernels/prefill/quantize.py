@@ -1,0 +1,122 @@
+"""Codes for what a panel has in the model's precision, in Triton; `prefill/operands.py` is the specification."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit import load_row, round_even
+from qattn_kernels.pieces.fp8 import rounded
+from qattn_kernels.pieces.int_group import shared
+
+TILE = tl.constexpr(64)
+FIELDS = 4  # of `stats_kernel`: sum, largest, smallest, count
+
+
+@triton.jit
+def _end(rows, b, BLOCK: tl.constexpr):
+    """Slots of a row that hold anything, whole blocks."""
+    length, closed, open_start, _, _, count = load_row(rows, b)
+    return (closed * BLOCK + length - open_start + count + BLOCK - 1) // BLOCK * BLOCK
+
+
+@triton.jit
+def stats_kernel(X, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """Program (part of the slots, row and head): sum, largest and smallest of each channel and the count of the visible
+    tokens of `STEP` slots of `X` `[B, H, N, D]`, into `OUT` fp32 `[B * H, parts, FIELDS, D]`."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    end = tl.minimum(_end(ROWS, head // heads, BLOCK), (part + 1) * STEP)
+    d = tl.arange(0, DP)
+    inside = (d < D)[None, :]
+    sums, count = tl.full([DP], 0.0, tl.float32), tl.full([TILE], 0.0, tl.float32)
+    high, low = tl.full([DP], float("-inf"), tl.float32), tl.full([DP], float("inf"), tl.float32)
+    for start in range(part * STEP, end, TILE):
+        n = start + tl.arange(0, TILE)
+        seen = tl.load(BIAS + head.to(tl.int64) * N + n, mask=n < end, other=float("-inf")) == 0.0
+        x = tl.load(X + (head.to(tl.int64) * N + n)[:, None] * D + d[None, :], mask=seen[:, None] & inside, other=0.0)
+        x = x.to(tl.float32)
+        sums += tl.sum(x, 0)
+        high = tl.maximum(high, tl.max(tl.where(seen[:, None], x, float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.where(seen[:, None], x, float("inf")), 0))
+        count += seen.to(tl.float32)
+    at = OUT + (head * tl.num_programs(0) + part).to(tl.int64) * (4 * D) + d
+    tl.store(at, sums, mask=d < D)
+    tl.store(at + D, high, mask=d < D)
+    tl.store(at + 2 * D, low, mask=d < D)
+    tl.store(at + 3 * D, tl.zeros_like(sums) + tl.sum(count, 0), mask=d < D)
+
+
+@triton.jit
+def settle_kernel(STATS, MEAN, SCALE, parts, largest, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+                  SMOOTH: tl.constexpr):  # fmt: skip
+    """Program (row and head): the parts together, `MEAN` `[B * H, D]`, zeros unless `SMOOTH`, and what `largest` stands
+    for in each channel around it, `SCALE` likewise."""
+    head, d = tl.program_id(0), tl.arange(0, DP)
+    sums, count = tl.full([DP], 0.0, tl.float32), tl.full([DP], 0.0, tl.float32)
+    high, low = tl.full([DP], float("-inf"), tl.float32), tl.full([DP], float("inf"), tl.float32)
+    for start in range(0, parts, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        at = STATS + (head * parts + i).to(tl.int64)[:, None] * (4 * D) + d[None, :]
+        there = (i < parts)[:, None] & (d < D)[None, :]
+        sums += tl.sum(tl.load(at, mask=there, other=0.0), 0)
+        high = tl.maximum(high, tl.max(tl.load(at + D, mask=there, other=float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.load(at + 2 * D, mask=there, other=float("inf")), 0))
+        count += tl.sum(tl.load(at + 3 * D, mask=there, other=0.0), 0)
+    mean = tl.zeros_like(sums)
+    if SMOOTH:
+        mean = sums / tl.maximum(count, 1.0)
+    top = tl.where(count > 0, tl.maximum(high - mean, mean - low), 0.0)
+    tl.store(MEAN + head * D + d, mean, mask=d < D)
+    tl.store(SCALE + head * D + d, tl.where(top < largest * 1.1754943508222875e-38, 0.0, top / largest), mask=d < D)
+
+
+@triton.jit
+def keys_kernel(K, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr,
+                SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program (tile of slots, row and head): INT8 codes `[B, H, N, D]` of keys around `MEAN`, scales `[B, H, N]`."""
+    head, d = tl.program_id(1), tl.arange(0, DP)
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
+        at = head.to(tl.int64) * N + n
+        seen = tl.load(BIAS + at) == 0.0
+        inside = (d < D)[None, :]
+        x = tl.load(K + at[:, None] * D + d[None, :], mask=seen[:, None] & inside, other=0.0).to(tl.float32)
+        if SMOOTH:
+            mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
+            x = tl.where(seen[:, None], x - mean[None, :], 0.0)
+        scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / LEVELS)
+        scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+        code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
+        code = tl.clamp(code, -1.0 * LEVELS, 1.0 * LEVELS)
+        tl.store(CODES + at[:, None] * D + d[None, :], code.to(tl.int8), mask=inside)
+        tl.store(SCALES + at, scale)
+
+
+@triton.jit
+def values_kernel(V, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl.constexpr, SMOOTH: tl.constexpr,
+                  D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program (tile of slots, row and head): codes `[B, H, D, N]` of values. In FP8 by their `CHANNEL` around `MEAN`,
+    as bytes; else INT8 with scales `[B, H, N]`."""
+    head, d = tl.program_id(1), tl.arange(0, DP)
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
+        at = head.to(tl.int64) * N + n
+        seen = tl.load(BIAS + at) == 0.0
+        inside = (d < D)[None, :]
+        x = tl.load(V + at[:, None] * D + d[None, :], mask=seen[:, None] & inside, other=0.0).to(tl.float32)
+        where = CODES + head.to(tl.int64) * D * N + d[:, None].to(tl.int64) * N + n[None, :]
+        if FP8:
+            if SMOOTH:
+                mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
+                x = tl.where(seen[:, None], x - mean[None, :], 0.0)
+            scale = tl.load(CHANNEL + head * D + d, mask=d < D, other=0.0)
+            x = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[None, :], -448.0, 448.0)
+            byte = rounded(x).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            tl.store(where, tl.trans(byte), mask=(d < D)[:, None])
+        else:
+            scale = tl.max(tl.abs(x), 1) * (1.0 / 127.0)
+            scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+            code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
+            tl.store(where, tl.trans(code.to(tl.int8)), mask=(d < D)[:, None])
+            tl.store(SCALES + at, scale)

@@ -1,0 +1,59 @@
+"""What sparse V skipped: counters of a layer, kept while `Sparsity.tau` is above 0."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from qattn_kernels.layout import Geometry, State, TensorSpec
+
+
+class Tally(NamedTuple):
+    """Tensors `[B, Hkv]`, state of a layer under the names `v_read` and so on, or what one call adds to them.
+
+    Attributes:
+        read: int64, weights that queries had, of every token that a query saw.
+        skipped: int64, those whose value was not read.
+        queries: int64, queries of the head's group.
+        dropped: fp64, sum over queries of the share of their final row sum that was skipped.
+        worst: fp32, the largest such share of one query.
+    """
+
+    read: Any
+    skipped: Any
+    queries: Any
+    dropped: Any
+    worst: Any
+
+
+TYPES = Tally(torch.int64, torch.int64, torch.int64, torch.float64, torch.float32)
+
+
+def tally_tensors(geo: Geometry) -> dict[str, TensorSpec]:
+    """The counters by their names in a layer's state."""
+    return {f"v_{name}": TensorSpec((geo.batch, geo.heads), dtype) for name, dtype in TYPES._asdict().items()}
+
+
+def tally_of(state: State) -> Tally:
+    """The counters of a layer: the tensors themselves, not copies."""
+    return Tally(*(state[f"v_{name}"] for name in Tally._fields))
+
+
+def count_tally(weight: torch.Tensor, skip: torch.Tensor, see: torch.Tensor, q_pos: torch.Tensor) -> Tally:
+    """The tally of one call from its final weights fp32 `[B, Hkv, G, T, n, block]`, which of them were skipped, which
+    tokens were seen, and the queries' row positions `[B, T]`, negative for padding."""
+    every = (2, 3, 4, 5)
+    dropped = torch.where(skip, weight, 0.0).double().sum((4, 5))
+    queries = (weight.shape[2] * (q_pos >= 0).sum(1, keepdim=True)).expand(weight.shape[:2])
+    return Tally(
+        see.expand_as(skip).sum(every), skip.sum(every), queries, dropped.sum((2, 3)), dropped.amax((2, 3)).float()
+    )
+
+
+def add_tally(state: State, tally: Tally) -> None:
+    """Add the tally of a call to a layer's."""
+    kept = tally_of(state)
+    for total, new in zip(kept[:4], tally[:4], strict=True):
+        total.add_(new)
+    torch.maximum(kept.worst, tally.worst, out=kept.worst)

@@ -1,0 +1,94 @@
+"""SageAttention2: smoothed INT8 or INT4 queries and keys, FP8 values (papers: SageAttention2, Zhang et al.)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from qattn_hf.methods.base import SMOOTH_K, Method
+from qattn_kernels.groups import QUERY_BLOCK
+from qattn_kernels.spec import Compute
+from qattn_kernels.stores import Store
+from qattn_kernels.stores.fp8_channel import Fp8ChannelStore
+from qattn_kernels.stores.int8 import LEVELS
+from qattn_kernels.stores.int_group import IntGroupStore
+from qattn_kernels.stores.model_ring import ModelRingStore
+from qattn_kernels.stores.smoothed import SmoothedStore
+
+Smoothing = Literal["none", "tensor", "block"]
+SAGE1 = {"bits": 8, "granularity": "block", "smooth_q": "none", "smooth_v": False, "pv": "model"}
+
+
+class Sage2(Method):
+    """SageAttention2: INT8 or INT4 keys around their mean, FP8 values, and a prefill that multiplies both."""
+
+    variants: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True},
+    )
+
+    version: Literal[2, 1] = Field(
+        2, description="1 is SageAttention: INT8 by block, weights and values in 16 bits; it sets what 2 leaves open"
+    )
+    bits: Literal[8, 4] = Field(8, description="of queries and keys; Hopper multiplies 4 bits as 8")
+    granularity: Literal["token", "thread", "block", "tensor"] = Field(
+        "thread", description="what shares a scale of queries and keys; thread is the paper's"
+    )
+    smooth_k: bool = Field(True, description=SMOOTH_K)
+    smooth_q: Smoothing | None = Field(
+        None, description="prefill takes queries around their mean; default tensor with 4 bits, none with 8"
+    )
+    smooth_v: bool = Field(False, description="prefill takes values around their mean")
+    pv: Literal["e4m3", "e5m2", "int8", "model"] = Field(
+        "e4m3", description="weights and values of a prefill; model is 16 bits, for GPUs without FP8"
+    )
+    v_scale: Literal["block", "prompt"] = Field(
+        "block",
+        description="FP8 values scaled by channel of a block, or the paper's, fixed by a row's first, others clamped",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Sage2:
+        if self.version == 1:
+            for key in self.model_fields_set & SAGE1.keys():
+                if getattr(self, key) != SAGE1[key]:
+                    raise ValueError(f"{key}={getattr(self, key)!r} clashes with version=1, which has {SAGE1[key]!r}")
+        if self._of("granularity") == "tensor":
+            raise ValueError(
+                "granularity='tensor' clashes with cache='quantized', whose blocks are written one by one: "
+                "take granularity='block'"
+            )
+        if self._of("pv") == "model" and self.v_scale != "block":
+            raise ValueError(f"v_scale={self.v_scale!r} clashes with pv='model', whose values have no scale")
+        return self
+
+    def _of(self, key: str) -> Any:
+        """A setting, or what version 1 has in its place."""
+        return SAGE1[key] if self.version == 1 and key in SAGE1 else getattr(self, key)
+
+    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+        k: Store = IntGroupStore(bits=self._of("bits"), granularity=self._of("granularity"))
+        k = SmoothedStore(core_store=k) if self.smooth_k else k
+        return k, ModelRingStore() if self._of("pv") == "model" else Fp8ChannelStore(v_scale=self.v_scale)
+
+    def arithmetic(self) -> Compute:
+        bits, smooth_q = self._of("bits"), self._of("smooth_q")
+        if smooth_q is None:
+            smooth_q = "tensor" if bits == 4 else "none"
+        return dataclasses.replace(
+            super().arithmetic(),
+            pv=self._of("pv"),
+            block_q=QUERY_BLOCK,
+            q_scale=self._of("granularity"),
+            k_scale=self._of("granularity"),
+            smooth_k=self.smooth_k,
+            smooth_q=smooth_q,
+            smooth_v=self._of("smooth_v"),
+            qk_levels=2 ** (bits - 1) - 1,
+            decode_levels=LEVELS,
+            pv_levels=LEVELS,
+        )
+
+
+METHOD = Sage2
