@@ -27,6 +27,11 @@ REASONS = [
     ("int_flash", {"v_granularity": "tensor"}, (2, 4, 64), "v_granularity is 'tensor'"),
     ("int_flash", {"mode": "half"}, (2, 4, 256), None),
     ("int_flash", {"bits": 4, "rotate": "hadamard"}, (2, 4, 80), None),
+    ("turboquant", {}, (2, 4, 96), None),
+    ("turboquant", {}, (2, 4, 80), "16 channels share a norm"),
+    ("turboquant", {"k_format": "q4", "v_format": "model"}, (2, 4, 80), None),
+    ("turboquant", {"norm_block": 16}, (2, 4, 128), "16 channels share a norm"),
+    ("turboquant", {"compute": "int8"}, (2, 4, 128), "no integers"),
     ("turbo", {}, (2, 4, 72), "head dims are 72"),
     ("turbo", {}, (1, 9, 64), "9 query heads"),
     ("turbo", {}, (1, 8, 256), None),
@@ -61,7 +66,7 @@ def test_a_layer_of_other_sizes_than_its_config_fails_closed():
         layer.update(k, k)
 
 
-@pytest.mark.parametrize("case", [("int8", {}), ("int_flash", {"rotate": "hadamard"})], ids=case_id)
+@pytest.mark.parametrize("case", [("int8", {}), ("int_flash", {"rotate": "hadamard"}), ("turboquant", {})], ids=case_id)
 def test_a_model_generates_through_the_kernels(case: Case):
     """Interpreted without a GPU: prefill, decode and the end of a block, with logits near the reference's."""
     model = tiny_llama(**SIZES).to(DEVICE)
