@@ -32,7 +32,9 @@ class IntFlash(Method):
     )
     rotate: Literal["none", "hadamard"] = Field("none", description="of queries and keys, which spreads outliers")
     smooth_k: bool = Field(False, description=SMOOTH_K)
-    bits: Literal[8, 4] = Field(8, description="of queries and keys; values and weights stay as they are")
+    bits: Literal[8, 4] = Field(
+        8, description="of queries and keys; values and weights stay as they are, and with smooth_k a decode's queries"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> IntFlash:
@@ -59,7 +61,7 @@ class IntFlash(Method):
             q_scale="token",
             pv="int8" if self.mode == "full" else "model",
             qk_levels=2 ** (self.bits - 1) - 1,
-            decode_levels=2 ** (self.bits - 1) - 1,
+            decode_levels=LEVELS if self.smooth_k else 2 ** (self.bits - 1) - 1,
             pv_levels=LEVELS,
             round_sum=True,
             rotate=self.rotate,

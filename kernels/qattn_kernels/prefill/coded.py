@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from qattn_kernels.groups import QUERY_BLOCK
@@ -14,7 +16,16 @@ from qattn_kernels.rows import real_first
 from qattn_kernels.sizes import power_of_two
 from qattn_kernels.spec import Compute, LayerSpec
 
-STEP = 128  # slots of a program that gathers statistics
+STEP = 256  # slots of a program that gathers statistics
+
+
+class _Statistics(NamedTuple):
+    """fp32 `[sides, B, H, D]`: means of all visible keys and values (zeros where they are not smoothed), and scales
+    around them; int32 `[B * H]`, the first masked slot."""
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    clean: torch.Tensor
 
 
 def coded_panel(q: torch.Tensor, panel: Panel, spec: LayerSpec, scale: float) -> Panel:
@@ -26,37 +37,51 @@ def coded_panel(q: torch.Tensor, panel: Panel, spec: LayerSpec, scale: float) ->
     compute = spec.compute
     if compute.prefill != "int8":
         return panel
+    found = None
+    if fp8_values(compute) or (compute.smooth_k and panel.k_scale is None):
+        found = _statistics(panel, compute, spec.window)
     if panel.k_scale is None:
-        panel = _with_keys(q, panel, compute, spec.window, scale)
+        mean = found.mean[0] if found is not None and compute.smooth_k else None
+        panel = _with_keys(q, panel, compute, spec.window, mean, scale)
     if fp8_values(compute):
-        panel = _with_fp8_values(panel, compute, spec.window)
-    elif compute.pv == "int8" and panel.v_scale is None:
+        assert found is not None
+        return _with_fp8_values(panel, found, compute, spec.window)
+    if compute.pv == "int8" and panel.v_scale is None:
         codes, scales = _empty_values(panel, torch.int8), torch.empty_like(panel.bias)
         _values(panel, panel.bias, panel.bias, codes, scales, False, False, spec.window)
         panel = panel._replace(v=codes, v_scale=scales)
     return panel
 
 
-def _statistics(
-    x: torch.Tensor, panel: Panel, largest: float, smooth: bool, window: Window
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fp32 `[B, H, D]` twice: the mean of all visible tokens (zeros unless `smooth`), and scales around it; and int32
-    `[B * H]`, the first masked slot."""
-    batch, heads, slots, dim = x.shape
-    parts, dp = -(-slots // STEP), power_of_two(dim)
-    stats = torch.empty((batch * heads, parts, FIELDS, dim), dtype=torch.float32, device=x.device)
-    stats_kernel[(parts, batch * heads)](
-        x, panel.bias, panel.rows, stats, heads, slots, D=dim, DP=dp, STEP=STEP, BLOCK=window.block
+def _statistics(panel: Panel, compute: Compute, window: Window) -> _Statistics:
+    """Of what the panel has in the model's precision: keys alone where values are not made FP8."""
+    batch, heads, slots = panel.bias.shape
+    fp8 = fp8_values(compute)
+    k, v = panel.k if panel.k_scale is None else panel.v, panel.v if fp8 else panel.k
+    dim, sides, parts = k.shape[-1], 2 if fp8 else 1, -(-slots // STEP)
+    sizes = {"D": dim, "DP": power_of_two(dim)}
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=k.device)
+
+    stats = empty(sides, batch * heads, parts, FIELDS.value, dim)
+    stats_kernel[(parts, batch * heads, sides)](
+        k, v, panel.bias, panel.rows, stats, heads, slots, **sizes, STEP=STEP, BLOCK=window.block, num_warps=8
     )
-    mean, scale = (torch.empty((batch, heads, dim), dtype=torch.float32, device=x.device) for _ in range(2))
-    clean = torch.empty(batch * heads, dtype=torch.int32, device=x.device)
-    settle_kernel[(batch * heads,)](stats, mean, scale, clean, parts, largest, D=dim, DP=dp, CHUNK=32, SMOOTH=smooth)
-    return mean, scale, clean
+    mean, scale = empty(sides, batch, heads, dim), empty(sides, batch, heads, dim)
+    clean = torch.empty(batch * heads, dtype=torch.int32, device=k.device)
+    largest = torch.finfo(FP8[compute.pv]).max if fp8 else 1.0
+    settle_kernel[(batch * heads, sides)](
+        stats, mean, scale, clean, parts, largest, **sizes, CHUNK=32, SMOOTH_K=compute.smooth_k,
+        SMOOTH_V=compute.smooth_v,
+    )  # fmt: skip
+    return _Statistics(mean, scale, clean)
 
 
-def _with_keys(q: torch.Tensor, panel: Panel, compute: Compute, window: Window, scale: float) -> Panel:
+def _with_keys(
+    q: torch.Tensor, panel: Panel, compute: Compute, window: Window, mean: torch.Tensor | None, scale: float
+) -> Panel:
     batch, heads, slots, dim = panel.k.shape
-    mean = _statistics(panel.k, panel, 1.0, True, window)[0] if compute.smooth_k else None
     codes, scales = torch.empty_like(panel.k, dtype=torch.int8), torch.empty_like(panel.bias)
     keys_kernel[(-(-slots // TILE.value), batch * heads)](
         panel.k, panel.bias, panel.rows, panel.bias if mean is None else mean, codes, scales, heads, slots,
@@ -96,12 +121,12 @@ def _empty_values(panel: Panel, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((batch, heads, dim, slots), dtype=dtype, device=panel.v.device)
 
 
-def _with_fp8_values(panel: Panel, compute: Compute, window: Window) -> Panel:
-    largest = torch.finfo(FP8[compute.pv]).max
-    mean, channel, clean = _statistics(panel.v, panel, largest, compute.smooth_v, window)
+def _with_fp8_values(panel: Panel, found: _Statistics, compute: Compute, window: Window) -> Panel:
+    mean, channel = found.mean[1], found.scale[1]
     codes = _empty_values(panel, torch.uint8)
     _values(panel, mean, channel, codes, panel.bias, True, compute.smooth_v, window)
-    return panel._replace(v=codes, v_channel=channel, v_mean=mean if compute.smooth_v else None, clean=clean)
+    v_mean = mean if compute.smooth_v else None
+    return panel._replace(v=codes, v_channel=channel, v_mean=v_mean, clean=found.clean)
 
 
 def _values(

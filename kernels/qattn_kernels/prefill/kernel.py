@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.groups import QUERY_BLOCK
-from qattn_kernels.jit import LN2, LOG2E, ROUNDER, float_to_int8, load_row
+from qattn_kernels.jit import LN2, LOG2E, ROUNDER, float_to_int8, load_row, to_codes
 from qattn_kernels.pieces.fp8 import rounded
 from qattn_kernels.prefill.weights import (
     LARGEST,
@@ -47,7 +47,8 @@ class Shape(NamedTuple):
     `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product, `V_FP8` FP8 in both; `Q_LEVELS` largest
     code of a query, `Q_GROUP` which share a scale (`groups`, `block` being the program's own); `CENTER` keys stand
     around a mean, `SHIFT` which queries around one (`smooth_q`), `V_MEAN` values do; `BY_ROW`
-    scores may stay in units of their query (`row_weights`); `PLAIN`: the interpreter runs.
+    scores may stay in units of their query, and if `RAISED` INT8 weights be rounded at once (`row_weights`);
+    `PLAIN`: the interpreter runs.
     """
 
     BM: int
@@ -73,6 +74,7 @@ class Shape(NamedTuple):
     SHIFT: str
     V_MEAN: bool
     BY_ROW: bool
+    RAISED: bool
     WINDOW: int
     SOFTCAP: bool
     SAS: bool
@@ -191,7 +193,7 @@ def _tile(q, unit, place, carry, at, n0, N, cap, center, threshold, BN: tl.const
     values = _load_values(v, n0, i, N, C)
     if C.V_INT8:
         beta = tl.exp2(here - new)
-        sums = _sums(_token_order(float_to_int8(p)), values)
+        sums = _sums(_token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
         acc = sums * beta[:, None] + (acc * alpha[:, None] - (beta * ROUNDER)[:, None])
         mass *= beta
     elif C.V_FP8:  # from zero, and added outside: the unit for FP8 sums in fewer bits than an accumulator has

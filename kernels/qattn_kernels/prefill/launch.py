@@ -80,6 +80,7 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
         SHIFT="none" if panel.shift is None else compute.smooth_q,
         V_MEAN=panel.v_mean is not None,
         BY_ROW=plain and (v_fp8 or (v_int8 and spec.v.name == "int8_block")),
+        RAISED=compute.round_sum,
         WINDOW=scores.window,
         SOFTCAP=scores.softcap != 0,
         SAS=compute.softmax == "sas",
@@ -94,8 +95,8 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
 
     INT8 codes are multiplied as integers if `spec.compute.prefill` is `int8`; what the panel has in the model's dtype
     always in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which are not the
-    reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels, and row sums are
-    of what they were rounded from, whatever `spec.compute` says: scaled by tile that errs as little.
+    reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels whatever
+    `spec.compute` says.
 
     Args:
         q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `panel.rows` says which are real.

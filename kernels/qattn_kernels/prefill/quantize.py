@@ -10,7 +10,7 @@ from qattn_kernels.pieces.fp8 import rounded
 from qattn_kernels.pieces.int_group import shared
 
 TILE = tl.constexpr(64)
-FIELDS = 4  # of `stats_kernel`
+FIELDS = tl.constexpr(4)  # of `stats_kernel`
 FAR = tl.constexpr(1073741824.0)  # behind all slots
 
 
@@ -22,61 +22,63 @@ def _end(rows, b, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def stats_kernel(X, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
+def stats_kernel(K, V, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
-    """Program (part of the slots, row and head): of `STEP` slots of `X` `[B, H, N, D]` sum, largest and smallest of
-    each channel, into `OUT` fp32 `[B * H, parts, FIELDS, D]`, and there the count of visible tokens and the first
-    masked slot as channels 0 and 1 of a fourth field."""
-    part, head = tl.program_id(0), tl.program_id(1)
+    """Program (part of the slots, row and head, keys or values): of `STEP` slots of `[B, H, N, D]` sum, largest and
+    smallest of each channel, into `OUT` fp32 `[sides, B * H, parts, FIELDS, D]`, and there the count of visible tokens
+    and the first masked slot as channels 0 and 1 of a fourth field."""
+    part, head, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.minimum(_end(ROWS, head // heads, BLOCK), (part + 1) * STEP)
     d = tl.arange(0, DP)
     inside = (d < D)[None, :]
-    sums, count = tl.full([DP], 0.0, tl.float32), tl.full([TILE], 0.0, tl.float32)
+    # reduced once: between warps that is what costs
+    sums, high = tl.full([TILE, DP], 0.0, tl.float32), tl.full([TILE, DP], float("-inf"), tl.float32)
+    low, count = tl.full([TILE, DP], float("inf"), tl.float32), tl.full([TILE], 0.0, tl.float32)
     clean = tl.full([TILE], FAR, tl.float32)
-    high, low = tl.full([DP], float("-inf"), tl.float32), tl.full([DP], float("inf"), tl.float32)
     for start in range(part * STEP, end, TILE):
         n = start + tl.arange(0, TILE)
         seen = tl.load(BIAS + head.to(tl.int64) * N + n, mask=n < end, other=float("-inf")) == 0.0
-        x = tl.load(X + (head.to(tl.int64) * N + n)[:, None] * D + d[None, :], mask=seen[:, None] & inside, other=0.0)
-        x = x.to(tl.float32)
-        sums += tl.sum(x, 0)
-        high = tl.maximum(high, tl.max(tl.where(seen[:, None], x, float("-inf")), 0))
-        low = tl.minimum(low, tl.min(tl.where(seen[:, None], x, float("inf")), 0))
+        at, there = (head.to(tl.int64) * N + n)[:, None] * D + d[None, :], seen[:, None] & inside
+        if side == 0:
+            x = tl.load(K + at, mask=there, other=0.0).to(tl.float32)
+        else:
+            x = tl.load(V + at, mask=there, other=0.0).to(tl.float32)
+        sums += x
+        high = tl.maximum(high, tl.where(seen[:, None], x, float("-inf")))
+        low = tl.minimum(low, tl.where(seen[:, None], x, float("inf")))
         count += seen.to(tl.float32)
         clean = tl.minimum(clean, tl.where(seen, FAR, n.to(tl.float32)))
-    at = OUT + (head * tl.num_programs(0) + part).to(tl.int64) * (4 * D) + d
-    tl.store(at, sums, mask=d < D)
-    tl.store(at + D, high, mask=d < D)
-    tl.store(at + 2 * D, low, mask=d < D)
+    heads_of_all = tl.num_programs(1)
+    at = OUT + ((side * heads_of_all + head) * tl.num_programs(0) + part).to(tl.int64) * (FIELDS * D) + d
+    tl.store(at, tl.sum(sums, 0), mask=d < D)
+    tl.store(at + D, tl.max(high, 0), mask=d < D)
+    tl.store(at + 2 * D, tl.min(low, 0), mask=d < D)
     tl.store(at + 3 * D, tl.where(d == 0, tl.sum(count, 0), tl.min(clean, 0)), mask=d < D)
 
 
 @triton.jit
 def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
-                  SMOOTH: tl.constexpr):  # fmt: skip
-    """Program (row and head): the parts together, `MEAN` `[B * H, D]`, zeros unless `SMOOTH`, and what `largest` stands
-    for in each channel around it, `SCALE` likewise; `CLEAN` `[B * H]` the first masked slot."""
-    head, d = tl.program_id(0), tl.arange(0, DP)
+                  SMOOTH_K: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
+    """Program (row and head, keys or values): the parts together, `MEAN` `[sides, B * H, D]`, zeros unless smoothed,
+    and what `largest` stands for in each channel around it, `SCALE` alike; `CLEAN` `[B * H]` the first masked slot."""
+    side, d = tl.program_id(1), tl.arange(0, DP)
+    head = side * tl.num_programs(0) + tl.program_id(0)
     sums, count, clean = tl.full([DP], 0.0, tl.float32), 0.0, FAR + 0.0
     high, low = tl.full([DP], float("-inf"), tl.float32), tl.full([DP], float("inf"), tl.float32)
     for start in range(0, parts, CHUNK):
         i = start + tl.arange(0, CHUNK)
-        at = STATS + (head * parts + i).to(tl.int64)[:, None] * (4 * D) + d[None, :]
-        there = (i < parts)[:, None] & (d < D)[None, :]
+        own = STATS + (head * parts + i).to(tl.int64) * (FIELDS * D)
+        at, there = own[:, None] + d[None, :], (i < parts)[:, None] & (d < D)[None, :]
         sums += tl.sum(tl.load(at, mask=there, other=0.0), 0)
         high = tl.maximum(high, tl.max(tl.load(at + D, mask=there, other=float("-inf")), 0))
         low = tl.minimum(low, tl.min(tl.load(at + 2 * D, mask=there, other=float("inf")), 0))
-        count += tl.sum(
-            tl.load(STATS + (head * parts + i).to(tl.int64) * (4 * D) + 3 * D, mask=i < parts, other=0.0), 0
-        )
-        first = tl.load(STATS + (head * parts + i).to(tl.int64) * (4 * D) + 3 * D + 1, mask=i < parts, other=FAR)
-        clean = tl.minimum(clean, tl.min(first, 0))
-    mean = tl.zeros_like(sums)
-    if SMOOTH:
-        mean = sums / tl.maximum(count, 1.0)
+        count += tl.sum(tl.load(own + 3 * D, mask=i < parts, other=0.0), 0)
+        clean = tl.minimum(clean, tl.min(tl.load(own + 3 * D + 1, mask=i < parts, other=FAR), 0))
+    smooth = (SMOOTH_K and side == 0) or (SMOOTH_V and side == 1)
+    mean = tl.where(smooth, sums / tl.maximum(count, 1.0), 0.0)
     top = tl.where(count > 0, tl.maximum(high - mean, mean - low), 0.0)
     tl.store(MEAN + head * D + d, mean, mask=d < D)
-    tl.store(CLEAN + head, clean.to(tl.int32))
+    tl.store(CLEAN + tl.program_id(0), clean.to(tl.int32))  # the same of both
     tl.store(SCALE + head * D + d, tl.where(top < largest * 1.1754943508222875e-38, 0.0, top / largest), mask=d < D)
 
 

@@ -13,6 +13,7 @@ LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than 
 LOG2_LEVELS = tl.constexpr(6.988684686772166)
 LARGEST = tl.constexpr(448.0)  # of E4M3, which weights are scaled by
 LOG2_LARGEST = tl.constexpr(8.807354922057604)
+FEW_BITS = tl.constexpr(3.0)  # of weights that small values may lose
 NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
 
 
@@ -86,7 +87,9 @@ def token_scores(x, unit, at, n, cap, center, C: tl.constexpr):
 def row_weights(x, unit, carry, at, n, see, BN: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):
     """Weights of a tile from its integer sums `x` where keys have scales of their own: scores stay in units of their
     query until the exponent, where its scale costs nothing. FP8 weights are against the running maximum, times
-    `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have."""
+    `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have. `RAISED`: these come with
+    `ROUNDER` added, and the mass is of the rounded ones, but where a block's values are so small beside another's that
+    nothing would be left of its weights."""
     _, k_scale, _, column, _, _, _ = at
     _, _, top, peak = carry
     PARTS: tl.constexpr = BN // min(BN, C.BLOCK)
@@ -107,8 +110,13 @@ def row_weights(x, unit, carry, at, n, see, BN: tl.constexpr, MASK: tl.constexpr
         new = tl.maximum(top, here)
         base = tl.where(here == NEGATIVE, 0.0, here) - LOG2_LEVELS
         p = tl.exp2(s * unit[:, None, None] + (scale[None, :] - base[:, None])[:, :, None])
+        sums = tl.sum(p, 2)
+        if C.RAISED:
+            p += ROUNDER
+            small = scale < tl.max(scale, 0) - FEW_BITS
+            sums = tl.where(small[None, :], sums, tl.sum(p - ROUNDER, 2))
         inverse = tl.where(scale == NEGATIVE, 0.0, tl.exp2(-scale))
-        mass = tl.sum(tl.sum(p, 2) * inverse[None, :], 1)
+        mass = tl.sum(sums * inverse[None, :], 1)
         p = tl.reshape(p, (C.BM, BN))
     return p, mass, here, new, peak
 
