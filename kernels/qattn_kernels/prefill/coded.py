@@ -22,6 +22,7 @@ def coded_panel(q: torch.Tensor, panel: Panel, spec: LayerSpec, scale: float) ->
 
     Args:
         q: `[B, Hq, T, D]`, whose means smoothing takes. scale: of the scores.
+        panel: what gets codes may have fewer slots than `bias`, if none beyond is seen, and any strides but the last.
     """
     compute = spec.compute
     if compute.prefill != "int8":
@@ -41,11 +42,12 @@ def _statistics(
     x: torch.Tensor, panel: Panel, largest: float, smooth: bool, window: Window
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 `[B, H, D]` twice: the mean of all visible tokens (zeros unless `smooth`), and scales around it."""
-    batch, heads, slots, dim = x.shape
+    batch, heads, _, dim = x.shape
+    slots = panel.bias.shape[2]
     parts, dp = -(-slots // STEP), power_of_two(dim)
     stats = torch.empty((batch * heads, parts, FIELDS, dim), dtype=torch.float32, device=x.device)
     stats_kernel[(parts, batch * heads)](
-        x, panel.bias, panel.rows, stats, heads, slots, D=dim, DP=dp, STEP=STEP, BLOCK=window.block
+        x, *x.stride()[:3], panel.bias, panel.rows, stats, heads, slots, D=dim, DP=dp, STEP=STEP, BLOCK=window.block
     )
     mean, scale = (torch.empty((batch, heads, dim), dtype=torch.float32, device=x.device) for _ in range(2))
     settle_kernel[(batch * heads,)](stats, mean, scale, parts, largest, D=dim, DP=dp, CHUNK=32, SMOOTH=smooth)
@@ -53,18 +55,20 @@ def _statistics(
 
 
 def _with_keys(q: torch.Tensor, panel: Panel, compute: Compute, window: Window, scale: float) -> Panel:
-    batch, heads, slots, dim = panel.k.shape
+    batch, heads, _, dim = panel.k.shape
+    slots = panel.bias.shape[2]
     mean = _statistics(panel.k, panel, 1.0, True, window)[0] if compute.smooth_k else None
-    codes, scales = torch.empty_like(panel.k, dtype=torch.int8), torch.empty_like(panel.bias)
+    codes = torch.empty((batch, heads, slots, dim), dtype=torch.int8, device=panel.k.device)
+    scales = torch.empty_like(panel.bias)
     keys_kernel[(-(-slots // TILE.value), batch * heads)](
-        panel.k, panel.bias, panel.rows, panel.bias if mean is None else mean, codes, scales, heads, slots,
-        LEVELS=compute.qk_levels, GROUP=compute.k_scale, SMOOTH=mean is not None, D=dim, DP=power_of_two(dim),
-        BLOCK=window.block,
+        panel.k, *panel.k.stride()[:3], panel.bias, panel.rows, panel.bias if mean is None else mean, codes, scales,
+        heads, slots, LEVELS=compute.qk_levels, GROUP=compute.k_scale, SMOOTH=mean is not None, D=dim,
+        DP=power_of_two(dim), BLOCK=window.block,
     )  # fmt: skip
     shift = q_mean = None
     if compute.smooth_q != "none":
         q_mean = _query_means(q, panel, compute)
-        shift = _shift(q_mean, panel.k, mean, scale)
+        shift = torch.nn.functional.pad(_shift(q_mean, panel.k, mean, scale), (0, slots - panel.k.shape[2]))
     return panel._replace(k=codes, k_scale=scales, k_mean=mean, q_mean=q_mean, shift=shift)
 
 
@@ -90,8 +94,8 @@ def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, sca
 
 
 def _empty_values(panel: Panel, dtype: torch.dtype) -> torch.Tensor:
-    batch, heads, slots, dim = panel.v.shape
-    return torch.empty((batch, heads, dim, slots), dtype=dtype, device=panel.v.device)
+    batch, heads, _, dim = panel.v.shape
+    return torch.empty((batch, heads, dim, panel.bias.shape[2]), dtype=dtype, device=panel.v.device)
 
 
 def _with_fp8_values(panel: Panel, compute: Compute, window: Window) -> Panel:
@@ -112,8 +116,9 @@ def _values(
     smooth: bool,
     window: Window,
 ) -> None:
-    batch, heads, slots, dim = panel.v.shape
+    batch, heads, _, dim = panel.v.shape
+    slots = panel.bias.shape[2]
     values_kernel[(-(-slots // TILE.value), batch * heads)](
-        panel.v, panel.bias, panel.rows, mean, channel, codes, scales, heads, slots, FP8=fp8, SMOOTH=smooth, D=dim,
-        DP=power_of_two(dim), BLOCK=window.block,
+        panel.v, *panel.v.stride()[:3], panel.bias, panel.rows, mean, channel, codes, scales, heads, slots, FP8=fp8,
+        SMOOTH=smooth, D=dim, DP=power_of_two(dim), BLOCK=window.block,
     )  # fmt: skip

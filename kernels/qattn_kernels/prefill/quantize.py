@@ -21,20 +21,28 @@ def _end(rows, b, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def stats_kernel(X, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
+def _of_head(X, X_B, X_H, head, heads):
+    """Where a head of a row begins in `X` `[B, H, <= N, D]` of any strides but the last, which is 1. Only slots that
+    are seen are read, so that a cache's own tensor, shorter than the panel, will do."""
+    return X + (head // heads).to(tl.int64) * X_B + (head % heads).to(tl.int64) * X_H
+
+
+@triton.jit
+def stats_kernel(X, X_B, X_H, X_N, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """Program (part of the slots, row and head): sum, largest and smallest of each channel and the count of the visible
-    tokens of `STEP` slots of `X` `[B, H, N, D]`, into `OUT` fp32 `[B * H, parts, FIELDS, D]`."""
+    tokens of `STEP` slots of `X` (`_of_head`), into `OUT` fp32 `[B * H, parts, FIELDS, D]`."""
     part, head = tl.program_id(0), tl.program_id(1)
     end = tl.minimum(_end(ROWS, head // heads, BLOCK), (part + 1) * STEP)
     d = tl.arange(0, DP)
     inside = (d < D)[None, :]
+    at = _of_head(X, X_B, X_H, head, heads)
     sums, count = tl.full([DP], 0.0, tl.float32), tl.full([TILE], 0.0, tl.float32)
     high, low = tl.full([DP], float("-inf"), tl.float32), tl.full([DP], float("inf"), tl.float32)
     for start in range(part * STEP, end, TILE):
         n = start + tl.arange(0, TILE)
         seen = tl.load(BIAS + head.to(tl.int64) * N + n, mask=n < end, other=float("-inf")) == 0.0
-        x = tl.load(X + (head.to(tl.int64) * N + n)[:, None] * D + d[None, :], mask=seen[:, None] & inside, other=0.0)
+        x = tl.load(at + n.to(tl.int64)[:, None] * X_N + d[None, :], mask=seen[:, None] & inside, other=0.0)
         x = x.to(tl.float32)
         sums += tl.sum(x, 0)
         high = tl.maximum(high, tl.max(tl.where(seen[:, None], x, float("-inf")), 0))
@@ -72,8 +80,9 @@ def settle_kernel(STATS, MEAN, SCALE, parts, largest, D: tl.constexpr, DP: tl.co
 
 
 @triton.jit
-def keys_kernel(K, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr,
-                SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def keys_kernel(K, K_B, K_H, K_N, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constexpr,
+                GROUP: tl.constexpr, SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
     """Program (tile of slots, row and head): INT8 codes `[B, H, N, D]` of keys around `MEAN`, scales `[B, H, N]`."""
     head, d = tl.program_id(1), tl.arange(0, DP)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -81,7 +90,8 @@ def keys_kernel(K, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constex
         at = head.to(tl.int64) * N + n
         seen = tl.load(BIAS + at) == 0.0
         inside = (d < D)[None, :]
-        x = tl.load(K + at[:, None] * D + d[None, :], mask=seen[:, None] & inside, other=0.0).to(tl.float32)
+        x = _of_head(K, K_B, K_H, head, heads) + n.to(tl.int64)[:, None] * K_N + d[None, :]
+        x = tl.load(x, mask=seen[:, None] & inside, other=0.0).to(tl.float32)
         if SMOOTH:
             mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
             x = tl.where(seen[:, None], x - mean[None, :], 0.0)
@@ -94,8 +104,8 @@ def keys_kernel(K, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constex
 
 
 @triton.jit
-def values_kernel(V, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl.constexpr, SMOOTH: tl.constexpr,
-                  D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def values_kernel(V, V_B, V_H, V_N, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl.constexpr,
+                  SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program (tile of slots, row and head): codes `[B, H, D, N]` of values. In FP8 by their `CHANNEL` around `MEAN`,
     as bytes; else INT8 with scales `[B, H, N]`."""
     head, d = tl.program_id(1), tl.arange(0, DP)
@@ -104,7 +114,8 @@ def values_kernel(V, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl
         at = head.to(tl.int64) * N + n
         seen = tl.load(BIAS + at) == 0.0
         inside = (d < D)[None, :]
-        x = tl.load(V + at[:, None] * D + d[None, :], mask=seen[:, None] & inside, other=0.0).to(tl.float32)
+        x = _of_head(V, V_B, V_H, head, heads) + n.to(tl.int64)[:, None] * V_N + d[None, :]
+        x = tl.load(x, mask=seen[:, None] & inside, other=0.0).to(tl.float32)
         where = CODES + head.to(tl.int64) * D * N + d[:, None].to(tl.int64) * N + n[None, :]
         if FP8:
             if SMOOTH:
