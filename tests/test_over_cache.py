@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import random_ids, tiny_llama
+from test_models import FAMILIES, tiny
+from test_models import padded as padded_batch
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCache
 from typer.testing import CliRunner
 
@@ -54,6 +56,20 @@ def test_prefill_is_ours_and_generate_keeps_the_stock_cache(how):
     assert torch.equal(out.sequences, want)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    """Without codes the logits of a padded batch and all answers are full precision's."""
+    model, (ids, mask) = tiny(FAMILIES[family]), padded_batch()
+    real = mask == 1
+    want, text = model(ids, attention_mask=mask).logits[real], model.generate(ids, attention_mask=mask, **GREEDY)
+    patch(model, **EXACT)
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[real], want, rtol=0, atol=1e-4)
+    for how in ({}, {"cache_implementation": "static"}):
+        assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY, **how), text)
+    patch(model, **OVER)
+    assert 1e-3 < noise(model(ids, attention_mask=mask).logits[real], want) < 0.1
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_chunks_and_steps_equal_full_precision_without_codes(kind):
     """Chunks have more keys than queries, and a static cache columns that nothing fills yet; the steps are torch's."""
@@ -64,6 +80,22 @@ def test_chunks_and_steps_equal_full_precision_without_codes(kind):
     cuts = [0, 40, 45, TOKENS, *range(TOKENS + 1, TOKENS + 4)]
     got = [model(ids[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)]
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=0, atol=1e-5)
+
+
+def test_kernels_in_a_model():
+    """In the interpreter; over a static cache, in chunks and padded."""
+    model, ids = tiny_llama(head_dim=64), random_ids(2, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    want, got = [], []
+    for impl, logits in (("reference", want), ("triton", got)):
+        patch(model, **OVER, impl=impl)
+        cache = static(model)
+        for start, end in ((0, 50), (50, TOKENS)):
+            out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+            logits.append(out.logits[mask[:, start:end] == 1])
+        assert report(model).to_dict()["impl"] == impl
+    assert noise(torch.cat(got), torch.cat(want)) < NOISE / 10  # a code here and there is the next one
 
 
 def test_chunks_have_the_noise_of_the_whole():

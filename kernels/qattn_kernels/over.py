@@ -36,7 +36,8 @@ def attend_over(
         `[B, Hq, T, Dv]` in the query's dtype; fp32 log-sum-exp `[B, Hq, T]` of the true scores, what smoothing took off
         added back. Zeros in both for padding before a row's first and behind its last new token.
     """
-    at = torch.as_tensor(offset, dtype=torch.int32).to(query.device).expand(query.shape[0])
+    at = offset if isinstance(offset, torch.Tensor) else torch.full((), offset, device=query.device)
+    at = at.to(query.device, torch.int32).expand(query.shape[0])
     sizes = scores.scale, scores.softcap, scores.window, scores.sinks
     return over(query, key, value, key_mask, at, spec.encode(), *sizes)
 
