@@ -2,11 +2,11 @@
 
     python eval/gpu.py --only tests,decode       # some parts
     python eval/gpu.py --quick --results /tmp/x  # smaller points, written elsewhere
-    python eval/gpu.py --yardstick ../shared     # quality too: DIR/check/yardstick.py over DIR/models and DIR/data
+    python eval/gpu.py --yardstick ../shared     # recipes and quality too: DIR/check/yardstick.py over DIR/models and DIR/data
     python eval/gpu.py --only quality --families sinkq --yardstick ../shared
 
 Each measurement runs in a process of its own, so that one which fails costs no other's result; the exit code says how
-many failed. Those that time nothing (tests, quality) run side by side, those that do one after another when the GPU is
+many failed. Those that time nothing (tests, recipes, quality) run side by side, those that do one after another when the GPU is
 theirs. `python eval/tables.py` then makes the README's tables.
 """
 
@@ -29,6 +29,11 @@ QUALITY_METHODS = {
     "turbo": "turbo,turbo:bits=mixed,turbo:bits=2,turbo:softmax=sas",
     "sinkq": "sinkq,sinkq:sink_skip_layers=0",
     "turbo_sink": "turbo:sink_num=3,sink_window=8,turbo:bits=mixed,sink_num=3,sink_window=8",
+    "sage2": "sage2,sage2:bits=4,sage2:bits=4,smooth_q=none,sage2:bits=4,smooth_k=false,sage2:version=1",
+    "turboquant": (
+        "turboquant,turboquant:k_format=turbo4,turboquant:k_format=q4,v_format=q4,"
+        "turboquant:k_format=turbo3,v_format=turbo3,turboquant:k_format=turbo2,v_format=turbo2"
+    ),
     "int_flash": "int_flash,int_flash:mode=half,int_flash:bits=4,int_flash:bits=4,rotate=hadamard",
 }
 DECODE_METHODS = (
@@ -44,9 +49,11 @@ DECODE_METHODS = (
     "turboquant",
     "turboquant:k_format=turbo4",
     "turboquant:k_format=turbo3,v_format=turbo3",
+    "sage2",
+    "sage2:bits=4",
 )
-PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "turboquant", "sinkq")
-UNTIMED = ("tests", "quality")
+PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "turboquant", "sinkq", "sage2", "sage2:bits=4")
+UNTIMED = ("tests", "recipes", "quality")
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
 Part = tuple[str, list[str]]
 
@@ -68,6 +75,7 @@ def parts(options: list[str], yardstick: Path | None, families: list[str]) -> di
     }
     if yardstick is not None:
         models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
+        found["recipes"] = [("recipes", ["python", "eval/recipes.py", str(yardstick)])]
         found["quality"] = [quality(yardstick, model, family) for family in families for model in models]
     return found
 
@@ -93,7 +101,7 @@ def record(part: Part, results: Path) -> tuple[int, str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    known = ("tests", "decode", "prefill", "generate", "quality")
+    known = ("tests", "decode", "prefill", "generate", "recipes", "quality")
     parser = argparse.ArgumentParser(description="Run all GPU tests and benchmarks and record their results.")
     parser.add_argument("--only", default="", help=f"some of {', '.join(known)}, comma between; all by default")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller points in the benchmarks")
@@ -110,11 +118,12 @@ def main(arguments: list[str] | None = None) -> None:
     if strange := set(families) - set(QUALITY_METHODS):
         parser.error(f"--families {', '.join(sorted(strange))}: there are {', '.join(QUALITY_METHODS)}")
     chosen = [name for name in options.only.split(",") if name]
-    chosen = chosen or [name for name in known if name != "quality" or options.yardstick]
+    asking = {"recipes", "quality"}  # for the yardstick
+    chosen = chosen or [name for name in known if name not in asking or options.yardstick]
     if unknown := set(chosen) - set(known):
         parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(known)}")
-    if "quality" in chosen and options.yardstick is None:
-        parser.error("the part quality needs --yardstick DIR")
+    if options.yardstick is None and (needy := asking & set(chosen)):
+        parser.error(f"the part {min(needy)} needs --yardstick DIR")
 
     given = [*(["--quick"] if options.quick else []), *(["--device", options.device] if options.device else [])]
     available = parts(given, options.yardstick.absolute() if options.yardstick else None, families)

@@ -24,7 +24,11 @@ from qattn_hf import patch, report, unpatch
 from qattn_hf.recipe import find_recipe
 
 # recipes of `configs/` and what each was mixed from
-PARENTS = {"turbo_sink": ("turbo",)}
+PARENTS = {
+    "turbo_sink": ("turbo",),
+    "turbo_sink_k4v2": ("turbo:bits=mixed,sink_num=3,sink_window=8", "turbo:bits=mixed"),
+    "int_flash_int4": ("int_flash:bits=4",),
+}
 
 
 class Reading(NamedTuple):

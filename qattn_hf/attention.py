@@ -139,7 +139,8 @@ def check_mask(attention_mask: torch.Tensor, seen: int | torch.Tensor, tokens: i
         )
 
 
-def register() -> None:
-    """Make `NAME` known to transformers, for attention and masks; harmless until a model selects it."""
+def register() -> str:
+    """Make `NAME` known to transformers, for attention and masks, and return it; harmless until a model selects it."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    return NAME

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.pool import Pool
-from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_kernels.spec import LayerSpec
 
 
@@ -68,11 +68,13 @@ class QAttnCache(Cache):
 
         Raises:
             RecipeError: if there is no such recipe, or it does not fit the model.
+            UnsupportedError: if the recipe packs nothing.
         """
         patched = getattr(model, "_qattn", None)
         if patched is not None and method is None and recipe is None and not settings:
             return patched.new_cache(max_cache_len)
         chosen = find_recipe(method, recipe, settings)
+        check_packs(chosen)
         return cls(chosen.layer_specs(model.config, model.device.type), chosen, max_cache_len, model.device.type)
 
     @property

@@ -16,13 +16,14 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
-from qattn_hf.attention import check_mask, mask, register
+from qattn_hf import attention, over_cache
+from qattn_hf.attention import check_mask, mask
 from qattn_hf.cache import LastCache, QAttnCache
 from qattn_hf.capture import python_hook
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.graph import GraphedCall
 from qattn_hf.pool import Pool
-from qattn_hf.recipe import Recipe
+from qattn_hf.recipe import Recipe, check_packs
 from qattn_kernels.spec import LayerSpec
 
 
@@ -48,10 +49,15 @@ class Patched:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickle may come to a process where nothing was patched yet."""
         self.__dict__.update(state)
-        register()
+        self.register()
+
+    def register(self) -> str:
+        """Make the attention known to transformers and return its name."""
+        return attention.register() if self.recipe.settings.packs() else over_cache.register(self.specs[0])
 
     def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
         """A fresh cache by this patch's recipe."""
+        check_packs(self.recipe)
         cache = QAttnCache(self.specs, self.recipe, max_cache_len, self.device_type, self.pool)
         self.last.cache = cache
         return cache
@@ -77,12 +83,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     """
     patched = patch_of(module)
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    if module.training:
-        raise UnsupportedError("a patched model does not train: call model.eval(), or unpatch(model) first")
-    if _wanted(module, kwargs, "output_attentions"):
-        raise UnsupportedError(
-            "output_attentions is not supported: packed attention never builds the weights; unpatch(model)"
-        )
+    _check_call(module, kwargs)
     use_cache = kwargs.get("use_cache")
     config: Any = module.config
     if (config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache) is False:
@@ -101,6 +102,23 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
         patched.pool.allocate(cache.reserve, tokens)
     return (), kwargs
+
+
+def before_forward_over(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> None:
+    """The same of a model whose cache is transformers' own: refuse, and change nothing."""
+    _check_call(module, {**dict(zip(names, args, strict=False)), **kwargs})
+    here, there = patch_of(module).device_type, next(module.parameters()).device.type
+    if here != there:
+        raise UnsupportedError(f"the model was patched for {here} and runs on {there}; patch it again")
+
+
+def _check_call(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    if module.training:
+        raise UnsupportedError("a patched model does not train: call model.eval(), or unpatch(model) first")
+    if _wanted(module, kwargs, "output_attentions"):
+        raise UnsupportedError(
+            "output_attentions is not supported: this attention never builds the weights; unpatch(model)"
+        )
 
 
 def _check_new_mask(mask: Any, cache: QAttnCache, tokens: int) -> None:
@@ -231,11 +249,14 @@ def generate_masks(
 
 
 def install(model: PreTrainedModel, patched: Patched) -> None:
-    """Hooks on the model and its decoder, overrides on the instance."""
+    """Hooks on the model and its decoder, overrides on the instance; none of these where transformers has the cache."""
+    packs = patched.recipe.settings.packs()
     for module in dict.fromkeys((model, model.get_decoder())):
         module._qattn = patched
-        hook = functools.partial(before_forward, names=_positional(module))
+        hook = functools.partial(before_forward if packs else before_forward_over, names=_positional(module))
         patched.hook_ids.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).id)
+    if not packs:
+        return
     model._prepare_cache_for_generation = functools.partial(prepare_cache, model)
     model.get_compiled_call = functools.partial(compiled_call, model)
     if not hasattr(type(model), "create_masks_for_generate"):  # else the model has masks of its own kind

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qattn_hf import _compat, attention, hooks
+from qattn_hf import _compat, hooks
 from qattn_hf.capture import resolve_decode
 from qattn_hf.errors import QAttnError
+from qattn_hf.over_cache import STEPS
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.support import check_model, check_selected
 
@@ -20,7 +21,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 def patch(
     model: Model, method: str | None = None, *, recipe: str | Path | Recipe | None = None, **settings: Any
 ) -> Model:
-    """Let a model generate with a packed KV cache.
+    """Let a model generate with a packed KV cache, or with this package's attention over transformers' own caches.
 
     Touches this instance only; importing the package changes nothing, and a model built from the same config object
     stays as it is. A second patch replaces the first.
@@ -42,19 +43,20 @@ def patch(
     _compat.warn_if_untested()
     chosen = find_recipe(method, recipe, settings)
     specs = chosen.layer_specs(model.config, model.device.type)
-    decode = resolve_decode(model, chosen.settings.decode)
+    decode = resolve_decode(model, chosen.settings.decode) if chosen.settings.packs() else ("stock", STEPS)
     if hasattr(model, "_qattn"):
         unpatch(model)
-    attention.register()
+    patched = hooks.Patched(chosen, specs, model.device.type, [], *decode)
     _own_config(model)
-    before = [c._attn_implementation for c in _configs(model.config)]
+    before = patched.attn_implementations = [c._attn_implementation for c in _configs(model.config)]
+    name = patched.register()
     try:
-        _select(model)
-        check_selected(model)
+        _select(model, name)
+        check_selected(model, name)
     except Exception:  # whatever it is, the model must be as it was; it is raised again
         _restore(model, before)
         raise
-    hooks.install(model, hooks.Patched(chosen, specs, model.device.type, before, *decode))
+    hooks.install(model, patched)
     return model
 
 
@@ -100,10 +102,10 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = new[id(config)]
 
 
-def _select(model: PreTrainedModel) -> None:
+def _select(model: PreTrainedModel, name: str) -> None:
     text = model.config.get_text_config(decoder=True)
     names = [n for n in model.config.sub_configs if getattr(model.config, n, None) is text]
-    model.set_attn_implementation({names[0]: attention.NAME} if names else attention.NAME)
+    model.set_attn_implementation({names[0]: name} if names else name)
 
 
 def _restore(model: PreTrainedModel, before: list[str | None]) -> None:

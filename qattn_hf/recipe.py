@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from transformers import PretrainedConfig
 
 from qattn_hf.assets import configs_dir
-from qattn_hf.errors import RecipeError
+from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.methods import Method, get_method, list_methods
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.support import no_triton, unsupported
@@ -101,6 +101,19 @@ def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings
             f"method={method!r} clashes with {found.origin}, whose method is {found.method!r}; give one of them"
         )
     return found
+
+
+def check_packs(recipe: Recipe) -> None:
+    """Refuse a recipe that leaves keys and values to transformers' own caches.
+
+    Raises:
+        UnsupportedError: with what to do instead.
+    """
+    if not recipe.settings.packs():
+        raise UnsupportedError(
+            f"{recipe.origin} packs nothing (cache='model'): transformers' own caches hold keys and values; take "
+            "cache='quantized', or patch a model and pass it a DynamicCache, a StaticCache or none"
+        )
 
 
 def _suffix(overrides: dict[str, Any]) -> str:

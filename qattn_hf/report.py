@@ -14,7 +14,7 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe
-from qattn_kernels.spec import LayerSpec
+from qattn_kernels.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.state import side_of
 from qattn_kernels.support import no_triton, unsupported
 from qattn_kernels.tally import tally_of
@@ -146,6 +146,7 @@ class Report:
         the model's precision. `effective_bits`: a value of the closed blocks, mean over layers; `effective_bits_total`:
         `kv_bytes` over all values. `impl`: who computes. `decode`: the path that the cache's last `generate` took, or
         the one it would take before any cache was made; `decode_reason`: why it is not the one to expect, or None.
+        Over transformers' own caches `decode` is `stock`, bytes and tokens are 0 and `layers` empty: nothing is packed.
         Sparse V, over all decodes and None where it is off: `skip_rate` values that were not read, of those that
         queries saw, and `dropped_mass` what they weighed, of a query's weights, both mean over layers; `dropped_worst`:
         of any query.
@@ -182,7 +183,12 @@ class Report:
         console.print(
             f"{data['method']} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
         )
-        if not data["kv_bytes"]:
+        if not self.recipe.settings.packs():
+            console.print(
+                "nothing is packed: keys and values stand in transformers' own cache, and calls of more than "
+                f"{SHORT_CALL} tokens make codes of them that live as long as the call"
+            )
+        elif not data["kv_bytes"]:
             console.print("nothing cached yet: run the model first")
         else:
             console.print(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat
-from qattn_hf.attention import NAME
 from qattn_hf.errors import UnsupportedError
 
 OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate")
@@ -67,13 +66,13 @@ def _check_untouched(model: PreTrainedModel) -> None:
         )
 
 
-def check_selected(model: PreTrainedModel) -> None:
-    """After selecting our attention: every attention module of the decoder must read it from its config."""
+def check_selected(model: PreTrainedModel, selected: str) -> None:
+    """After selecting our attention: every attention module of the decoder must read its name from its config."""
     for name, module in model.get_decoder().named_modules():
         config = getattr(module, "config", None)
         if "attention" not in type(module).__name__.lower() or config is None:
             continue
-        if config._attn_implementation != NAME:
+        if config._attn_implementation != selected:
             raise UnsupportedError(
                 f"{type(module).__name__} at {name} does not follow the model's config; use a stock cache"
             )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import Case, case_id, cases, feed, make_layer, random_ids, random_qkv, tiny_llama
 
-from qattn_hf import QAttnCache, patch
+from qattn_hf import QAttnCache, over_cache, patch, report
+from qattn_hf.methods import get_method
+from qattn_kernels.online import Scores
+from qattn_kernels.over import attend_over
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -51,3 +56,41 @@ def test_generate_through_transformers_own_compile():
     eager = model.generate(ids, max_new_tokens=40, do_sample=False)
     patch(model, "turbo", decode="compile")
     assert torch.equal(model.generate(ids, max_new_tokens=40, do_sample=False), eager)
+
+
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+def test_our_attention_over_stock_caches(how):
+    """Kernels in the prefill; the steps over a static cache are compiled by transformers."""
+    model, ids = tiny_llama(head_dim=64).cuda(), random_ids(2, 300).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    with torch.inference_mode():
+        want = model(ids, attention_mask=mask).logits[mask == 1]
+        patch(model, "sage2", cache="model")
+        got = model(ids, attention_mask=mask).logits[mask == 1]
+        chosen = model(ids).logits[:, -1].argmax(-1)
+    assert report(model).to_dict()["impl"] == "triton"
+    assert 1e-3 < (got - want).norm() / want.norm() < 0.03
+    text = model.generate(ids, max_new_tokens=20, do_sample=False, **how)
+    assert text.shape == (2, 320)
+    assert torch.equal(text[:, 300], chosen)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bits": 4, "smooth_v": True}, {"version": 1}], ids=str)
+def test_attention_over_a_stock_cache_never_waits(settings):
+    q, k, v = (x.cuda() for x in random_qkv(2, 200, dim=64))
+    attention_mask, offset = torch.ones(2, 200, dtype=torch.bool, device="cuda"), torch.tensor(100, device="cuda")
+    spec = replace(get_method("sage2")(cache="model", **settings).last_layer_spec(2), impl="triton")
+
+    def run() -> torch.Tensor:
+        made = over_cache.mask(2, 100, 200, offset, attention_mask, torch.device("cuda"))
+        assert made is not None
+        return attend_over(q[:, :, 100:], k, v, made[:, 0, 0, 1:] != 0, made[:, 0, 0, 0], spec, Scores(0.125))[0]
+
+    want = run()  # kernels get compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)

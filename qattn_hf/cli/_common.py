@@ -98,6 +98,8 @@ def chosen_recipe(method: str | None, recipe: Path | None, settings: list[str] |
 
 def summary(report: dict[str, Any]) -> str:
     """One line about what a cache holds, from `Report.to_dict()`."""
+    if not report["kv_bytes"]:
+        return f"{report['method']}: nothing packed, transformers' own cache held the tokens in the model's precision"
     held, full = report["kv_bytes"], report["kv_bytes_full_precision"]
     text = f"{report['method']}: {report['packed_tokens']} tokens packed, {report['open_tokens']} open; "
     text += f"{size(held)} instead of {size(full)}"

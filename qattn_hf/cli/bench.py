@@ -150,13 +150,15 @@ def bench_model(source: str | None, quick: bool, device: torch.device) -> Any:
 
 def chosen_methods(names: list[str] | None) -> dict[str, Method]:
     """`["turbo:bits=2"]` to that name with the method's checked settings."""
-    from qattn_hf.recipe import find_recipe
+    from qattn_hf.recipe import check_packs, find_recipe
 
     found = {}
     for name in names or ["turbo", "int8", "none"]:
         method, _, settings = name.partition(":")
         chosen = parse_settings(settings.split(",") if settings else None)
-        found[name] = find_recipe(method, None, chosen).settings
+        recipe = find_recipe(method, None, chosen)
+        check_packs(recipe)
+        found[name] = recipe.settings
     return found
 
 

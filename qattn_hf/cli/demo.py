@@ -46,8 +46,10 @@ def demo(
     qattn demo --model Qwen/Qwen3-0.6B --method int8
     """
     from qattn_hf.cli._prompts import demo_prompts
+    from qattn_hf.recipe import check_packs
 
     chosen = chosen_recipe(method, recipe, settings)
+    check_packs(chosen)
     loaded = load(model, device)
     prompts = [dataclasses.replace(p, max_new_tokens=min(p.max_new_tokens, max_new_tokens)) for p in demo_prompts()]
     label = cache_label(chosen)

@@ -48,11 +48,10 @@ def generate(
         inputs = tokenizer(prompt, return_tensors="pt")
     inputs.pop("token_type_ids", None)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    out = lm.generate(
+    lm.generate(
         **inputs.to(lm.device),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         streamer=streamer,
-        return_dict_in_generate=True,
     )
-    print(f"\n[{summary(report(out.past_key_values).to_dict())}]")
+    print(f"\n[{summary(report(lm).to_dict())}]")

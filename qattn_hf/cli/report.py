@@ -43,6 +43,6 @@ def report(
     if tokens is not None:
         ids = (ids * -(-tokens // len(ids)))[:tokens]
     with torch.inference_mode():
-        cache = lm(torch.tensor([ids], device=lm.device), use_cache=True, logits_to_keep=1).past_key_values
-    found = report_of(cache)
+        lm(torch.tensor([ids], device=lm.device), use_cache=True, logits_to_keep=1)
+    found = report_of(lm)
     print(json.dumps(found.to_dict(), indent=1) if as_json else found)

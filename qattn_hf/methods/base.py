@@ -66,6 +66,10 @@ class Method(BaseModel):
                 )
         return self
 
+    def packs(self) -> bool:
+        """Whether keys and values are packed; else transformers' own caches hold them and only attention is ours."""
+        return True
+
     def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
         """The stores of K and of V of one layer with `heads` KV heads; ValueError if a setting does not fit."""
         raise NotImplementedError

@@ -14,15 +14,22 @@ from qattn_kernels.stores import Store
 from qattn_kernels.stores.fp8_channel import Fp8ChannelStore
 from qattn_kernels.stores.int8 import LEVELS
 from qattn_kernels.stores.int_group import IntGroupStore
+from qattn_kernels.stores.model import ModelStore
 from qattn_kernels.stores.model_ring import ModelRingStore
 from qattn_kernels.stores.smoothed import SmoothedStore
 
 Smoothing = Literal["none", "tensor", "block"]
+PACKED_ONLY = ("v_scale", "sparse_v_tau", "sparse_v_budget", "crop_horizon", "decode")
 SAGE1 = {"bits": 8, "granularity": "block", "smooth_q": "none", "smooth_v": False, "pv": "model"}
 
 
 class Sage2(Method):
-    """SageAttention2: INT8 or INT4 keys around their mean, FP8 values, and a prefill that multiplies both."""
+    """SageAttention2: INT8 or INT4 keys around their mean, FP8 values, and a prefill that multiplies both.
+
+    `cache: model` is the paper's plug-in: transformers' own caches stay, and a call of more than 32 tokens makes the
+    codes it multiplies from what they hold. Shorter calls are torch's attention in the model's precision, since codes
+    that are not stored would gain a decode nothing. `smooth_k` is then around the mean of all that a call sees.
+    """
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True},
@@ -48,26 +55,49 @@ class Sage2(Method):
         description="FP8 values scaled by channel of a block, or the paper's, fixed by a row's first, others clamped",
     )
 
+    cache: Literal["quantized", "model"] = Field(
+        "quantized", description="model is transformers' own cache: only the attention of long calls is ours"
+    )
+
     @model_validator(mode="after")
     def _fits(self) -> Sage2:
         if self.version == 1:
             for key in self.model_fields_set & SAGE1.keys():
                 if getattr(self, key) != SAGE1[key]:
                     raise ValueError(f"{key}={getattr(self, key)!r} clashes with version=1, which has {SAGE1[key]!r}")
-        if self._of("granularity") == "tensor":
+        if not self.packs():
+            self._check_over()
+        elif self._of("granularity") == "tensor":
             raise ValueError(
                 "granularity='tensor' clashes with cache='quantized', whose blocks are written one by one: "
-                "take granularity='block'"
+                "take granularity='block', or cache='model'"
             )
         if self._of("pv") == "model" and self.v_scale != "block":
             raise ValueError(f"v_scale={self.v_scale!r} clashes with pv='model', whose values have no scale")
         return self
+
+    def _check_over(self) -> None:
+        for key in PACKED_ONLY:
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                raise ValueError(f"{key}={value!r} clashes with cache='model': it acts on a packed cache alone")
+        for key in ("compute", "decode_compute"):
+            if getattr(self, key) == "int8":
+                raise ValueError(
+                    f"{key}='int8' clashes with cache='model', whose decode is in the model's precision: "
+                    "leave it out, or give prefill_compute"
+                )
+
+    def packs(self) -> bool:
+        return self.cache == "quantized"
 
     def _of(self, key: str) -> Any:
         """A setting, or what version 1 has in its place."""
         return SAGE1[key] if self.version == 1 and key in SAGE1 else getattr(self, key)
 
     def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+        if not self.packs():
+            return ModelStore(), ModelStore()
         k: Store = IntGroupStore(bits=self._of("bits"), granularity=self._of("granularity"))
         k = SmoothedStore(core_store=k) if self.smooth_k else k
         return k, ModelRingStore() if self._of("pv") == "model" else Fp8ChannelStore(v_scale=self.v_scale)
@@ -76,8 +106,10 @@ class Sage2(Method):
         bits, smooth_q = self._of("bits"), self._of("smooth_q")
         if smooth_q is None:
             smooth_q = "tensor" if bits == 4 else "none"
+        made = super().arithmetic()
         return dataclasses.replace(
-            super().arithmetic(),
+            made,
+            decode=made.decode if self.packs() else "model",
             pv=self._of("pv"),
             block_q=QUERY_BLOCK,
             q_scale=self._of("granularity"),

@@ -33,6 +33,7 @@ def coded_panel(q: torch.Tensor, panel: Panel, spec: LayerSpec, scale: float) ->
 
     Args:
         q: `[B, Hq, T, D]`, whose means smoothing takes. scale: of the scores.
+        panel: what gets codes may have fewer slots than `bias`, if none beyond is seen, and any strides but the last.
     """
     compute = spec.compute
     if compute.prefill != "int8":
@@ -66,8 +67,9 @@ def _statistics(panel: Panel, compute: Compute, window: Window) -> _Statistics:
 
     stats = empty(sides, batch * heads, parts, FIELDS.value, dim)
     stats_kernel[(parts, batch * heads, sides)](
-        k, v, panel.bias, panel.rows, stats, heads, slots, **sizes, STEP=STEP, BLOCK=window.block, num_warps=8
-    )
+        k, v, k.stride()[:3], v.stride()[:3], panel.bias, panel.rows, stats, heads, slots,
+        **sizes, STEP=STEP, BLOCK=window.block, num_warps=8,
+    )  # fmt: skip
     mean, scale = empty(sides, batch, heads, dim), empty(sides, batch, heads, dim)
     clean = torch.empty(batch * heads, dtype=torch.int32, device=k.device)
     largest = torch.finfo(FP8[compute.pv]).max if fp8 else 1.0
@@ -81,17 +83,18 @@ def _statistics(panel: Panel, compute: Compute, window: Window) -> _Statistics:
 def _with_keys(
     q: torch.Tensor, panel: Panel, compute: Compute, window: Window, mean: torch.Tensor | None, scale: float
 ) -> Panel:
-    batch, heads, slots, dim = panel.k.shape
-    codes, scales = torch.empty_like(panel.k, dtype=torch.int8), torch.empty_like(panel.bias)
+    (batch, heads, slots), dim = panel.bias.shape, panel.k.shape[3]
+    codes = torch.empty((batch, heads, slots, dim), dtype=torch.int8, device=panel.k.device)
+    scales = torch.empty_like(panel.bias)
     keys_kernel[(-(-slots // TILE.value), batch * heads)](
-        panel.k, panel.bias, panel.rows, panel.bias if mean is None else mean, codes, scales, heads, slots,
-        LEVELS=compute.qk_levels, GROUP=compute.k_scale, SMOOTH=mean is not None, D=dim, DP=power_of_two(dim),
-        BLOCK=window.block,
+        panel.k, panel.k.stride()[:3], panel.bias, panel.rows, panel.bias if mean is None else mean, codes, scales,
+        heads, slots, LEVELS=compute.qk_levels, GROUP=compute.k_scale, SMOOTH=mean is not None, D=dim,
+        DP=power_of_two(dim), BLOCK=window.block,
     )  # fmt: skip
     shift = q_mean = None
     if compute.smooth_q != "none":
         q_mean = _query_means(q, panel, compute)
-        shift = _shift(q_mean, panel.k, mean, scale)
+        shift = torch.nn.functional.pad(_shift(q_mean, panel.k, mean, scale), (0, slots - panel.k.shape[2]))
     return panel._replace(k=codes, k_scale=scales, k_mean=mean, q_mean=q_mean, shift=shift)
 
 
@@ -117,7 +120,7 @@ def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, sca
 
 
 def _empty_values(panel: Panel, dtype: torch.dtype) -> torch.Tensor:
-    batch, heads, slots, dim = panel.v.shape
+    (batch, heads, slots), dim = panel.bias.shape, panel.v.shape[3]
     return torch.empty((batch, heads, dim, slots), dtype=dtype, device=panel.v.device)
 
 
@@ -139,8 +142,8 @@ def _values(
     smooth: bool,
     window: Window,
 ) -> None:
-    batch, heads, slots, dim = panel.v.shape
+    (batch, heads, slots), dim = panel.bias.shape, panel.v.shape[3]
     values_kernel[(-(-slots // TILE.value), batch * heads)](
-        panel.v, panel.bias, panel.rows, mean, channel, codes, scales, heads, slots, FP8=fp8, SMOOTH=smooth, D=dim,
-        DP=power_of_two(dim), BLOCK=window.block,
+        panel.v, panel.v.stride()[:3], panel.bias, panel.rows, mean, channel, codes, scales, heads, slots,
+        FP8=fp8, SMOOTH=smooth, D=dim, DP=power_of_two(dim), BLOCK=window.block,
     )  # fmt: skip

@@ -22,9 +22,17 @@ def _end(rows, b, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def stats_kernel(K, V, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """Program (part of the slots, row and head, keys or values): of `STEP` slots of `[B, H, N, D]` sum, largest and
+def _of_head(X, strides, head, heads, n):
+    """Where tokens `n` of a head of a row begin, `[n, 1]`, in `X` `[B, H, <= N, D]` of any `strides` but the last,
+    which is 1. Only slots that are seen are read, so that a cache's own tensor, shorter than the panel, will do."""
+    first = X + (head // heads).to(tl.int64) * strides[0] + (head % heads).to(tl.int64) * strides[1]
+    return first + n.to(tl.int64)[:, None] * strides[2]
+
+
+@triton.jit
+def stats_kernel(K, V, k_strides, v_strides, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr,
+                 STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program (part of the slots, row and head, keys or values): of `STEP` slots (`_of_head`) sum, largest and
     smallest of each channel, into `OUT` fp32 `[sides, B * H, parts, FIELDS, D]`, and there the count of visible tokens
     and the first masked slot as channels 0 and 1 of a fourth field."""
     part, head, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -38,11 +46,11 @@ def stats_kernel(K, V, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.conste
     for start in range(part * STEP, end, TILE):
         n = start + tl.arange(0, TILE)
         seen = tl.load(BIAS + head.to(tl.int64) * N + n, mask=n < end, other=float("-inf")) == 0.0
-        at, there = (head.to(tl.int64) * N + n)[:, None] * D + d[None, :], seen[:, None] & inside
+        there = seen[:, None] & inside
         if side == 0:
-            x = tl.load(K + at, mask=there, other=0.0).to(tl.float32)
+            x = tl.load(_of_head(K, k_strides, head, heads, n) + d[None, :], mask=there, other=0.0).to(tl.float32)
         else:
-            x = tl.load(V + at, mask=there, other=0.0).to(tl.float32)
+            x = tl.load(_of_head(V, v_strides, head, heads, n) + d[None, :], mask=there, other=0.0).to(tl.float32)
         sums += x
         high = tl.maximum(high, tl.where(seen[:, None], x, float("-inf")))
         low = tl.minimum(low, tl.where(seen[:, None], x, float("inf")))
@@ -83,7 +91,7 @@ def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP
 
 
 @triton.jit
-def keys_kernel(K, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr,
+def keys_kernel(K, strides, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr,
                 SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program (tile of slots, row and head): INT8 codes `[B, H, N, D]` of keys around `MEAN`, scales `[B, H, N]`."""
     head, d = tl.program_id(1), tl.arange(0, DP)
@@ -92,7 +100,8 @@ def keys_kernel(K, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constex
         at = head.to(tl.int64) * N + n
         seen = tl.load(BIAS + at) == 0.0
         inside = (d < D)[None, :]
-        x = tl.load(K + at[:, None] * D + d[None, :], mask=seen[:, None] & inside, other=0.0).to(tl.float32)
+        x = _of_head(K, strides, head, heads, n) + d[None, :]
+        x = tl.load(x, mask=seen[:, None] & inside, other=0.0).to(tl.float32)
         if SMOOTH:
             mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
             x = tl.where(seen[:, None], x - mean[None, :], 0.0)
@@ -105,8 +114,8 @@ def keys_kernel(K, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constex
 
 
 @triton.jit
-def values_kernel(V, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl.constexpr, SMOOTH: tl.constexpr,
-                  D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def values_kernel(V, strides, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl.constexpr,
+                  SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program (tile of slots, row and head): codes `[B, H, D, N]` of values. In FP8 by their `CHANNEL` around `MEAN`,
     as bytes; else INT8 with scales `[B, H, N]`."""
     head, d = tl.program_id(1), tl.arange(0, DP)
@@ -115,7 +124,8 @@ def values_kernel(V, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl
         at = head.to(tl.int64) * N + n
         seen = tl.load(BIAS + at) == 0.0
         inside = (d < D)[None, :]
-        x = tl.load(V + at[:, None] * D + d[None, :], mask=seen[:, None] & inside, other=0.0).to(tl.float32)
+        x = _of_head(V, strides, head, heads, n) + d[None, :]
+        x = tl.load(x, mask=seen[:, None] & inside, other=0.0).to(tl.float32)
         where = CODES + head.to(tl.int64) * D * N + d[:, None].to(tl.int64) * N + n[None, :]
         if FP8:
             if SMOOTH:

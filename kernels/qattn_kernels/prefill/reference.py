@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from qattn_kernels.layout import State
@@ -51,12 +53,24 @@ def prefill(
     k = _seen(spec.k, side_of(state, "k"), region.k, closes)
     v = _seen(spec.v, side_of(state, "v"), region.v, closes)
     fresh = Tiles(k, v, region.pos[:, None], since, torch.full_like(since, FOREVER), region.keep)
+    before = past.pos.shape[2]
+
+    def reach(end: int) -> int:
+        return before + region_blocks(spec.window, end)
+
+    return attend_all(q, q_pos, past.joined(fresh), spec, scores, reach)
+
+
+def attend_all(
+    q: torch.Tensor, q_pos: torch.Tensor, tiles: Tiles, spec: LayerSpec, scores: Scores, reach: Callable[[int], int]
+) -> Attended:
+    """Queries of a long call over all that it sees; the first `end` queries see no tile from `reach(end)` on."""
     parts = []
-    before, tiles = past.pos.shape[2], operands(past.joined(fresh), spec)
+    tiles = operands(tiles, spec)
     queries = long_queries(q, scores.scale, spec.compute, q_pos >= 0)
     rows = spec.compute.block_q  # what shares a scale of the weights too, with `p_scale: tile`
     for i in range(0, q.shape[2], rows):  # the scores of all queries at once would not fit a long prompt
-        some = tiles.first(before + region_blocks(spec.window, i + rows))  # later tiles are later tokens
+        some = tiles.first(reach(i + rows))  # later tiles are later tokens
         part = queries.part(i, i + rows), q_pos[:, i : i + rows]
         parts.append(attend(*part, some, scores, spec.compute, spec.sparsity, prefill=True))
     return Attended(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))

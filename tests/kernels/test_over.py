@@ -1,0 +1,103 @@
+"""Attention over the keys and values of a stock cache, reference and kernels, against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICE
+
+from qattn_hf.methods import get_method
+from qattn_kernels.online import Scores
+from qattn_kernels.over import attend_over
+from qattn_kernels.spec import LayerSpec
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def noise(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).double().pow(2).mean().sqrt() / want.double().pow(2).mean().sqrt())
+
+
+def spec_of(impl: str = "reference", **settings: Any) -> LayerSpec:
+    made = get_method("sage2")(cache="model", **settings).last_layer_spec(2)
+    return dataclasses.replace(made, impl=impl)
+
+
+def inputs(tokens: int, columns: int, heads: int = 2, dim: int = 64) -> tuple[torch.Tensor, ...]:
+    """Queries of four heads, keys and values around means as real ones have, and a key mask with holes in row 0."""
+    g = torch.Generator().manual_seed(tokens)
+    q, k, v = (torch.randn(2, h, n, dim, generator=g) for h, n in ((4, tokens), (heads, columns), (heads, columns)))
+    k[..., 3] += 8
+    v[..., 5] += 2
+    key_mask = torch.ones(2, columns, dtype=torch.bool)
+    key_mask[0, :7] = key_mask[0, 20:25] = False
+    return tuple(x.to(DEVICE) for x in (q, k, v, key_mask))
+
+
+def exact(q, k, v, key_mask, offset: int, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp in fp64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = q @ k.mT * scores.scale
+    s = scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
+    columns = torch.arange(k.shape[2], device=q.device)
+    see = columns <= (offset + torch.arange(q.shape[2], device=q.device))[:, None]
+    s = s.masked_fill(~(see & key_mask[:, None, None]), -math.inf)
+    if scores.sinks is not None:
+        s = torch.cat([s, scores.sinks.double().view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    return s.softmax(-1).nan_to_num(0.0)[..., : k.shape[2]] @ v, s.logsumexp(-1)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"bits": 4, "smooth_v": True},
+    {"granularity": "token", "smooth_q": "block", "smooth_k": False, "pv": "model"},
+    {"version": 1},
+    {"pv": "int8"},
+    {"prefill_compute": "model"},
+]
+MORE_SCORES = Scores(64**-0.5, 5.0, 0, torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE))
+
+
+@pytest.mark.parametrize("scores", [Scores(64**-0.5), MORE_SCORES], ids=["plain", "softcap and sinks"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_reference_against_fp64(settings, scores):
+    """The log-sum-exp is that of the true scores: what smoothing takes off is far more than what is allowed."""
+    q, k, v, key_mask = inputs(70, 150)
+    want, want_lse = exact(q, k, v, key_mask, 60, scores)
+    out, lse = attend_over(q, k, v, key_mask, 60, spec_of(**settings), scores)
+    assert noise(out, want) < (0.15 if settings.get("bits") == 4 else 0.06)
+    assert float((lse - want_lse).abs().max()) < (0.3 if settings.get("bits") == 4 else 0.06)
+
+
+@pytest.mark.parametrize("scores", [Scores(64**-0.5), MORE_SCORES], ids=["plain", "softcap and sinks"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_kernels_against_fp64(settings, scores):
+    """Their error is within twice the reference's. Keys and values stand in a longer cache, whose heads are apart."""
+    q, k, v, key_mask = inputs(70, 150)
+    offset, capacity = 60, 200
+    held = [torch.full((2, capacity, 2, 64), 1e4, device=DEVICE).transpose(1, 2) for _ in "kv"]
+    for cache, x in zip(held, (k, v), strict=True):
+        cache[:, :, :150] = x
+    mask = torch.nn.functional.pad(key_mask, (0, capacity - 150), value=True)  # and no token behind the new ones
+    held[0][:, :, 130:], held[1][:, :, 130:] = 1e4, -1e4
+    want = exact(q, k, v, key_mask, offset, scores)
+    plain = attend_over(q, k, v, key_mask, offset, spec_of(**settings), scores)
+    fused = attend_over(q, *held, mask, torch.tensor(offset), spec_of("triton", **settings), scores)
+    for i in range(2):
+        assert noise(fused[i], want[i]) < 2 * noise(plain[i], want[i]) + 1e-4
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_padding_queries_are_zeros(impl):
+    q, k, v, key_mask = inputs(70, 70)
+    key_mask[1, 40:] = False
+    out, lse = attend_over(q, k, v, key_mask, 0, spec_of(impl), Scores(64**-0.5))
+    for x in (out, lse):
+        assert not x[0, :, :7].any()
+        assert not x[1, :, 40:].any()
+        assert x[0, :, 7:].all()
