@@ -35,6 +35,11 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("kivi", {"bits": 2, "group_size": 128, "residual_length": 32}),
     ("sinkq", {}),
     ("sinkq", {"group_size": 32}),
+    ("turboquant", {}),
+    ("turboquant", {"k_format": "turbo4"}),
+    ("turboquant", {"k_format": "turbo3", "v_format": "turbo3"}),
+    ("turboquant", {"k_format": "turbo2", "v_format": "turbo2"}),
+    ("turboquant", {"k_format": "turbo3", "v_format": "turbo3", "norm_block": None}),
 ]
 
 

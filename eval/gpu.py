@@ -41,8 +41,11 @@ DECODE_METHODS = (
     "kivi:bits=2,group_size=128,residual_length=32",
     "sinkq",
     "turbo:sink_num=3",
+    "turboquant",
+    "turboquant:k_format=turbo4",
+    "turboquant:k_format=turbo3,v_format=turbo3",
 )
-PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "sinkq")
+PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "turboquant", "sinkq")
 UNTIMED = ("tests", "quality")
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
 Part = tuple[str, list[str]]

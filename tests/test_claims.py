@@ -75,12 +75,20 @@ def error(case: Case, inputs: Inputs) -> float:
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.parametrize(("method", "bits"), [("turbo", (2, "mixed", 4)), ("kivi", (2, 3, 4))])
-def test_more_bits_are_never_worse(method: str, bits: tuple[Any, ...], kind: str):
+@pytest.mark.parametrize(
+    ("method", "widths"),
+    [
+        ("turbo", [{"bits": bits} for bits in (2, "mixed", 4)]),
+        ("kivi", [{"bits": bits, **KIVI} for bits in (2, 3, 4)]),
+        ("turboquant", [{"k_format": name, "v_format": name} for name in ("turbo2", "turbo3", "turbo4", "q8")]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_more_bits_are_never_worse(method: str, widths: list[dict[str, Any]], kind: str):
     """No tolerance: a bit more halves the step of a code, and one head of two has two more in `mixed`."""
-    inputs, others = INPUTS[kind](), KIVI if method == "kivi" else {}
-    few, more, most = (error((method, {"bits": b, **others}), inputs) for b in bits)
-    assert few > more > most
+    inputs = INPUTS[kind]()
+    errors = [error((method, settings), inputs) for settings in widths]
+    assert errors == sorted(errors, reverse=True) and len(set(errors)) == len(errors)
 
 
 POOLS: list[tuple[Case, Case]] = [
@@ -127,6 +135,41 @@ def test_rotation_beats_none_on_outlier_channels(bits: int, kind: str):
     inputs = INPUTS[kind]()
     turned, plain = (error(("int_flash", {"bits": bits, "rotate": way}), inputs) for way in ("hadamard", "none"))
     assert turned < plain
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("int8", {}), ("int_flash", {"bits": 4}), ("sage2", {}), ("sage2", {"bits": 4})],
+    ids=case_id,
+)
+def test_smoothing_keys_beats_none_on_channels_with_means(case: Case):
+    """No tolerance: where codes have a scale a token or a block, means that all keys share take most of it. Of codes by
+    channel (turbo, KIVI) nothing is claimed: they have a zero point of their own."""
+    inputs = normal(shift=8)
+    method, settings = case
+    smooth, plain = (error((method, {**settings, "smooth_k": smooth}), inputs) for smooth in (True, False))
+    assert smooth < plain
+
+
+@pytest.mark.parametrize("sides", [("k",), ("v",), ("k", "v")], ids="".join)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_rotation_beats_none_where_a_codebook_expects_normal_channels(bits: int, sides: tuple[str, ...]):
+    """No tolerance. Channels that stand out, of keys by their means and of values alike, are rotated to the others."""
+    q, k, v = normal(shift=8)
+    v[..., [5, 20, 50]] *= 8
+    formats: dict[str, Any] = {f"{side}_format": f"turbo{bits}" if side in sides else "q8" for side in "kv"}
+    turned, plain = (error(("turboquant", {**formats, "rotate": way}), (q, k, v)) for way in ("hadamard", "none"))
+    assert turned < plain
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_q8_keys_with_turbo4_values_beat_the_same_bits_the_other_way(kind: str):
+    """No tolerance: the recommended pair."""
+    inputs = INPUTS[kind]()
+    pair, other = (
+        error(("turboquant", {"k_format": k, "v_format": v}), inputs) for k, v in (("q8", "turbo4"), ("turbo4", "q8"))
+    )
+    assert pair < other
 
 
 @pytest.mark.parametrize("method", list_methods())

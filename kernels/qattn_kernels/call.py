@@ -94,7 +94,7 @@ def make_call(
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
     int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
-    int8 |= short and getattr(pieces_of(spec.k), "TWINS", False)
+    int8 |= short and any(getattr(pieces_of(store), "TWINS", False) for store in (spec.k, spec.v))
     columns = tokens if short else 1
     asks = scores.softcap != 0, scores.window != 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 
 import torch
 
@@ -11,14 +12,16 @@ from qattn_kernels.decode.reference import decode
 from qattn_kernels.layout import Geometry, State
 from qattn_kernels.online import Scores
 from qattn_kernels.prefill.reference import packed_past, prefill
-from qattn_kernels.rotate import rotate
+from qattn_kernels.rotate.reference import rotate, rotate_back
 from qattn_kernels.rows import build_region, columns_back, real_first
 from qattn_kernels.sink_pool.mass import given
 from qattn_kernels.sink_pool.reference import compete
 from qattn_kernels.sink_pool.table import settle
-from qattn_kernels.spec import SHORT_CALL, LayerSpec, decode_spec
+from qattn_kernels.spec import SHORT_CALL, Compute, LayerSpec, decode_spec
 from qattn_kernels.state import layer_tensors
 from qattn_kernels.tally import add_tally
+
+Turn = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 
 
 class CapacityError(ValueError):
@@ -82,6 +85,15 @@ def reference_step(
     return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]
 
 
+def _turned(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, turn: Turn
+) -> Iterator[torch.Tensor]:
+    """The three as the layer stores and multiplies them: all that is turned at once."""
+    asked = ((query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v))
+    turned = iter(turn([x for x, way in asked if way == "hadamard"]))
+    return (x if way == "none" else next(turned) for x, way in asked)
+
+
 @torch.library.custom_op("qattn::attend", mutates_args={"state"})
 def attend(
     query: torch.Tensor,
@@ -116,14 +128,17 @@ def attend(
     named = dict(zip(state_names(layer), state, strict=True))
     scores = Scores(scale, softcap, window, sinks)
     _check_capacity(named, layer, span)
-    if layer.compute.rotate == "hadamard":
-        query, key = rotate(query), rotate(key)
-    if layer.impl == "triton":
-        from qattn_kernels.fused import fused_step  # Triton is loaded when it is first used
+    if layer.impl == "triton":  # which is loaded when it is first used
+        from qattn_kernels.fused import fused_step
+        from qattn_kernels.rotate import launch
 
-        return fused_step(query, key, value, span, named, layer, scores, past)
+        query, key, value = _turned(query, key, value, layer.compute, launch.rotate)
+        out, lse = fused_step(query, key, value, span, named, layer, scores, past)
+        return out if layer.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
-        return reference_step(query, key, value, span, named, layer, scores)
+        query, key, value = _turned(query, key, value, layer.compute, partial(map, rotate))
+        out, lse = reference_step(query, key, value, span, named, layer, scores)
+        return out if layer.compute.rotate_v == "none" else rotate_back(out), lse
 
 
 @attend.register_fake

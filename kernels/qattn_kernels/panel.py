@@ -23,8 +23,9 @@ class Panel(NamedTuple):
     the last: a cache's own tensors (`over.py`).
 
     What `prefill.coded` adds: `v` bytes of E4M3 `[B, Hkv, Dv, N]` with fp32 `v_channel` `[B, Hkv, Dv]` instead of token
-    scales, around `v_mean` like it; `k` around `k_mean` `[B, Hkv, Dk]`, which a smoothed store's panel has too; queries
-    around `q_mean` `[B, Hq, n, Dk]` of all (n = 1) or of blocks, whose scores `shift` is, `[B, Hq, n, N]`.
+    scales, around `v_mean` like it; int32 `clean` `[B * Hkv]`, the first masked slot; `k` around `k_mean`
+    `[B, Hkv, Dk]`, which a smoothed store's panel has too; queries around `q_mean` `[B, Hq, n, Dk]`, of all (n = 1)
+    or of blocks, whose scores `shift` is, `[B, Hq, n, N]`.
     """
 
     k: torch.Tensor
@@ -36,6 +37,7 @@ class Panel(NamedTuple):
     rows: torch.Tensor
     v_channel: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
+    clean: torch.Tensor | None = None
     k_mean: torch.Tensor | None = None
     q_mean: torch.Tensor | None = None
     shift: torch.Tensor | None = None

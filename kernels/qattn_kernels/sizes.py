@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.stores import Store
+from qattn_kernels.stores.channel_block import ChannelBlockStore
 from qattn_kernels.stores.flashq import FlashQStore
 
 LEAST_COLUMNS = 8  # of a tensor core tile
@@ -20,8 +21,9 @@ class Sizes(NamedTuple):
     `H` KV heads, `G` query heads of each, `D` head dim, `DP` the power of two that holds it; `BLOCK`, `SPAN`,
     `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` 2-bit heads,
     `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own; `K_BITS`, `V_BITS` bits of a code
-    where all heads have as many; `PARTS` of a block of packed keys, which take turns in a tile of scores; `OPEN` parts
-    of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
+    where all heads have as many; `K_CHANNELS`, `V_CHANNELS` how many of a token share a scale in stores where
+    not all do, else 0; `PARTS` of a block of packed keys, which take turns in a tile of scores; `OPEN` parts of a
+    decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
     the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
     token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH` keys are coded around a mean, `K_GROUP`
@@ -43,6 +45,8 @@ class Sizes(NamedTuple):
     V_MASK: int
     K_BITS: int
     V_BITS: int
+    K_CHANNELS: int
+    V_CHANNELS: int
     PARTS: int
     OPEN: int
     ENTRIES: int
@@ -91,7 +95,9 @@ def sizes_of(
         V_MASK=v_mask,
         K_BITS=_bits(spec.k, heads),
         V_BITS=_bits(spec.v, heads),
-        PARTS={2: 4, 4: 2}.get(_bits(spec.k, heads), 2 if k_low else 1),
+        K_CHANNELS=_group(spec.k, dim),
+        V_CHANNELS=_group(spec.v, dim),
+        PARTS={2: 4, 3: 2, 4: 2}.get(_bits(spec.k, heads), 2 if k_low else 1),
         OPEN=int(spec.k.windowed) + int(spec.sink_pool.num > 0),
         ENTRIES=spec.sink_pool.entries(at),
         SINKS=spec.sink_pool.num,
@@ -130,3 +136,7 @@ def _bits(store: Store, heads: int) -> int:
         return {0: 4, heads: 2}.get(store.low(heads), 0)
     bits = getattr(store, "bits", 0)
     return bits if isinstance(bits, int) else 0
+
+
+def _group(store: Store, dim: int) -> int:
+    return store.group(dim) if isinstance(store, ChannelBlockStore) else 0

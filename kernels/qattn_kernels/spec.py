@@ -34,7 +34,8 @@ class Compute:
         qk_levels, pv_levels: largest INT8 code of queries in a prefill and of weights, and of keys and values that
             have no codes.
         round_sum: row sums are of the rounded INT8 weights, not of what they were rounded from.
-        rotate: `hadamard` turns queries and keys before anything else (`rotate.py`), `none` does not.
+        rotate: `hadamard` turns queries and keys before anything else (`rotate/`), `none` does not.
+        rotate_v: the same for values, and the output is turned back.
     """
 
     prefill: str = "int8"
@@ -54,6 +55,7 @@ class Compute:
     pv_levels: int = INT8_LEVELS
     round_sum: bool = False
     rotate: str = "none"
+    rotate_v: str = "none"
 
 
 @dataclass(frozen=True)

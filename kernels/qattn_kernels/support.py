@@ -7,6 +7,7 @@ import os
 
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.stores import Store
+from qattn_kernels.stores.channel_block import ChannelBlockStore
 from qattn_kernels.stores.flashq import FlashQStore
 from qattn_kernels.stores.fp8_channel import Fp8ChannelStore
 from qattn_kernels.stores.int8_block import Int8BlockStore
@@ -15,6 +16,7 @@ from qattn_kernels.stores.kivi import KiviStore
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half tiles
 MOST_GROUP = 8
+LEAST_GROUP = 32  # channels that a product of integers takes at once
 CODED = ("int_group",)  # stores that hold codes of integers, though a prefill makes its own
 PRIORITIES = ("priority", "min_max", "variation")  # `append.ranking` knows them by their index
 
@@ -48,14 +50,14 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return "several blocks close together, and the kernels' sink pool competes with one"
     if spec.k.name == "smoothed" and (pool.num or getattr(spec.k.core, "bits", 4) == "mixed"):
         return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
-    return _unsupported_stores(spec)
+    return _unsupported_stores(spec, k_dim)
 
 
-def _unsupported_stores(spec: LayerSpec) -> str | None:
+def _unsupported_stores(spec: LayerSpec, dim: int) -> str | None:
     for side, store in (("k", spec.k.core), ("v", spec.v.core)):
         if importlib.util.find_spec(f"qattn_kernels.pieces.{store.name}") is None:
             return f"there are no kernels for {store.name} yet"
-        reason = _unsupported_product(spec, side, store) or _unsupported_format(store, side)
+        reason = _unsupported_product(spec, side, store) or _unsupported_format(store, side, dim)
         if reason is not None:
             return reason
     if spec.k.windowed != spec.v.windowed:
@@ -81,8 +83,8 @@ def _unsupported_product(spec: LayerSpec, side: str, store: Store) -> str | None
     return None
 
 
-def _unsupported_format(store: Store, side: str) -> str | None:
-    """Of one store, on its side."""
+def _unsupported_format(store: Store, side: str, dim: int) -> str | None:
+    """Of one store, on its side, for one head dim."""
     if isinstance(store, FlashQStore):
         if store.buffer_scale != "token":
             return f"buffer_scale is {store.buffer_scale!r}; the kernels scale the buffer by token"
@@ -90,6 +92,8 @@ def _unsupported_format(store: Store, side: str) -> str | None:
             return f"priority is {store.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
     if isinstance(store, KiviStore) and (store.bits == 3 or store.per_token != (side == "v")):
         return "of KIVI's formats the kernels know 2 and 4 bits, keys by channel and values by token"
+    if isinstance(store, ChannelBlockStore) and store.group(dim) < LEAST_GROUP:
+        return f"{store.group(dim)} channels share a norm at head dim {dim}; the kernels know {LEAST_GROUP} and more"
     if isinstance(store, Int8BlockStore) and store.granularity != "block":
         return f"v_granularity is {store.granularity!r}; the kernels scale values by block"
     if isinstance(store, Fp8ChannelStore) and store.v_scale != "block":

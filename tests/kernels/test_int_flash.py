@@ -12,7 +12,7 @@ from papers import int_flash as paper
 
 from qattn_kernels.online import Scores, attend
 from qattn_kernels.queries import short_queries
-from qattn_kernels.rotate import rotate, rotation
+from qattn_kernels.rotate.reference import rotate
 from qattn_kernels.spec import Compute, Sparsity
 from qattn_kernels.state import side_of
 from qattn_kernels.stores import Operand
@@ -107,24 +107,6 @@ def test_rotation_spreads_a_channel_that_stands_out():
         for r in ("none", "hadamard")
     )
     assert turned < none / 2
-
-
-@pytest.mark.parametrize("dim", [16, 64, 80, 96, 256])
-def test_rotation_keeps_products(dim: int):
-    """And mixes channels of a block alone: the largest power of two that divides the head dim."""
-    matrix, size = rotation(dim, torch.device("cpu")), dim & -dim
-    torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim, dtype=torch.float64))
-    assert ((matrix.abs() - size**-0.5).abs() < 1e-12).sum() == dim * size and (matrix != 0).sum() == dim * size
-    x, y = torch.randn(2, 3, dim, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(rotate(x) @ rotate(y).T, x @ y.T, atol=1e-4, rtol=0)
-
-
-def test_rotation_of_a_token_does_not_depend_on_its_call():
-    x = torch.randn(1, 8, 513, 128, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(rotate(x)[:, 3:4, 400:401], rotate(x[:, 3:4, 400:401]))
-    assert torch.equal(rotate(x.bfloat16())[:, :, :7], rotate(x.bfloat16()[:, :, :7]))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(rotate(x)[:, :, :7], rotate(x[:, :, :7])) and rotate(x).dtype == x.dtype
 
 
 def test_stored_keys_are_the_rotated_ones():

@@ -30,6 +30,11 @@ REASONS = [
     ("sage2", {"cache": "model", "bits": 4}, (2, 4, 128), None),
     ("sage2", {"cache": "model", "granularity": "tensor"}, (2, 4, 64), "granularity is 'tensor'"),
     ("sage2", {"cache": "model", "pv": "e5m2"}, (2, 4, 64), "pv is 'e5m2'"),
+    ("turboquant", {}, (2, 4, 96), None),
+    ("turboquant", {}, (2, 4, 80), "16 channels share a norm"),
+    ("turboquant", {"k_format": "q4", "v_format": "model"}, (2, 4, 80), None),
+    ("turboquant", {"norm_block": 16}, (2, 4, 128), "16 channels share a norm"),
+    ("turboquant", {"compute": "int8"}, (2, 4, 128), "no integers"),
     ("turbo", {}, (2, 4, 72), "head dims are 72"),
     ("turbo", {}, (1, 9, 64), "9 query heads"),
     ("turbo", {}, (1, 8, 256), None),
@@ -64,7 +69,7 @@ def test_a_layer_of_other_sizes_than_its_config_fails_closed():
         layer.update(k, k)
 
 
-@pytest.mark.parametrize("case", [("int8", {}), ("int_flash", {"rotate": "hadamard"})], ids=case_id)
+@pytest.mark.parametrize("case", [("int8", {}), ("int_flash", {"rotate": "hadamard"}), ("turboquant", {})], ids=case_id)
 def test_a_model_generates_through_the_kernels(case: Case):
     """Interpreted without a GPU: prefill, decode and the end of a block, with logits near the reference's."""
     model = tiny_llama(**SIZES).to(DEVICE)

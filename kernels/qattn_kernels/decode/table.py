@@ -34,7 +34,8 @@ def choose(size: Sizes, rows: int, model_precision: bool) -> Launch:
     plan = few, long, LEAST
     if model_precision:
         return Launch(most, plan, 2, 2)
-    if size.N > LEAST_COLUMNS:
+    wide = size.DP > 128 and max(size.K_CHANNELS, size.V_CHANNELS) > 0  # too many for one warp's registers
+    if size.N > LEAST_COLUMNS or wide:
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         return Launch(most, plan, 2, 3)
     return Launch(most, plan, 1, 3)

@@ -17,7 +17,7 @@ it wastes 16 rows.
 A store with a ring has `ring` among its tensors, and `ring_scale` if that holds INT8, and offers `ring_scores(...)`,
 `ring_values(...)`: the two products over the ring, or over sinks, which stand as a ring of theirs would. A store of
 keys or of values alone offers the products of its side. `TWINS`: its codes enter products of integers whatever
-`compute`.
+`compute`; then queries have twins for both sides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Codes of 4 and 2 bits as they lie in memory: written, read back, and taken apart into the half tiles of a product.
+"""Codes of 4, 3 and 2 bits as they lie in memory: written, read back, and taken apart into the half tiles of a product.
 
 Byte `t` of a block holds tokens `t`, `t + n`, ... of its `n` bytes, so that masks and shifts yield whole part tiles.
 """
@@ -12,31 +12,55 @@ from qattn_kernels.jit import dot_twins, in_line, join_twins, stack, take_turns,
 
 
 @triton.jit
-def write_codes(codes, code, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """int32 codes `[BLOCK, DP]` of block `at`, packed: `[bytes, D]` of keys, `[D, bytes]` of values."""
-    PARTS: tl.constexpr = 8 // BITS
-    ROWS: tl.constexpr = C.BLOCK // PARTS
-    parts = tl.reshape(code, (PARTS, ROWS, C.DP)) << (tl.arange(0, PARTS) * BITS)[:, None, None]
-    packed = tl.sum(parts, 0).to(tl.uint8)  # the parts share no bit, so their sum is their union
-    t, d = tl.arange(0, ROWS), tl.arange(0, C.DP)
+def _plane(codes, at, byte, FIRST: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Addresses `[n, DP]` of bytes of block `at`, which has `ROWS` a channel, counted from `FIRST`."""
+    d = tl.arange(0, C.DP)
     if VALUES:
-        where = codes + at * (ROWS * C.D) + d[None, :] * ROWS + t[:, None]
+        return codes + at * (ROWS * C.D) + d[None, :] * ROWS + (FIRST + byte)[:, None]
     else:
-        where = codes + at * (ROWS * C.D) + t[:, None] * C.D + d[None, :]
-    tl.store(where, packed, mask=(d < C.D)[None, :])
+        return codes + at * (ROWS * C.D) + (FIRST + byte)[:, None] * C.D + d[None, :]
+
+
+@triton.jit
+def _write_plane(codes, code, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
+    PARTS: tl.constexpr = 8 // BITS
+    parts = tl.reshape(code, (PARTS, C.BLOCK // PARTS, C.DP)) << (tl.arange(0, PARTS) * BITS)[:, None, None]
+    packed = tl.sum(parts, 0).to(tl.uint8)  # the parts share no bit, so their sum is their union
+    where = _plane(codes, at, tl.arange(0, C.BLOCK // PARTS), FIRST, ROWS, VALUES, C)
+    tl.store(where, packed.to(codes.dtype.element_ty, bitcast=True), mask=(tl.arange(0, C.DP) < C.D)[None, :])
+
+
+@triton.jit
+def write_codes(codes, code, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """int32 codes `[BLOCK, DP]` of block `at`, packed: `[bytes, D]` of keys, `[D, bytes]` of values. 3 bits are the
+    lower two and, behind those, the highest."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    if BITS == 3:
+        _write_plane(codes, code & 3, at, 2, 0, ROWS, VALUES, C)
+        _write_plane(codes, code >> 2, at, 1, C.BLOCK // 4, ROWS, VALUES, C)
+    else:
+        _write_plane(codes, code & (2**BITS - 1), at, BITS, 0, ROWS, VALUES, C)
+
+
+@triton.jit
+def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
+    OWN: tl.constexpr = C.BLOCK * BITS // 8
+    t, inside = tl.arange(0, C.BLOCK), (tl.arange(0, C.DP) < C.D)[None, :]
+    x = tl.load(_plane(codes, at, t % OWN, FIRST, ROWS, VALUES, C), mask=inside, other=0).to(tl.int32)
+    return (x >> ((t // OWN) * BITS)[:, None]) & (2**BITS - 1)
 
 
 @triton.jit
 def read_codes(codes, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """The inverse: int32 `[BLOCK, DP]`."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    t, d = tl.arange(0, C.BLOCK), tl.arange(0, C.DP)
-    byte, shift = t % ROWS, (t // ROWS) * BITS
-    if VALUES:
-        where = codes + at * (ROWS * C.D) + d[None, :] * ROWS + byte[:, None]
+    if BITS == 3:
+        low = _read_plane(codes, at, 2, 0, ROWS, VALUES, C)
+        return low | _read_plane(codes, at, 1, C.BLOCK // 4, ROWS, VALUES, C) << 2
     else:
-        where = codes + at * (ROWS * C.D) + byte[:, None] * C.D + d[None, :]
-    return (tl.load(where, mask=(d < C.D)[None, :], other=0).to(tl.int32) >> shift[:, None]) & (2**BITS - 1)
+        return _read_plane(codes, at, BITS, 0, ROWS, VALUES, C)
 
 
 @triton.jit

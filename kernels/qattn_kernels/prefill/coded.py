@@ -14,7 +14,7 @@ from qattn_kernels.rows import real_first
 from qattn_kernels.sizes import power_of_two
 from qattn_kernels.spec import Compute, LayerSpec
 
-STEP = 256  # slots of a program that gathers statistics
+STEP = 128  # slots of a program that gathers statistics
 
 
 def coded_panel(q: torch.Tensor, panel: Panel, spec: LayerSpec, scale: float) -> Panel:
@@ -40,8 +40,9 @@ def coded_panel(q: torch.Tensor, panel: Panel, spec: LayerSpec, scale: float) ->
 
 def _statistics(
     x: torch.Tensor, panel: Panel, largest: float, smooth: bool, window: Window
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 `[B, H, D]` twice: the mean of all visible tokens (zeros unless `smooth`), and scales around it."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp32 `[B, H, D]` twice: the mean of all visible tokens (zeros unless `smooth`), and scales around it; and int32
+    `[B * H]`, the first masked slot."""
     batch, heads, _, dim = x.shape
     slots = panel.bias.shape[2]
     parts, dp = -(-slots // STEP), power_of_two(dim)
@@ -50,8 +51,9 @@ def _statistics(
         x, *x.stride()[:3], panel.bias, panel.rows, stats, heads, slots, D=dim, DP=dp, STEP=STEP, BLOCK=window.block
     )
     mean, scale = (torch.empty((batch, heads, dim), dtype=torch.float32, device=x.device) for _ in range(2))
-    settle_kernel[(batch * heads,)](stats, mean, scale, parts, largest, D=dim, DP=dp, CHUNK=32, SMOOTH=smooth)
-    return mean, scale
+    clean = torch.empty(batch * heads, dtype=torch.int32, device=x.device)
+    settle_kernel[(batch * heads,)](stats, mean, scale, clean, parts, largest, D=dim, DP=dp, CHUNK=32, SMOOTH=smooth)
+    return mean, scale, clean
 
 
 def _with_keys(q: torch.Tensor, panel: Panel, compute: Compute, window: Window, scale: float) -> Panel:
@@ -100,10 +102,10 @@ def _empty_values(panel: Panel, dtype: torch.dtype) -> torch.Tensor:
 
 def _with_fp8_values(panel: Panel, compute: Compute, window: Window) -> Panel:
     largest = torch.finfo(FP8[compute.pv]).max
-    mean, channel = _statistics(panel.v, panel, largest, compute.smooth_v, window)
+    mean, channel, clean = _statistics(panel.v, panel, largest, compute.smooth_v, window)
     codes = _empty_values(panel, torch.uint8)
     _values(panel, mean, channel, codes, panel.bias, True, compute.smooth_v, window)
-    return panel._replace(v=codes, v_channel=channel, v_mean=mean if compute.smooth_v else None)
+    return panel._replace(v=codes, v_channel=channel, v_mean=mean if compute.smooth_v else None, clean=clean)
 
 
 def _values(

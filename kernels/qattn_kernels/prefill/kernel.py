@@ -18,18 +18,24 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.groups import QUERY_BLOCK
-from qattn_kernels.jit import LN2, LOG2E, ROUNDER, exp2_sas, float_to_int8, load_row, round_even
+from qattn_kernels.jit import LN2, LOG2E, ROUNDER, float_to_int8, load_row
 from qattn_kernels.pieces.fp8 import rounded
+from qattn_kernels.prefill.weights import (
+    LARGEST,
+    LEVELS,
+    NEGATIVE,
+    NO_SCALE,
+    NOTHING,
+    block_weights,
+    factor,
+    group_weights,
+    row_weights,
+    token_scores,
+    token_weights,
+)
 
-NOTHING = tl.constexpr(-1e30)  # a running maximum before any score: finite, so that differences stay numbers
-NEGATIVE = tl.constexpr(float("-inf"))
 MEAN_QUERIES = tl.constexpr(QUERY_BLOCK)
 ROUNDER_BITS = tl.constexpr(0x4B400000)
-LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than the 119 of what is stored
-LOG2_LEVELS = tl.constexpr(6.988684686772166)
-LARGEST = tl.constexpr(448.0)  # of E4M3, which weights are scaled by
-LOG2_LARGEST = tl.constexpr(8.807354922057604)
-NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
 
 
 class Shape(NamedTuple):
@@ -37,11 +43,11 @@ class Shape(NamedTuple):
 
     `BM` queries a program, `BN` slots a tile of the main loop, `TAIL` of the others, `STAGES` of their pipelines;
     `HQ`, `G` query heads and how many share a KV head; `D`, `DV` head dims of K and V, `DP`, `DVP` the powers of two
-    that hold them; `BLOCK` slots of a block; `BLOCK_SCALES`: the slots of a closed block share a scale in K and V;
+    that hold them; `BLOCK` slots of a block; `BLOCK_SCALES`: the slots of a closed block share scales, in groups of K;
     `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product, `V_FP8` FP8 in both; `Q_LEVELS` largest
     code of a query, `Q_GROUP` which share a scale (`groups`, `block` being the program's own); `CENTER` keys stand
-    around a mean, `SHIFT` which queries around one (`smooth_q`), `V_MEAN` values do; `ROUND_SUM` row sums are of
-    rounded weights, which wants one scale for all values of a tile; `PLAIN`: the interpreter runs.
+    around a mean, `SHIFT` which queries around one (`smooth_q`), `V_MEAN` values do; `BY_ROW`
+    scores may stay in units of their query (`row_weights`); `PLAIN`: the interpreter runs.
     """
 
     BM: int
@@ -66,7 +72,7 @@ class Shape(NamedTuple):
     CENTER: bool
     SHIFT: str
     V_MEAN: bool
-    ROUND_SUM: bool
+    BY_ROW: bool
     WINDOW: int
     SOFTCAP: bool
     SAS: bool
@@ -145,112 +151,6 @@ def _sums(x, y):
 
 
 @triton.jit
-def _exponentials(x, cut, C: tl.constexpr):
-    """`2^x`, by SAS if that is asked for: nothing where `x` is below `cut`."""
-    return exp2_sas(x, cut) if C.SAS else tl.exp2(x)
-
-
-@triton.jit
-def _block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.constexpr):
-    """Weights of a tile of whole blocks from its integer sums `x`. The largest sum of a block gives its largest score,
-    so that one multiply-add takes a sum to its exponent.
-
-    The terms with `ROUNDER` are large, so that their difference errs by up to one unit of a sum. Scores are taken from
-    one unit above the largest: a weight beyond 127 would come out as a negative 8-bit integer."""
-    PARTS: tl.constexpr = (BN + C.BLOCK - 1) // C.BLOCK
-    _, k_scale, _, column, inverse, _, _ = at
-    _, _, top, peak = carry
-    block = n0 + tl.arange(0, PARTS) * C.BLOCK
-    r = tl.load(inverse + block)[None, :]
-    a = tl.load(k_scale + block)[None, :] * unit
-    b = tl.load(column + block)[None, :] - a * ROUNDER
-    x = x.reshape(C.BM, PARTS, BN // PARTS)
-    best = tl.max(x, 2) * a + b
-    here = tl.max(best, 1) + tl.max(a, 1)
-    base = here - LOG2_LEVELS
-    cut = best
-    if C.SAS:
-        bare = tl.log2(r)
-        peak = tl.maximum(peak, tl.max(best + bare, 1))
-        cut = (peak + threshold - base)[:, None] - bare
-    p = _exponentials(x * a[:, :, None] + (b - base[:, None])[:, :, None], cut[:, :, None], C)
-    return p.reshape(C.BM, BN), tl.sum(tl.sum(p, 2) * r, 1), here, tl.maximum(top, here), peak
-
-
-@triton.jit
-def _factor(cap, C: tl.constexpr):
-    """From scores to log2 units, or to the exponent of their cap's tanh."""
-    return 2.0 * LOG2E * LOG2E / cap if C.SOFTCAP else LOG2E
-
-
-@triton.jit
-def _token_scores(x, unit, at, n, cap, center, C: tl.constexpr):
-    """Scores in log2 units plus the logarithm of each value's scale, and 1 / that scale, `[BM, BN]` and `[BN]`.
-
-    Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`. `center` `[BM]`: what keys
-    around a mean lack, which a softmax alone would not miss."""
-    _, k_scale, _, column, inverse, _, shift = at
-    b = tl.load(column + n)
-    r = tl.full([x.shape[1]], 1.0, tl.float32)
-    a = r * unit
-    if C.K_CODES:  # a slot that nobody sees may have any scale
-        a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n) * unit)
-    if C.V_CODES:
-        r = tl.load(inverse + n)
-    low = a * (-ROUNDER if C.K_INT8 and C.Q_GROUP == "block" else 0.0)
-    if C.SHIFT != "none":
-        low += tl.load(shift + n) * _factor(cap, C)
-    if C.SOFTCAP:  # `unit` makes this the exponent of its tanh
-        y = x * a[None, :] + low[None, :]
-        if C.CENTER:
-            y += center[:, None]
-        s = cap - 2.0 * cap / (tl.exp2(y) + 1.0) + b[None, :]
-    else:
-        s = x * a[None, :] + (low + b)[None, :]
-    return s, r
-
-
-@triton.jit
-def _fp8_weights(x, unit, carry, at, n, see, threshold, MASK: tl.constexpr, C: tl.constexpr):
-    """Weights of a tile, times `LARGEST`, against the running maximum, from integer sums `x`. Scores are in units of
-    their query until the exponent, where its scale costs nothing."""
-    _, k_scale, _, bias, _, _, _ = at
-    _, _, top, peak = carry
-    b = tl.load(bias + n)
-    a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n))
-    s = x * a[None, :] + (b - a * ROUNDER)[None, :]
-    if MASK:
-        s = tl.where(see, s, NEGATIVE)
-    new = tl.maximum(top, tl.max(s, 1) * unit)
-    base = new - LOG2_LARGEST
-    p = s * unit[:, None] - base[:, None]
-    p = _exponentials(p, (threshold + LOG2_LARGEST) + tl.zeros_like(p), C)
-    return p, tl.sum(p, 1), new, new, peak
-
-
-@triton.jit
-def _token_weights(s, r, carry, threshold, C: tl.constexpr):
-    """Weights of a tile from its scores: INT8 ones against the tile's own maximum, others against the running one."""
-    _, _, top, peak = carry
-    here = tl.max(s, 1)
-    new = tl.maximum(top, here)
-    base = new
-    if C.V_INT8:
-        base = tl.where(here == NEGATIVE, 0.0, here) - LOG2_LEVELS
-    if C.V_FP8:
-        base -= LOG2_LARGEST
-    cut = s
-    if C.SAS:  # its cut is by the score alone
-        bare = tl.log2(tl.maximum(r, NO_SCALE))[None, :]
-        peak = tl.maximum(peak, tl.max(s + bare, 1))
-        cut = (peak + threshold - base)[:, None] - bare
-    p = _exponentials(s - base[:, None], cut, C)
-    if C.ROUND_SUM:
-        p = round_even(p)
-    return p, tl.sum(p * r[None, :] if C.V_CODES else p, 1), here, new, peak
-
-
-@triton.jit
 def _seen(pos, place, n, C: tl.constexpr):
     """Which slots `n` queries at row positions `place` see: `[BM, BN]`."""
     there = tl.load(pos + n)[None, :]
@@ -272,19 +172,21 @@ def _tile(q, unit, place, carry, at, n0, N, cap, center, threshold, BN: tl.const
     order = _key_order(i, C.V_INT8 or C.V_FP8)
     keys = _load_keys(k, n0, order, C)
     x = _sums(q, keys) if C.K_INT8 else _product(q, keys, C)
-    if C.V_FP8 and C.Q_GROUP != "block" and not C.SOFTCAP and C.SHIFT == "none":
-        see = _seen(pos, place, n0 + order, C) if MASK else True
-        p, mass, here, new, peak = _fp8_weights(x, unit, carry, at, n0 + order, see, threshold, MASK, C)
+    if BLOCKS and C.V_FP8:
+        p, mass, here, new, peak = group_weights(x, unit, carry, at, n0, BN, C)
     elif BLOCKS:
-        p, mass, here, new, peak = _block_weights(x, unit, carry, at, n0, threshold, BN, C)
+        p, mass, here, new, peak = block_weights(x, unit, carry, at, n0, threshold, BN, C)
+    elif C.BY_ROW:
+        see = _seen(pos, place, n0 + order, C) if MASK else True
+        p, mass, here, new, peak = row_weights(x, unit, carry, at, n0 + order, see, BN, MASK, C)
     else:
         one = unit
         if C.K_INT8 and C.Q_GROUP != "block":
             x, one = (x - ROUNDER) * unit[:, None], 1.0
-        s, r = _token_scores(x, one, at, n0 + order, cap, center, C)
+        s, r = token_scores(x, one, at, n0 + order, cap, center, C)
         if MASK:
             s = tl.where(_seen(pos, place, n0 + order, C), s, NEGATIVE)
-        p, mass, here, new, peak = _token_weights(s, r, carry, threshold, C)
+        p, mass, here, new, peak = token_weights(s, r, carry, threshold, C)
     alpha = tl.exp2(top - new)
     values = _load_values(v, n0, i, N, C)
     if C.V_INT8:
@@ -313,10 +215,10 @@ def _queries(q, stride, column, real, scale, cap, k_mean, q_mean, C: tl.constexp
         q + column.to(tl.int64)[:, None] * stride + d[None, :], mask=real[:, None] & (d < C.D)[None, :], other=0
     )
     unit, center = scale, tl.full([C.BM], 0.0, tl.float32)
-    factor = _factor(cap, C)
+    to_log2 = factor(cap, C)
     if C.CENTER:
         mean = tl.load(k_mean + d, mask=d < C.D, other=0.0)
-        center = tl.sum(x.to(tl.float32) * mean[None, :], 1) * (scale * factor)
+        center = tl.sum(x.to(tl.float32) * mean[None, :], 1) * (scale * to_log2)
     if C.K_INT8:
         x = x.to(tl.float32)
         if C.SHIFT != "none":
@@ -324,15 +226,15 @@ def _queries(q, stride, column, real, scale, cap, k_mean, q_mean, C: tl.constexp
         x *= scale
         top = tl.max(tl.abs(x), 1)
         if C.Q_GROUP == "block":
-            top = tl.max(top, 0)
+            top = tl.max(top, 0) + tl.zeros_like(top) if C.BY_ROW else tl.max(top, 0)
         elif C.Q_GROUP == "thread":
             most = tl.max(tl.reshape(top, (C.BM // 32, 4, 8)), 1)
             top = tl.reshape(tl.broadcast_to(most[:, None, :], (C.BM // 32, 4, 8)), (C.BM,))
         unit = top / C.Q_LEVELS
         unit = tl.where(unit < 1e-36, 1e-36, unit)
         inverse = 1.0 / unit
-        x = float_to_int8(x * (inverse if C.Q_GROUP == "block" else inverse[:, None]))
-    return x, unit * factor, center
+        x = float_to_int8(x * (inverse if C.Q_GROUP == "block" and not C.BY_ROW else inverse[:, None]))
+    return x, unit * to_log2, center
 
 
 @triton.jit
@@ -379,7 +281,9 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
     end = tl.where(t0 < count, slot + last, 0)
     plain = tl.minimum(slot + t0 + 1, end)  # slots below are seen by every query
     if C.BLOCK_SCALES:
-        plain = tl.minimum(plain, tl.minimum((closed + closing) * C.BLOCK, tl.load(clean + bh)))
+        plain = tl.minimum(plain, tl.load(clean + bh))
+        if not C.V_FP8:
+            plain = tl.minimum(plain, (closed + closing) * C.BLOCK)
     start = 0
     main = 0
     if C.WINDOW:

@@ -21,8 +21,8 @@ LOG2E = math.log2(math.e)
 STEP = 2048  # slots at a time in `value_columns`
 
 
-def _config(q: torch.Tensor, int8: bool, width: int) -> Config:
-    kind = "int8" if int8 else "float" if q.dtype == torch.float32 else "half"
+def _config(q: torch.Tensor, kind: str | None, width: int) -> Config:
+    kind = kind or ("float" if q.dtype == torch.float32 else "half")
     return CONFIGS[kind, max(width, 64)]
 
 
@@ -31,7 +31,7 @@ def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor
     from qattn_kernels.prefill.kernel import value_columns
 
     if panel.v_scale is None:
-        return panel.bias, panel.bias, panel.rows
+        return panel.bias, panel.bias, panel.rows if panel.clean is None else panel.clean
     column, inverse = torch.empty_like(panel.bias), torch.empty_like(panel.bias)
     batch, heads, slots = panel.bias.shape
     clean = torch.empty(batch * heads, dtype=torch.int32, device=panel.bias.device)
@@ -50,14 +50,15 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
     k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
     k_int8 = k_codes and compute.prefill == "int8"
     v_int8, v_fp8 = v_codes and compute.prefill == compute.pv == "int8", panel.v_channel is not None
-    round_sum = v_int8 and compute.round_sum
+    plain = k_int8 and not scores.softcap and compute.smooth_q == "none" and compute.softmax == "exact"
     dim_v = panel.v.shape[2] if v_codes or v_fp8 else panel.v.shape[3]
     dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
-    config = _config(q, v_int8 or v_fp8, max(dp, dvp))
+    config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
+    grouped = plain and compute.k_scale in ("thread", "block")
     by_block = {spec.k.name, spec.v.name} <= BLOCK_SCALED
     shape = Shape(
         BM=compute.block_q if k_int8 and compute.q_scale == "block" else MODEL_QUERIES,
-        BN=min(config.bn, (1 if round_sum else 2) * spec.window.block),
+        BN=min(config.bn, 2 * spec.window.block),
         TAIL=min(config.tail, spec.window.block),
         STAGES=config.stages,
         HQ=hq,
@@ -67,7 +68,7 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
         DP=dp,
         DVP=dvp,
         BLOCK=spec.window.block,
-        BLOCK_SCALES=k_int8 and v_int8 and not scores.softcap and by_block,
+        BLOCK_SCALES=grouped if v_fp8 else by_block and k_int8 and v_int8 and not scores.softcap,
         K_CODES=k_codes,
         V_CODES=v_codes,
         K_INT8=k_int8,
@@ -78,7 +79,7 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
         CENTER=panel.k_mean is not None,
         SHIFT="none" if panel.shift is None else compute.smooth_q,
         V_MEAN=panel.v_mean is not None,
-        ROUND_SUM=round_sum,
+        BY_ROW=plain and (v_fp8 or (v_int8 and spec.v.name == "int8_block")),
         WINDOW=scores.window,
         SOFTCAP=scores.softcap != 0,
         SAS=compute.softmax == "sas",
@@ -93,7 +94,8 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
 
     INT8 codes are multiplied as integers if `spec.compute.prefill` is `int8`; what the panel has in the model's dtype
     always in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which are not the
-    reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels whatever `spec.compute` says.
+    reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels, and row sums are
+    of what they were rounded from, whatever `spec.compute` says: scaled by tile that errs as little.
 
     Args:
         q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `panel.rows` says which are real.

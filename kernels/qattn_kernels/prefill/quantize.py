@@ -10,7 +10,8 @@ from qattn_kernels.pieces.fp8 import rounded
 from qattn_kernels.pieces.int_group import shared
 
 TILE = tl.constexpr(64)
-FIELDS = 4  # of `stats_kernel`: sum, largest, smallest, count
+FIELDS = 4  # of `stats_kernel`
+FAR = tl.constexpr(1073741824.0)  # behind all slots
 
 
 @triton.jit
@@ -30,14 +31,16 @@ def _of_head(X, X_B, X_H, head, heads):
 @triton.jit
 def stats_kernel(X, X_B, X_H, X_N, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
-    """Program (part of the slots, row and head): sum, largest and smallest of each channel and the count of the visible
-    tokens of `STEP` slots of `X` (`_of_head`), into `OUT` fp32 `[B * H, parts, FIELDS, D]`."""
+    """Program (part of the slots, row and head): of `STEP` slots of `X` (`_of_head`) sum, largest and smallest of
+    each channel, into `OUT` fp32 `[B * H, parts, FIELDS, D]`, and there the count of visible tokens and the first
+    masked slot as channels 0 and 1 of a fourth field."""
     part, head = tl.program_id(0), tl.program_id(1)
     end = tl.minimum(_end(ROWS, head // heads, BLOCK), (part + 1) * STEP)
     d = tl.arange(0, DP)
     inside = (d < D)[None, :]
     at = _of_head(X, X_B, X_H, head, heads)
     sums, count = tl.full([DP], 0.0, tl.float32), tl.full([TILE], 0.0, tl.float32)
+    clean = tl.full([TILE], FAR, tl.float32)
     high, low = tl.full([DP], float("-inf"), tl.float32), tl.full([DP], float("inf"), tl.float32)
     for start in range(part * STEP, end, TILE):
         n = start + tl.arange(0, TILE)
@@ -48,20 +51,21 @@ def stats_kernel(X, X_B, X_H, X_N, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, D
         high = tl.maximum(high, tl.max(tl.where(seen[:, None], x, float("-inf")), 0))
         low = tl.minimum(low, tl.min(tl.where(seen[:, None], x, float("inf")), 0))
         count += seen.to(tl.float32)
+        clean = tl.minimum(clean, tl.where(seen, FAR, n.to(tl.float32)))
     at = OUT + (head * tl.num_programs(0) + part).to(tl.int64) * (4 * D) + d
     tl.store(at, sums, mask=d < D)
     tl.store(at + D, high, mask=d < D)
     tl.store(at + 2 * D, low, mask=d < D)
-    tl.store(at + 3 * D, tl.zeros_like(sums) + tl.sum(count, 0), mask=d < D)
+    tl.store(at + 3 * D, tl.where(d == 0, tl.sum(count, 0), tl.min(clean, 0)), mask=d < D)
 
 
 @triton.jit
-def settle_kernel(STATS, MEAN, SCALE, parts, largest, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
                   SMOOTH: tl.constexpr):  # fmt: skip
     """Program (row and head): the parts together, `MEAN` `[B * H, D]`, zeros unless `SMOOTH`, and what `largest` stands
-    for in each channel around it, `SCALE` likewise."""
+    for in each channel around it, `SCALE` likewise; `CLEAN` `[B * H]` the first masked slot."""
     head, d = tl.program_id(0), tl.arange(0, DP)
-    sums, count = tl.full([DP], 0.0, tl.float32), tl.full([DP], 0.0, tl.float32)
+    sums, count, clean = tl.full([DP], 0.0, tl.float32), 0.0, FAR + 0.0
     high, low = tl.full([DP], float("-inf"), tl.float32), tl.full([DP], float("inf"), tl.float32)
     for start in range(0, parts, CHUNK):
         i = start + tl.arange(0, CHUNK)
@@ -70,12 +74,17 @@ def settle_kernel(STATS, MEAN, SCALE, parts, largest, D: tl.constexpr, DP: tl.co
         sums += tl.sum(tl.load(at, mask=there, other=0.0), 0)
         high = tl.maximum(high, tl.max(tl.load(at + D, mask=there, other=float("-inf")), 0))
         low = tl.minimum(low, tl.min(tl.load(at + 2 * D, mask=there, other=float("inf")), 0))
-        count += tl.sum(tl.load(at + 3 * D, mask=there, other=0.0), 0)
+        count += tl.sum(
+            tl.load(STATS + (head * parts + i).to(tl.int64) * (4 * D) + 3 * D, mask=i < parts, other=0.0), 0
+        )
+        first = tl.load(STATS + (head * parts + i).to(tl.int64) * (4 * D) + 3 * D + 1, mask=i < parts, other=FAR)
+        clean = tl.minimum(clean, tl.min(first, 0))
     mean = tl.zeros_like(sums)
     if SMOOTH:
         mean = sums / tl.maximum(count, 1.0)
     top = tl.where(count > 0, tl.maximum(high - mean, mean - low), 0.0)
     tl.store(MEAN + head * D + d, mean, mask=d < D)
+    tl.store(CLEAN + head, clean.to(tl.int32))
     tl.store(SCALE + head * D + d, tl.where(top < largest * 1.1754943508222875e-38, 0.0, top / largest), mask=d < D)
 
 

@@ -1,0 +1,56 @@
+"""TurboQuant: rotated vectors, a norm and a codebook (papers: Attention-Gated Value Dequantization, Turney)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from pydantic import Field
+
+from qattn_hf.methods.base import Arithmetic, Method
+from qattn_kernels.spec import Compute
+from qattn_kernels.stores import Store
+from qattn_kernels.stores.model_ring import ModelRingStore
+from qattn_kernels.stores.quant_block import QuantBlockStore
+from qattn_kernels.stores.turboquant import TurboQuantStore
+
+Format = Literal["turbo2", "turbo3", "turbo4", "q4", "q8", "model"]
+
+
+class TurboQuant(Method):
+    """TurboQuant: rotated keys and values in a 2- to 4-bit codebook, each side its own; or q8, q4, model precision."""
+
+    variants = (
+        {"k_format": "turbo3", "v_format": "turbo2", "norm_block": None},
+        {"k_format": "model", "v_format": "q4"},
+    )
+
+    k_format: Format = Field("q8", description="of K: turbo2 to turbo4, q4 and q8 (llama.cpp's), or model precision")
+    v_format: Format = Field("turbo4", description="of V, which takes fewer bits more lightly")
+    norm_block: Literal[16, 32, 64, 128] | None = Field(
+        32, description="channels that share a norm in turbo formats, at most those rotated together; null: all these"
+    )
+    rotate: Literal["hadamard", "none"] = Field("hadamard", description="of sides in a turbo format; none to compare")
+
+    @classmethod
+    def default_compute(cls) -> Arithmetic:
+        return "model"
+
+    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+        return self._store(self.k_format, False), self._store(self.v_format, True)
+
+    def _store(self, name: Format, for_values: bool) -> Store:
+        """Each has a ring, so any two fit together."""
+        if name == "model":
+            return ModelRingStore()
+        bits = int(name[-1])
+        if name.startswith("q"):
+            return QuantBlockStore(bits=bits, for_values=for_values)
+        return TurboQuantStore(bits=bits, for_values=for_values, norm_block=self.norm_block or 0)
+
+    def arithmetic(self) -> Compute:
+        k, v = (self.rotate if name.startswith("turbo") else "none" for name in (self.k_format, self.v_format))
+        return dataclasses.replace(super().arithmetic(), rotate=k, rotate_v=v)
+
+
+METHOD = TurboQuant

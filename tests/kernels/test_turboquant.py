@@ -1,0 +1,172 @@
+"""TurboQuant's codebooks, its store and llama.cpp's blocks against their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import feed, make_layer, random_qkv
+
+from qattn_kernels.codebook import LARGEST_LEVEL, LEVELS, codebook, midpoints
+from qattn_kernels.rotate.reference import rotate
+from qattn_kernels.state import side_of
+from qattn_kernels.stores.channel_block import ChannelBlockStore
+from qattn_kernels.stores.quant_block import QuantBlockStore
+from qattn_kernels.stores.turboquant import TurboQuantStore
+
+BITS = [2, 3, 4]
+LLOYD_MAX = {2: 0.1175, 3: 0.03454, 4: 0.009497}  # MSE of the optimal quantizers of the unit normal (Max, 1960)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def restored(store: ChannelBlockStore, x: torch.Tensor) -> torch.Tensor:
+    code, scale = store.encode(x)
+    return store.levels(code) * scale.float()[..., None]
+
+
+def mse(store: ChannelBlockStore, x: torch.Tensor) -> float:
+    return ((restored(store, x) - x).square().mean() / x.square().mean()).item()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_levels_are_a_fixed_point_of_lloyds_iteration(bits: int):
+    """Each level is the mean of a normal number in its cell, up to the rounding to INT8: half a step, plus what the
+    neighbours' rounding moves the cell, which is no more."""
+
+    def density(x: float) -> float:
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    def above(x: float) -> float:
+        return math.erfc(x / math.sqrt(2)) / 2
+
+    step, edges = LARGEST_LEVEL[bits] / 127, [0.0, *midpoints(bits), math.inf]
+    for level, low, high in zip(LEVELS[bits], edges, edges[1:], strict=False):
+        mean = (density(low) - density(high)) / (above(low) - above(high))
+        assert abs(level * step - mean) < step
+    assert len(codebook(bits)) == 2**bits and codebook(bits) == sorted(codebook(bits))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_error_is_lloyd_maxs(bits: int):
+    """On normal numbers, whatever their deviation. Means of cells have 1 - D of the square; brought back to the norm
+    they err by 2 - 2 sqrt(1 - D). Of vectors so long that their own deviation is that of all; 1 % is chance. Shorter
+    ones have lighter tails, and err less."""
+    expected = 2 - 2 * math.sqrt(1 - LLOYD_MAX[bits])
+    errors = {n: mse(TurboQuantStore(bits=bits, norm_block=0), 7 * normal(2**19 // n, 1, n)) for n in (32, 128, 2048)}
+    assert abs(errors[2048] / expected - 1) < 0.01
+    assert errors[32] < errors[128] < errors[2048]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("norm_block", [32, 0])
+def test_codes_are_the_nearest_and_the_norm_is_kept(bits: int, norm_block: int):
+    store, x = TurboQuantStore(bits=bits, norm_block=norm_block), normal(2, 64, 128)
+    group = store.group(128)
+    assert group == (norm_block or 128)
+    x = x.unflatten(-1, (-1, group))
+    code, _ = store.encode(x)
+    unit = x / x.square().mean(-1, keepdim=True).sqrt()
+    grid = torch.tensor(codebook(bits)) * (LARGEST_LEVEL[bits] / 127)
+    distance = (unit[..., None] - grid).abs()
+    chosen = distance.gather(-1, code.long()[..., None])[..., 0]
+    assert (chosen <= distance.amin(-1) + 1e-6).all(), "another level is nearer"
+    norm, kept = x.norm(dim=-1), restored(store, x).norm(dim=-1)
+    torch.testing.assert_close(kept, norm, rtol=2**-11 + 1e-6, atol=0)  # an fp16 rounds by 2^-11 at most
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_what_is_nothing_or_huge_stays_finite(bits: int):
+    store = TurboQuantStore(bits=bits)
+    assert not restored(store, torch.zeros(1, 32)).any()
+    assert restored(store, torch.full((1, 32), -1e30)).isfinite().all()
+    assert (restored(store, torch.full((1, 32), -3.0)) + 3 < 0.01).all(), "all alike: every level is that number"
+
+
+def test_norms_of_blocks_are_worth_their_bits():
+    """Where deviations differ from block to block; where they do not, the whole vector's norm is nearly as good."""
+    x = normal(2000, 128)
+    wide = x * torch.tensor([1.0, 1.0, 1.0, 4.0]).repeat_interleave(32)
+    blocks, whole = TurboQuantStore(bits=3), TurboQuantStore(bits=3, norm_block=0)
+
+    def both(x: torch.Tensor) -> tuple[float, float]:
+        return mse(blocks, x.unflatten(-1, (4, 32))), mse(whole, x[:, None])
+
+    few, many = both(wide)
+    assert few < 0.7 * many
+    few, many = both(x)
+    assert 0.85 < few / many < 1
+
+
+def test_a_norm_is_of_channels_that_are_rotated_together():
+    sizes = [(norm_block, dim) for norm_block in (32, 64, 0) for dim in (48, 64, 80, 96, 128)]
+    found = [TurboQuantStore(norm_block=norm_block).group(dim) for norm_block, dim in sizes]
+    assert found == [16, 32, 16, 32, 32, 16, 64, 16, 32, 64, 16, 64, 16, 32, 128]
+
+
+def test_q4_takes_the_signed_value_of_largest_magnitude():
+    """By hand: -8 is the largest, so the scale is 1. Ties go up, and eight steps on the other side do not fit."""
+    x = torch.zeros(1, 32)
+    x[0, :6] = torch.tensor([-8.0, 7.9, 0.5, -0.5, 7.4, 3.0])
+    code, scale = QuantBlockStore(bits=4).encode(x)
+    assert scale.tolist() == [1.0]
+    assert code[0, :7].tolist() == [0, 15, 9, 8, 15, 11, 8]
+    code, scale = QuantBlockStore(bits=4).encode(-x)
+    assert scale.tolist() == [-1.0] and code[0, :2].tolist() == [0, 15]
+    assert not restored(QuantBlockStore(bits=4), torch.zeros(1, 32)).any()
+
+
+def test_q4_beats_one_scale_of_seven_steps():
+    """The specification says that `max / 7` has 27 % more MSE; of these 128000 numbers 1 % is chance."""
+    x = normal(4000, 32)
+    d = x.abs().amax(-1, keepdim=True) / 7
+    seven = ((torch.round(x / d) * d - x).square().mean() / x.square().mean()).item()
+    assert 1.24 < seven / mse(QuantBlockStore(bits=4), x) < 1.30
+
+
+def test_q8_errs_by_half_a_step():
+    x = normal(500, 32) * 10
+    step = x.abs().amax(-1, keepdim=True) / 127
+    # the scale is rounded to fp16, by 2^-11 of up to 127 steps
+    assert ((restored(QuantBlockStore(bits=8), x) - x).abs() <= step * (0.5 + 127 * 2**-11)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("turbo4", 4.5), ("turbo3", 3.5), ("turbo2", 2.5), ("q4", 4.5), ("q8", 8.5)]
+)
+def test_bits_of_a_value(name: str, expected: float):
+    layer = make_layer(("turboquant", {"k_format": name, "v_format": name}))
+    feed(layer, *random_qkv(1, 64, dim=64), [64])
+    for side in "kv":
+        state = side_of(layer.state, side)
+        assert sum(8 * state[key][0, 0, 0].nbytes for key in ("codes", "scale")) == expected * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("k_format", "v_format"), [("turbo4", "q8"), ("q8", "turbo4"), ("turbo3", "turbo2"), ("model", "q4")]
+)
+@pytest.mark.parametrize("dim", [48, 80, 128])
+def test_a_side_is_rotated_where_its_format_asks_for_it(k_format: str, v_format: str, dim: int):
+    """What is held undoes to the keys and values, or to the rotated ones, within what the codes cost."""
+    layer = make_layer(("turboquant", {"k_format": k_format, "v_format": v_format}))
+    q, k, v = random_qkv(1, 64, dim=dim)
+    v[..., 5] += 4
+    feed(layer, q, k, v, [64])
+    limit = {"turbo4": 0.12, "turbo3": 0.22, "turbo2": 0.4, "q8": 0.01, "q4": 0.15, "model": 0.0}
+    for side, x, store, name in (("k", k, layer.spec.k, k_format), ("v", v, layer.spec.v, v_format)):
+        held = store.read(side_of(layer.state, side), 1).undone()[:, :, 0]
+        turned = rotate(x) if name.startswith("turbo") else x
+        assert (held - turned).norm() <= limit[name] * turned.norm()
+
+
+def test_rotation_is_undone_once():
+    """Nothing is packed yet, so attention is exact, whatever is rotated."""
+    q, k, v = random_qkv(1, 60, dim=80)
+    outputs = [
+        feed(make_layer(("turboquant", {"k_format": "turbo4", "rotate": way})), q, k, v, [40, 60])
+        for way in ("hadamard", "none")
+    ]
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
