@@ -28,6 +28,7 @@ PARENTS = {
     "turbo_sink": ("turbo",),
     "turbo_sink_k4v2": ("turbo:bits=mixed,sink_num=3,sink_window=8", "turbo:bits=mixed"),
     "int_flash_int4": ("int_flash:bits=4",),
+    "int_flash_rotated": ("int_flash",),
 }
 
 

@@ -81,7 +81,28 @@ def label(row: dict[str, Any]) -> str:
 def origin(result: Result) -> str:
     """One line under a table: how its figures came about."""
     used = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
-    return f"`{result['command']}`, {result['date']}, {result['device']}, {used}."
+    note = f" Note: {result['note']}." if "note" in result else ""
+    return f"`{result['command']}`, {result['date']}, {result['device']}, {used}.{note}"
+
+
+def recipes_table(results: Path) -> str:
+    """Mixed recipes beside what they were mixed from: KL, its paired difference, and all bits a value."""
+    parts = []
+    for result in load(results, "recipes"):
+        header = ["model", "recipe", "beside", "KL", "its KL", "difference", "bits, all", "its bits"]
+        rows = [
+            [
+                row["model"],
+                f"`{row['recipe']}`",
+                f"`{row['parent']}`",
+                *(f"{row[name]:.6f}" for name in ("kl", "parent_kl")),
+                f"{row['change']:+.6f} ({row['se']:.6f})",
+                *(f"{row[name]:.3f}" for name in ("bits", "parent_bits")),
+            ]
+            for row in result["rows"]
+        ]
+        parts.append(f"{markdown(header, rows)}\n\nHow: {origin(result)}")
+    return "\n\n".join(parts) or "Not measured yet."
 
 
 def quality_table(results: Path) -> str:
@@ -259,6 +280,10 @@ def kernels_table(results: Path) -> str:
                 ("sinkq", "sink_prefill"),
                 ("none", "compute", "model", "int8"),
                 ("int_flash", "v_granularity"),
+                ("sage2", "granularity", "token", "thread", "block"),
+                ("sage2", "smooth_q", "none", "tensor", "block"),
+                ("sage2", "pv"),
+                ("sage2", "v_scale"),
             )
         ),
     ]
@@ -285,6 +310,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "report": report_example,
     "kernels": kernels_table,
     "quality": quality_table,
+    "recipes": recipes_table,
     "bits": bits_table,
     "claimed": claimed_table,
     "int-flash": int_flash_table,
