@@ -26,6 +26,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("int_flash", {}),
     ("int_flash", {"mode": "half"}),
     ("int_flash", {"bits": 4}),
+    ("sage2", {}),
+    ("sage2", {"bits": 4}),
     ("turbo", {}),
     ("turbo", {"sink_num": 3}),
     ("turbo", {"bits": "mixed"}),
