@@ -6,8 +6,8 @@
     python eval/gpu.py --only quality --families sinkq --yardstick ../shared
 
 Each measurement runs in a process of its own, so that one which fails costs no other's result; the exit code says how
-many failed. Those that time nothing (tests, recipes, quality) run side by side, those that do one after another when the
-GPU is theirs. `python eval/tables.py` then makes the README's tables.
+many failed. Those that time nothing (tests, recipes, quality) run side by side, those that do one after another when
+the GPU is theirs. `python eval/tables.py` then makes the README's tables.
 """
 
 from __future__ import annotations
