@@ -9,6 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import yaml
+
+from qattn_hf import list_methods
+from qattn_hf.recipe import find_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,7 +27,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-record, tables, gpu, gpu_tests = (script(name) for name in ("record", "tables", "gpu", "gpu_tests"))
+record, tables, gpu, gpu_tests, recipes = (script(name) for name in ("record", "tables", "gpu", "gpu_tests", "recipes"))
 
 
 def run_record(tmp_path: Path, code: str, *arguments: str, name: str = "sample") -> Path:
@@ -181,6 +186,29 @@ def test_gpu_tests_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tests.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="need a CUDA GPU"):
         gpu_tests.main([])
+
+
+def test_every_mixed_recipe_is_shown_beside_its_parents():
+    """A recipe that is no method's defaults is worth shipping for what it changes; `sage1` is an older version."""
+    mixed = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - set(list_methods()) - {"sage1"}
+    assert mixed == set(recipes.PARENTS)
+    assert list(recipes.pairs(["a:b=1/c"])) == [("a:b=1", "c")]
+    for pair in recipes.pairs(None):
+        for text in pair:
+            method, _, settings = text.partition(":")
+            find_recipe(None, method, dict(yaml.safe_load(f"{{{settings.replace('=', ': ')}}}") or {}))
+
+
+def test_a_recipe_is_compared_row_by_row():
+    model = object.__new__(recipes.Model)
+    model.name = "net"
+    model.readings = {
+        "a": recipes.Reading(torch.tensor([1.0, 2.0, 3.0]), 4.0),
+        "b": recipes.Reading(torch.tensor([2.0, 4.0, 6.0]), 5.0),
+    }
+    row = model.compare("a", "b")
+    assert (row["kl"], row["parent_kl"], row["change"], row["bits"], row["parent_bits"]) == (2, 4, -2, 4, 5)
+    assert row["se"] == pytest.approx(3**-0.5, abs=1e-6)  # differences -1, -2, -3
 
 
 def test_tables_refuse_an_unknown_marker(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import torch
+
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.stores import Store
 from qattn_kernels.stores.channel_block import ChannelBlockStore
@@ -16,6 +18,7 @@ from qattn_kernels.stores.kivi import KiviStore
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half tiles
 MOST_GROUP = 8
+FP8_CAPABILITY = (8, 9)
 LEAST_GROUP = 32  # channels that a product of integers takes at once
 CODED = ("int_group",)  # stores that hold codes of integers, though a prefill makes its own
 PRIORITIES = ("priority", "min_max", "variation")  # `append.ranking` knows them by their index
@@ -50,7 +53,18 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return "several blocks close together, and the kernels' sink pool competes with one"
     if spec.k.name == "smoothed" and (pool.num or getattr(spec.k.core, "bits", 4) == "mixed"):
         return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
-    return _unsupported_stores(spec, k_dim)
+    return _unsupported_stores(spec, k_dim) or _no_fp8(spec)
+
+
+def _no_fp8(spec: LayerSpec) -> str | None:
+    """Of GPUs: FP8 came with compute capability 8.9. The interpreter has it."""
+    fp8 = spec.compute.prefill == "int8" and spec.compute.pv == "e4m3"
+    if not (fp8 or {"fp8", "fp8_channel"} & {spec.k.core.name, spec.v.core.name}) or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) >= FP8_CAPABILITY:
+        return None
+    return f"FP8 needs compute capability 8.9, and this GPU has {major}.{minor}: sage2 has pv='model', others int8"
 
 
 def _unsupported_stores(spec: LayerSpec, dim: int) -> str | None:

@@ -62,6 +62,17 @@ def test_triton_where_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch):
         find_recipe("turbo", None, {"impl": "triton", "p_scale": "tile"}).layer_specs(config, "cuda")
 
 
+@pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_fp8_needs_a_gpu_that_has_it(capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    for method, settings in (("sage2", {}), ("fp8", {}), ("sage2", {"cache": "model"})):
+        found = unsupported(get_method(method)(**settings).layer_spec(0, 1, 2), 2, 4, 64, 64)
+        assert found is None if fits else "pv='model'" in found
+    for method, settings in (("sage2", {"pv": "model"}), ("int8", {})):
+        assert unsupported(get_method(method)(**settings).layer_spec(0, 1, 2), 2, 4, 64, 64) is None
+
+
 def test_a_layer_of_other_sizes_than_its_config_fails_closed():
     layer = QAttnLayer(find_recipe("turbo", None, {}).layer_specs(tiny_llama(**SIZES).config, "cuda")[0])
     k = torch.zeros(1, 1, 4, 72)
