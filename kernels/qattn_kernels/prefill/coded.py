@@ -11,8 +11,6 @@ from qattn_kernels.layout import Window
 from qattn_kernels.panel import Panel
 from qattn_kernels.prefill.operands import FP8, fp8_values
 from qattn_kernels.prefill.quantize import FIELDS, TILE, keys_kernel, settle_kernel, stats_kernel, values_kernel
-from qattn_kernels.queries import query_mean
-from qattn_kernels.rows import real_first
 from qattn_kernels.sizes import power_of_two
 from qattn_kernels.spec import Compute, LayerSpec
 
@@ -99,13 +97,15 @@ def _with_keys(
 
 
 def _query_means(q: torch.Tensor, panel: Panel, compute: Compute) -> torch.Tensor:
-    """fp32 `[B, Hq, n, D]`: of each block of queries, or n = 1, of all."""
-    span = panel.rows[:, 4:6]
-    real = torch.arange(q.shape[2], device=q.device) < span[:, 1:]
-    first = torch.where(real[:, None, :, None], real_first(q, span).float(), 0.0)
-    means = query_mean(first, compute.smooth_q, real)
-    assert means is not None
-    return means[:, :, :: q.shape[2] if compute.smooth_q == "tensor" else QUERY_BLOCK].contiguous()
+    """fp32 `[B, Hq, n, D]`: of each block of real queries, or n = 1, of all. By a product in the model's precision:
+    what rounding a mean loses stays in the queries around it."""
+    tokens = q.shape[2]
+    size = tokens if compute.smooth_q == "tensor" else QUERY_BLOCK
+    place = torch.arange(tokens, device=q.device) - panel.rows[:, 4:5]
+    block = torch.where((place >= 0) & (place < panel.rows[:, 5:6]), place // size, -1)
+    member = (block[:, None] == torch.arange(-(-tokens // size), device=q.device)[:, None]).float()
+    share = member / member.sum(-1, keepdim=True).clamp(min=1)
+    return (share.to(q.dtype)[:, None] @ q).float().contiguous()
 
 
 def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, scale: float) -> torch.Tensor:

@@ -50,11 +50,11 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
     k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
     k_int8 = k_codes and compute.prefill == "int8"
     v_int8, v_fp8 = v_codes and compute.prefill == compute.pv == "int8", panel.v_channel is not None
-    plain = k_int8 and not scores.softcap and compute.smooth_q == "none" and compute.softmax == "exact"
+    plain = k_int8 and not scores.softcap and compute.softmax == "exact"
     dim_v = panel.v.shape[2] if v_codes or v_fp8 else panel.v.shape[3]
     dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
     config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
-    grouped = plain and compute.k_scale in ("thread", "block")
+    grouped = plain and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
     by_block = {spec.k.name, spec.v.name} <= BLOCK_SCALED
     shape = Shape(
         BM=compute.block_q if k_int8 and compute.q_scale == "block" else MODEL_QUERIES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import load_row, round_even
+from qattn_kernels.jit import load_row, round_even, short_scale
 from qattn_kernels.pieces.fp8 import rounded
 from qattn_kernels.pieces.int_group import shared
 
@@ -106,7 +106,7 @@ def keys_kernel(K, strides, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: t
             mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
             x = tl.where(seen[:, None], x - mean[None, :], 0.0)
         scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / LEVELS)
-        scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+        scale = short_scale(tl.where(scale < 1.1754943508222875e-38, 0.0, scale))
         code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
         code = tl.clamp(code, -1.0 * LEVELS, 1.0 * LEVELS)
         tl.store(CODES + at[:, None] * D + d[None, :], code.to(tl.int8), mask=inside)

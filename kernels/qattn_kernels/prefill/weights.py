@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import LOG2E, ROUNDER, exp2_sas
+from qattn_kernels.jit import LOG2E, ROUNDER, exp2_sas, short_scale
 
 NOTHING = tl.constexpr(-1e30)  # a running maximum before any score: finite, so that differences stay numbers
 NEGATIVE = tl.constexpr(float("-inf"))
@@ -90,12 +90,19 @@ def row_weights(x, unit, carry, at, n, see, BN: tl.constexpr, MASK: tl.constexpr
     `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have. `RAISED`: these come with
     `ROUNDER` added, and the mass is of the rounded ones, but where a block's values are so small beside another's that
     nothing would be left of its weights."""
-    _, k_scale, _, column, _, _, _ = at
+    _, k_scale, _, column, _, _, shift = at
     _, _, top, peak = carry
     PARTS: tl.constexpr = BN // min(BN, C.BLOCK)
     b = tl.load(column + n)
     a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n))
-    s = x * a[None, :] + (tl.where(b == NEGATIVE, NEGATIVE, 0.0) - a * ROUNDER)[None, :]
+    mask = tl.where(b == NEGATIVE, NEGATIVE, 0.0)
+    if C.PLAIN:  # the interpreter rounds the product before it is summed
+        s = (x - ROUNDER) * a[None, :] + mask[None, :]
+    else:
+        s = x * a[None, :] + (mask - a * ROUNDER)[None, :]
+    if C.SHIFT != "none":
+        s = s * unit[:, None] + (tl.load(shift + n) * LOG2E)[None, :]
+        unit = tl.full([C.BM], 1.0, tl.float32)
     if MASK:
         s = tl.where(see, s, NEGATIVE)
     if C.V_FP8:
@@ -131,7 +138,7 @@ def group_weights(x, unit, carry, at, n0, BN: tl.constexpr, C: tl.constexpr):
     PARTS: tl.constexpr = BN // 64
     part, two = tl.arange(0, PARTS) * 64, tl.arange(0, 2) * 2
     group = part[:, None, None] + two[None, :, None] + 2 * two[None, None, :]  # the first token of each
-    a = tl.load(k_scale + n0 + group)[None, :, :, :] * unit[:, None, None, None]
+    a = short_scale(tl.load(k_scale + n0 + group)[None, :, :, :] * unit[:, None, None, None])
     y = tl.reshape(x, (C.BM, PARTS, 4, 2, 2, 2, 2))  # bits 5 and 4, 3, 2, 1, 0 of the column
     most = tl.max(tl.max(y, 6), 2)
     best = most * a[:, :, :, None, :] - (a * ROUNDER)[:, :, :, None, :]
