@@ -91,6 +91,19 @@ def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP
 
 
 @triton.jit
+def _load_tile(X, strides, BIAS, MEAN, head, heads, n, N, SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Tokens `n` of a head in fp32 `[TILE, DP]`, around `MEAN` if they are smoothed; zeros where nobody sees them."""
+    d = tl.arange(0, DP)
+    seen = (tl.load(BIAS + head.to(tl.int64) * N + n) == 0.0)[:, None]
+    x = _of_head(X, strides, head, heads, n) + d[None, :]
+    x = tl.load(x, mask=seen & (d < D)[None, :], other=0.0).to(tl.float32)
+    if SMOOTH:
+        mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
+        x = tl.where(seen, x - mean[None, :], 0.0)
+    return x
+
+
+@triton.jit
 def keys_kernel(K, strides, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr,
                 SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program (tile of slots, row and head): INT8 codes `[B, H, N, D]` of keys around `MEAN`, scales `[B, H, N]`."""
@@ -98,18 +111,12 @@ def keys_kernel(K, strides, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: t
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
         at = head.to(tl.int64) * N + n
-        seen = tl.load(BIAS + at) == 0.0
-        inside = (d < D)[None, :]
-        x = _of_head(K, strides, head, heads, n) + d[None, :]
-        x = tl.load(x, mask=seen[:, None] & inside, other=0.0).to(tl.float32)
-        if SMOOTH:
-            mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
-            x = tl.where(seen[:, None], x - mean[None, :], 0.0)
+        x = _load_tile(K, strides, BIAS, MEAN, head, heads, n, N, SMOOTH, D, DP)
         scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / LEVELS)
         scale = short_scale(tl.where(scale < 1.1754943508222875e-38, 0.0, scale))
         code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
         code = tl.clamp(code, -1.0 * LEVELS, 1.0 * LEVELS)
-        tl.store(CODES + at[:, None] * D + d[None, :], code.to(tl.int8), mask=inside)
+        tl.store(CODES + at[:, None] * D + d[None, :], code.to(tl.int8), mask=(d < D)[None, :])
         tl.store(SCALES + at, scale)
 
 
@@ -121,16 +128,9 @@ def values_kernel(V, strides, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N
     head, d = tl.program_id(1), tl.arange(0, DP)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
-        at = head.to(tl.int64) * N + n
-        seen = tl.load(BIAS + at) == 0.0
-        inside = (d < D)[None, :]
-        x = _of_head(V, strides, head, heads, n) + d[None, :]
-        x = tl.load(x, mask=seen[:, None] & inside, other=0.0).to(tl.float32)
+        x = _load_tile(V, strides, BIAS, MEAN, head, heads, n, N, FP8 and SMOOTH, D, DP)
         where = CODES + head.to(tl.int64) * D * N + d[:, None].to(tl.int64) * N + n[None, :]
         if FP8:
-            if SMOOTH:
-                mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
-                x = tl.where(seen[:, None], x - mean[None, :], 0.0)
             scale = tl.load(CHANNEL + head * D + d, mask=d < D, other=0.0)
             x = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[None, :], -448.0, 448.0)
             byte = rounded(x).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -140,4 +140,4 @@ def values_kernel(V, strides, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N
             scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
             code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
             tl.store(where, tl.trans(code.to(tl.int8)), mask=(d < D)[:, None])
-            tl.store(SCALES + at, scale)
+            tl.store(SCALES + head.to(tl.int64) * N + n, scale)

@@ -149,6 +149,18 @@ class Store:
         """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left."""
 
 
+class OpenStore(Store):
+    """A store whose tokens stand open in a ring in the model's precision until their block closes."""
+
+    windowed = True
+
+    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
+        return {"ring": TensorSpec((geo.batch, geo.heads, slots, dim), geo.dtype)}
+
+    def open(self, new: Arrival, state: State) -> Operand:
+        return Operand(new.x.to(state["ring"].dtype), None)
+
+
 def int8_ring(geo: Geometry, slots: int, dim: int, transposed: bool = False) -> dict[str, TensorSpec]:
     """A ring of INT8 tokens with one scale each."""
     codes = (dim, slots) if transposed else (slots, dim)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
-from qattn_kernels.stores.base import Arrival, Block, Operand, Store, pack, unpack, write_rows
+from qattn_kernels.stores.base import Block, OpenStore, Operand, pack, unpack, write_rows
 
 LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
-class ChannelBlockStore(Store):
+class ChannelBlockStore(OpenStore):
     """Base: codes of `bits` bits, `value = level * scale` with an fp16 scale for `group(D)` channels of a token.
 
     Attributes:
@@ -24,7 +24,6 @@ class ChannelBlockStore(Store):
     bits: int = 4
     for_values: bool = False
 
-    windowed = True
     integer = False
 
     def group(self, dim: int) -> int:
@@ -47,12 +46,6 @@ class ChannelBlockStore(Store):
             "codes": TensorSpec((*rows, *codes), torch.int8 if self.bits == 8 else torch.uint8, block_dim=2),
             "scale": TensorSpec((*rows, groups, block), torch.float16, block_dim=2),
         }
-
-    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
-        return {"ring": TensorSpec((geo.batch, geo.heads, slots, dim), geo.dtype)}
-
-    def open(self, new: Arrival, state: State) -> Operand:
-        return Operand(new.x.to(state["ring"].dtype), None)
 
     def write(self, state: State, block: Block) -> None:
         x = block.tokens.x.float()

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
-from qattn_kernels.stores.base import Arrival, Block, Operand, Store, write_rows
+from qattn_kernels.stores.base import Block, OpenStore, Operand, write_rows
 from qattn_kernels.stores.fp8 import LARGEST, to_fp8
 
 
 @dataclass(frozen=True)
-class Fp8ChannelStore(Store):
+class Fp8ChannelStore(OpenStore):
     """`scale = max|x| / 448` of a channel, `x / scale` rounded to E4M3, lying `[D, tokens]`.
 
     Attributes:
@@ -26,7 +26,6 @@ class Fp8ChannelStore(Store):
     v_scale: str = "block"
 
     name = "fp8_channel"
-    windowed = True
     integer = False
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
@@ -35,12 +34,6 @@ class Fp8ChannelStore(Store):
         if self.v_scale == "block":
             return found | {"scale": TensorSpec((*rows, geo.blocks, dim), torch.float32, block_dim=2)}
         return found | {"scale": TensorSpec((*rows, dim), torch.float32), "clamped": TensorSpec(rows, torch.int64)}
-
-    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
-        return {"ring": TensorSpec((geo.batch, geo.heads, slots, dim), geo.dtype)}
-
-    def open(self, new: Arrival, state: State) -> Operand:
-        return Operand(new.x.to(state["ring"].dtype), None)
 
     def write(self, state: State, block: Block) -> None:
         x = block.tokens.x.float()

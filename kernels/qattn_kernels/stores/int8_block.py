@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
-from qattn_kernels.stores.base import Arrival, Block, Operand, Store, int8_tokens, write_rows
+from qattn_kernels.stores.base import Block, OpenStore, Operand, int8_tokens, write_rows
 from qattn_kernels.stores.int8 import LEVELS
 
 
 @dataclass(frozen=True)
-class Int8BlockStore(Store):
+class Int8BlockStore(OpenStore):
     """`scale = max|x| / 127` of a block and head, `code = round(x / scale)`, lying `[D, tokens]`.
 
     Attributes:
@@ -26,7 +26,6 @@ class Int8BlockStore(Store):
     granularity: str = "block"
 
     name = "int8_block"
-    windowed = True
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         rows = (geo.batch, geo.heads)
@@ -34,12 +33,6 @@ class Int8BlockStore(Store):
         if self.granularity == "block":
             return found | {"scale": TensorSpec((*rows, geo.blocks), torch.float32, block_dim=2)}
         return found | {"scale": TensorSpec(rows, torch.float32), "clamped": TensorSpec(rows, torch.int64)}
-
-    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
-        return {"ring": TensorSpec((geo.batch, geo.heads, slots, dim), geo.dtype)}
-
-    def open(self, new: Arrival, state: State) -> Operand:
-        return Operand(new.x.to(state["ring"].dtype), None)
 
     def _codes(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 codes, not yet clamped, and scales `[...]` of blocks `x` `[B, H, ..., block, D]`."""

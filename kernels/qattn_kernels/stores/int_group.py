@@ -8,12 +8,12 @@ import torch
 
 from qattn_kernels.groups import key_groups, key_scales, shared_maximum
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
-from qattn_kernels.stores.base import Arrival, Block, Operand, Store, pack, unpack, write_rows
+from qattn_kernels.stores.base import Block, OpenStore, Operand, pack, unpack, write_rows
 from qattn_kernels.stores.int4 import OFFSET
 
 
 @dataclass(frozen=True)
-class IntGroupStore(Store):
+class IntGroupStore(OpenStore):
     """`scale = max|x| / 127` (4 bits: 7) of a group of tokens, `code = round(x / scale)`.
 
     Attributes:
@@ -27,7 +27,6 @@ class IntGroupStore(Store):
     per_token: bool = False
 
     name = "int_group"
-    windowed = True
     integer = False  # a prefill makes codes of its own, of the keys as they are
 
     @property
@@ -44,12 +43,6 @@ class IntGroupStore(Store):
             "codes": TensorSpec((*shape, *codes), torch.int8 if self.bits == 8 else torch.uint8, block_dim=2),
             "scale": TensorSpec((*shape, scales), torch.float32, block_dim=2),
         }
-
-    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
-        return {"ring": TensorSpec((geo.batch, geo.heads, slots, dim), geo.dtype)}
-
-    def open(self, new: Arrival, state: State) -> Operand:
-        return Operand(new.x.to(state["ring"].dtype), None)
 
     def reopen(self, x: torch.Tensor) -> Operand:
         return Operand(x, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
-from qattn_kernels.stores.base import Arrival, Block, Operand, Store, pack, unpack, write_rows
+from qattn_kernels.stores.base import Block, OpenStore, Operand, pack, unpack, write_rows
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -31,7 +31,7 @@ def encode(x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, bits: int) -
 
 
 @dataclass(frozen=True)
-class KiviStore(Store):
+class KiviStore(OpenStore):
     """Blocks of asymmetric codes behind a ring in the model's precision.
 
     Attributes:
@@ -44,7 +44,6 @@ class KiviStore(Store):
     per_token: bool = False
 
     name = "kivi"
-    windowed = True
     integer = False
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
@@ -56,12 +55,6 @@ class KiviStore(Store):
             "step": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
             "zero": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
         }
-
-    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
-        return {"ring": TensorSpec((geo.batch, geo.heads, slots, dim), geo.dtype)}
-
-    def open(self, new: Arrival, state: State) -> Operand:
-        return Operand(new.x.to(state["ring"].dtype), None)
 
     def write(self, state: State, block: Block) -> None:
         x = block.tokens.x.float()
