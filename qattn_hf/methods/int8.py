@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -17,8 +16,6 @@ from qattn_kernels.stores.smoothed import SmoothedStore
 
 class Int8(Method):
     """INT8 keys and values with one scale a token: near lossless, half the memory of bf16, append only."""
-
-    variants: ClassVar[tuple[dict[str, Any], ...]] = ({"smooth_k": True},)
 
     smooth_k: bool = Field(False, description=SMOOTH_K)
 

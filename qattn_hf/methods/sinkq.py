@@ -13,8 +13,7 @@ class SinkQ(Kivi):
     """SinkQ: KIVI whose tokens of the smallest keys, the attention sinks, stay in model precision."""
 
     variants = (
-        {"bits": 4, "group_size": 32, "residual_length": 0, "sink_window": 2, "sink_skip_layers": 0},
-        {"bits": 4, "group_size": 32, "residual_length": 20, "sink_select": "attention", "sink_skip_layers": 0},
+        {"group_size": 32, "residual_length": 20, "sink_window": 2, "sink_select": "attention", "sink_skip_layers": 0},
     )
 
     group_size: Literal[32, 64, 128] = Field(128, description="tokens of a key's group, channels of a value's")

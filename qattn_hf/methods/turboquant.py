@@ -20,10 +20,7 @@ Format = Literal["turbo2", "turbo3", "turbo4", "q4", "q8", "model"]
 class TurboQuant(Method):
     """TurboQuant: rotated keys and values in a 2- to 4-bit codebook, each side its own; or q8, q4, model precision."""
 
-    variants = (
-        {"k_format": "turbo3", "v_format": "turbo2", "norm_block": None},
-        {"k_format": "model", "v_format": "q4"},
-    )
+    variants = ({"k_format": "turbo3", "v_format": "q4", "norm_block": None},)
 
     k_format: Format = Field("q8", description="of K: turbo2 to turbo4, q4 and q8 (llama.cpp's), or model precision")
     v_format: Format = Field("turbo4", description="of V, which takes fewer bits more lightly")
