@@ -164,7 +164,7 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
     parts = gpu.parts(["--quick"], tmp_path, list(gpu.QUALITY_METHODS))
     [(name, command)] = parts["prefill"]
     assert name == "speed-prefill" and command[:6] == ["python", "-m", "qattn_hf", "bench", "prefill", "--json"]
-    assert command[-3:] == ["--method", "sinkq", "--quick"]
+    assert command[-3:] == ["--method", gpu.PREFILL_METHODS[-1], "--quick"]
     for name, command in parts["quality"]:
         result = name.replace("net", "tiny-llama-28m") + ".json"
         recorded = json.loads((ROOT / "eval" / "results" / result).read_text())["command"]
