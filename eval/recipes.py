@@ -3,8 +3,9 @@
     python eval/recipes.py ../shared                                      # DIR/check/yardstick.py over DIR/models
     python eval/recipes.py ../shared --pair "turbo:v_bits=2/turbo:bits=mixed"  # a candidate beside its parent
 
-The texts, their cutting and the KL are the yardstick's. A recipe is worth shipping if its KL is lower than that of each
-parent by more than two standard errors of the paired difference, at no more `effective_bits_total`, on every model.
+The texts, their cutting and the KL are the yardstick's. A recipe is worth shipping if its KL is lower than its parent's
+by more than two standard errors of the paired difference, at no more `effective_bits_total`, on every model; or, as
+`turbo_sink`, if what it costs in bits where a context is short buys far more where a model has attention sinks.
 """
 
 from __future__ import annotations

@@ -66,15 +66,25 @@ def attention(
         raise UnsupportedError(
             "dropout and bidirectional attention are not supported by a packed cache: use model.eval()"
         )
+    refuse_arguments(kwargs, "a packed cache; unpatch(model) and use a stock cache")
+    scores = scores_of(query, scaling, kwargs)
+    out, _ = key.layer.attend(query, key, attention_mask[:, 0, 0], scores)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def refuse_arguments(kwargs: dict[str, Any], by_whom: str) -> None:
+    """Refuse what a model asks of its attention beyond what is known here."""
     for name, what in REFUSED.items():
         value = kwargs.get(name)
         if value is not None and value is not False:
-            raise UnsupportedError(f"{what} is not supported by a packed cache; unpatch(model) and use a stock cache")
+            raise UnsupportedError(f"{what} is not supported by {by_whom}")
+
+
+def scores_of(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scores:
+    """What a model asks of the scores of `query` `[B, Hq, T, D]`."""
     sinks = kwargs.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    scores = Scores(scale, float(kwargs.get("softcap") or 0.0), 0, None if sinks is None else sinks.float())
-    out, _ = key.layer.attend(query, key, attention_mask[:, 0, 0], scores)
-    return out.transpose(1, 2).contiguous(), None
+    return Scores(scale, float(kwargs.get("softcap") or 0.0), 0, None if sinks is None else sinks.float())
 
 
 def mask(

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from qattn_hf.attention import NAME, REFUSED, WINDOWED
+from qattn_hf.attention import NAME, WINDOWED, refuse_arguments, scores_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.handle import Handle
 from qattn_kernels.online import Scores
@@ -48,17 +48,15 @@ def attention(
         UnsupportedError: a packed cache, a mask of one's own, dropout, or an argument that is not known here.
     """
     _refuse(key, attention_mask, dropout, is_causal, kwargs)
-    sinks, softcap = kwargs.get("s_aux"), float(kwargs.get("softcap") or 0.0)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    scores = Scores(scale, softcap, 0, None if sinks is None else sinks.float())
+    scores = scores_of(query, scaling, kwargs)
     if query.shape[2] > SHORT_CALL:
         key_mask, offset = _unpacked(attention_mask, query, key)
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         out, _ = over(query, key, value, key_mask, offset, spec, *sizes)
         return out.transpose(1, 2).contiguous(), None
-    if softcap or sinks is not None:  # torch's own has neither
+    if scores.softcap or scores.sinks is not None:  # torch's own has neither
         return _short(query, key, value, attention_mask, scores).transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scores.scale)
 
 
 def _refuse(key: Any, mask: torch.Tensor | None, dropout: float, is_causal: bool | None, kwargs: Any) -> None:
@@ -71,10 +69,7 @@ def _refuse(key: Any, mask: torch.Tensor | None, dropout: float, is_causal: bool
         raise UnsupportedError("sliding windows and chunked attention are not supported yet; unpatch(model)")
     if dropout or is_causal is False:
         raise UnsupportedError("dropout and bidirectional attention are not supported: use model.eval()")
-    for name, what in REFUSED.items():
-        value = kwargs.get(name)
-        if value is not None and value is not False:
-            raise UnsupportedError(f"{what} is not supported by this attention; unpatch(model)")
+    refuse_arguments(kwargs, "this attention; unpatch(model)")
 
 
 def _unpacked(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 KEY_BLOCK, QUERY_BLOCK = 64, 128
-GRANULARITIES = ("token", "thread", "block", "tensor")
 
 
 def key_groups(granularity: str, tokens: int, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ class Compute:
             `e5m2`: weights and values in FP8, values with a scale a channel of all that the call sees.
         softmax: `exact` or `sas` (algorithm SAS of TurboAttention, cut at `sas_threshold`).
         p_scale: INT8 weights of a prefill are scaled by `row` of a block or by `tile` (the paper's).
-        q_scale: what shares the INT8 scale of queries in a prefill: `block` of `block_q`, or of `groups.GRANULARITIES`.
+        q_scale: what shares the INT8 scale of queries in a prefill: `block` of `block_q`, or as `groups` says.
         k_scale: the same of keys that have no codes.
         smooth_k: such keys are taken around the mean of all that the call sees.
         smooth_q: queries of a prefill around the mean of all, `tensor`, or of `groups.QUERY_BLOCK`, `block`; or `none`.

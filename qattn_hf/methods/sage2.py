@@ -72,6 +72,8 @@ class Sage2(Method):
                 "granularity='tensor' clashes with cache='quantized', whose blocks are written one by one: "
                 "take granularity='block', or cache='model'"
             )
+        if self._of("smooth_v") and self._of("pv") not in ("e4m3", "e5m2"):
+            raise ValueError(f"smooth_v clashes with pv={self.pv!r}: only FP8 values are taken around their mean")
         if self._of("pv") == "model" and self.v_scale != "block":
             raise ValueError(f"v_scale={self.v_scale!r} clashes with pv='model', whose values have no scale")
         return self

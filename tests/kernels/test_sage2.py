@@ -109,6 +109,7 @@ SAGE1 = {"bits": 8, "granularity": "block", "smooth_q": "none", "smooth_v": Fals
     [
         ({"version": 1, "bits": 4}, ("bits=4", "version=1")),
         ({"pv": "model", "v_scale": "prompt"}, ("v_scale='prompt'", "pv='model'")),
+        ({"pv": "int8", "smooth_v": True}, ("smooth_v", "pv='int8'")),
     ],
 )
 def test_settings_that_clash_are_named(settings: dict[str, Any], words: tuple[str, ...]):

@@ -96,7 +96,8 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
     INT8 codes are multiplied as integers if `spec.compute.prefill` is `int8`; what the panel has in the model's dtype
     always in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which are not the
     reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels whatever
-    `spec.compute` says.
+    `spec.compute` says, and `round_sum` acts where the softmax is exact and nothing is capped; elsewhere row sums are
+    of what was rounded.
 
     Args:
         q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `panel.rows` says which are real.
