@@ -7,6 +7,7 @@ would look lossless whatever the cache does to them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ def feed(
         cache: what to continue; by default the model makes one.
     """
     held = 0 if cache is None else cache.get_seq_length()
-    for start, stop in zip(at, at[1:], strict=False):
+    for start, stop in pairwise(at):
         mask = None if attention_mask is None else attention_mask[:, : held + stop]
         out = model(ids[:, start:stop], attention_mask=mask, past_key_values=cache, use_cache=True)
         cache = out.past_key_values

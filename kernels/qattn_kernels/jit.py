@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of a float
 LOG2E = tl.constexpr(1.4426950408889634)
 TWIN_TOP = tl.constexpr(32512.0)  # the largest number that twins are made of: 127 times 256
@@ -16,6 +19,26 @@ def round_even(x):
     """To the nearest integer, ties to even, for |x| < 2^22. Exact only where the compiler may not fuse `x`'s product
     into the addition: kernels that write codes are launched with `enable_fp_fusion=False`."""
     return (x + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def divide(x, divisor):
+    """`x / divisor`, correctly rounded, for a normal divisor `[n, 1]` or `[1, n]` and quotients far from overflow.
+
+    `div_rn` has a branch in each element for all other numbers, behind which nothing overlaps. Here one inverse serves
+    a row, and each remainder is exact: a product that is correctly rounded is what the second one leaves (Markstein).
+    The interpreter's `fma` rounds twice.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
+    else:
+        up = tl.where(divisor < 8.673617379884035e-19, 1152921504606846976.0, 1.0)  # 2^-60, 2^60: no remainder is lost
+        x, divisor = x * up, divisor * up
+        inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        inverse, negative = tl.broadcast_to(inverse, x.shape), tl.broadcast_to(-divisor, x.shape)
+        quotient = x * inverse
+        quotient = tl.fma(tl.fma(quotient, negative, x), inverse, quotient)
+        return tl.fma(tl.fma(quotient, negative, x), inverse, quotient)
 
 
 @triton.jit
@@ -107,8 +130,9 @@ def settle_sinks(TABLE, DROPPED, row, bh, NB, C: tl.constexpr):
 
 @triton.jit
 def twin(y, C: tl.constexpr):
-    """Two 8-bit numbers of each: of `y` `[n, Q]`, at most `TWIN_TOP` large, column `2 i + 1` has the nearest multiple of
-    256, column `2 i` what that leaves. `[n, 2 Q]` INT8. A thread holds both columns of a product, so that joining moves nothing.
+    """Two 8-bit numbers of each: of `y` `[n, Q]`, at most `TWIN_TOP` large, column `2 i + 1` has the nearest multiple
+    of 256, and column `2 i` what that leaves. `[n, 2 Q]` INT8. A thread holds both columns of a product, so that
+    joining moves nothing.
 
     One sum, fused with a product that made `y`, leaves both in the low bytes of a float, if 128 is added for rounding.
     """
@@ -152,7 +176,8 @@ def dot_twins(a, b):
 
 @triton.jit
 def join_twins(x):
-    """The joint value, in multiples of 256, of integer sums of twins, `[n, 2 Q]` to `[n, Q]` in fp32, for sums below 2^22."""
+    """The joint value, in multiples of 256, of integer sums of twins, `[n, 2 Q]` to `[n, Q]` in fp32, for sums below
+    2^22."""
     sums = x.to(tl.float32, bitcast=True) - ROUNDER
     rest, integer = tl.split(tl.reshape(sums, (x.shape[0], x.shape[1] // 2, 2)))
     return integer + rest * (1.0 / 256.0)
@@ -191,8 +216,8 @@ def unstack(x):
 
 @triton.jit
 def part_order(n: tl.constexpr, PARTS: tl.constexpr):
-    """The token of each row of a tile of `PARTS` parts, one behind the other: rows of a part that lie eight apart, which
-    one thread has, are neighbours, see `twin_weights`."""
+    """The token of each row of a tile of `PARTS` parts, one behind the other. Rows of a part that lie eight apart,
+    which one thread has, are neighbours: see `twin_weights`."""
     row, PART = tl.arange(0, n), n // PARTS
     return row // PART * PART + row % 8 * (PART // 8) + row % PART // 8
 
@@ -208,8 +233,8 @@ def token_order(n: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def by_part(x, PARTS: tl.constexpr):
-    """Numbers `[n]` of the tokens in `part_order`. They are loaded in their own order, as whole words and ahead of their
-    use."""
+    """Numbers `[n]` of the tokens in `part_order`. They are loaded in their own order, as whole words and ahead of
+    their use."""
     return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (0, 2, 1)), (x.shape[0],))
 
 

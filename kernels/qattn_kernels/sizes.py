@@ -23,8 +23,8 @@ class Sizes(NamedTuple):
     `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own; `K_BITS`, `V_BITS` bits of a code
     where all heads have as many; `K_CHANNELS`, `V_CHANNELS` how many of a token share a scale in stores where
     not all do, else 0; `PARTS` of a packed block, which take turns in a tile of scores, `FOURS` whether a thread has
-    four neighbours of each; `OPEN` parts of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
-    the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
+    four neighbours of each; `OPEN` parts of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table
+    of sinks (0: there is none), `SINKS` in the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
     token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH` keys are coded around a mean, `K_GROUP`
     which share a scale; `SAS`, `CAP`, `LOCAL`, `SPARSE` whether that softmax, a soft cap, a local window, sparse V is

@@ -1,8 +1,8 @@
 """Codes of 2 to 4 bits as INT8 levels, looked up without memory: a table of eight is one permutation of bytes for four
 codes, one of sixteen two and a choice between them.
 
-A tile of packed codes is taken as its two halves of tokens, each of whose codes stands in four bits whatever its width:
-in the lower and in the upper ones of a byte, or, where they are looked up, in the lower and in the upper half of a word.
+A tile of packed codes is taken as its two halves of tokens, whose codes stand in four bits each whatever their width:
+in the lower and in the upper ones of a byte, or, where they are looked up, in the lower and the upper half of a word.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import TWIN_TOP, round_even, twin
+from qattn_kernels.jit import TWIN_TOP, divide, round_even, twin
 from qattn_kernels.pieces.int8 import quantize, token_values
 from qattn_kernels.pieces.int8_ring import ring_scores as ring_scores
 from qattn_kernels.pieces.packing import code_scores, code_values, read_codes, write_codes
@@ -90,7 +90,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     tl.store(S.z2 + at * C.D + d, zero.to(tl.int8), mask=d < C.D)
     tl.store(S.s + at, tl.max(scale, 0))
     zero, step = zero.to(tl.float32), step.to(tl.float32)
-    code = round_even(tl.div_rn(code - zero[None, :], tl.broadcast_to(step[None, :], code.shape)))
+    code = round_even(divide(code - zero[None, :], step[None, :]))
     code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
     if LOW < C.H:
         if place < C.H - LOW:

@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import TWIN_TOP, by_token, dot_twins, in_line, join_twins, round_even, token_order, twin_weights
+from qattn_kernels.jit import (
+    TWIN_TOP,
+    by_token,
+    divide,
+    dot_twins,
+    in_line,
+    join_twins,
+    round_even,
+    token_order,
+    twin_weights,
+)
 
 LEVELS = tl.constexpr(127)
 
@@ -31,7 +41,7 @@ def quantize_to(x, top, LEVELS: tl.constexpr):
     scale = tl.div_rn(top, tl.full(top.shape, LEVELS, tl.float32))
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    rounded = round_even(tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape)))
+    rounded = round_even(divide(x, divisor[:, None]))
     return tl.clamp(rounded, -1.0 * LEVELS, 1.0 * LEVELS), scale
 
 
@@ -98,12 +108,12 @@ def numbers(x):
 
 
 @triton.jit
-def token_scores(
-    codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr
-):
+def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
     """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
     t, d = tl.arange(0, TOKENS), tl.arange(0, C.DP)
-    k = numbers(tl.load(codes + token_order(TOKENS, PARTS)[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0))
+    k = numbers(
+        tl.load(codes + token_order(TOKENS, PARTS)[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0)
+    )
     if C.N > C.Q:
         s = join_twins(dot_twins(k, query[2]))
     else:  # codes are exact in fp16, whose conversions are far cheaper than bf16's

@@ -179,8 +179,8 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
-    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` in [0, `TWIN_TOP`], in `token_order`: `[DP, Q]`, channels in
-    the order of `d`."""
+    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `TWIN_TOP`, in `token_order`: `[DP, Q]`, channels
+    in the order of `d`."""
     y_lo, y_hi = unstack(in_line(y, C.PARTS))
     if BITS == 4:
         lo, hi = half_values(codes, at, d, 4, C)
