@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -57,6 +59,20 @@ def parse_settings(items: list[str] | None) -> dict[str, Any]:
         except ValueError:
             settings[key.strip()] = yaml.safe_load(value)
     return settings
+
+
+def split_method(text: str) -> tuple[str, dict[str, Any]]:
+    """`turbo:k_bits=4,softmax=sas` -> `("turbo", {"k_bits": 4, "softmax": "sas"})`."""
+    method, _, settings = text.partition(":")
+    return method, parse_settings(settings.split(",") if settings else None)
+
+
+def write_rows(rows: list[dict[str, Any]], target: Path) -> None:
+    """Rows with where they come from, in the form of `eval/results/`."""
+    from qattn_hf.bench.origin import origin
+
+    head = origin(shlex.join(["qattn", *sys.argv[1:]]))
+    target.write_text(json.dumps({"name": target.stem, **head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def load(name: str | None, device: str | None) -> Loaded:
