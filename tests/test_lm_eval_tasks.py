@@ -230,9 +230,10 @@ def plain(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8").replace("!function ", ""))
 
 
-def test_task_files_name_tasks_that_lm_eval_has():
+def test_task_files_name_tasks_that_lm_eval_has_and_hide_none(caplog):
     """Groups are small lists of stock names; a name that lm-eval drops would fail only when it is run."""
     found = TaskManager(include_path=str(tasks_dir())).all_tasks
+    assert [text for text in caplog.messages if "overrides existing task" in text] == []
     ours = [plain(path) for path in sorted(tasks_dir().glob("*.yaml"))]
     parts = [part for task in ours if "group" in task for part in task["task"]]
     wanted = [part if isinstance(part, str) else part["task"] for part in parts]
@@ -248,7 +249,17 @@ def test_a_folder_without_data_is_refused(tmp_path):
 def test_local_files_change_nothing_but_the_data(tmp_path):
     with task_folders(made(tmp_path)) as folders:
         local = {path.stem: plain(path) for path in Path(folders[1]).glob("*.yaml")}
-    keys = {"include", "task", "dataset_path", "dataset_name", "custom_dataset", "dataset_kwargs", "process_docs"}
+    keys = {
+        "include",
+        "task",
+        "tag",
+        "dataset_path",
+        "dataset_name",
+        "custom_dataset",
+        "dataset_kwargs",
+        "process_docs",
+    }
     assert set().union(*local.values()) <= keys | {"training_split", "validation_split"} and "gsm8k_cot" in local
+    assert {task["tag"] for task in local.values()} == {None}
     assert "longbench_hotpotqa" not in local  # its file is not there: it loads from the hub
     assert {files.rows for files in FILES.values()} == {None, "with_question", pages.__name__}

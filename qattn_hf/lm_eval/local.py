@@ -102,7 +102,9 @@ def _write(data_dir: Path, folder: Path) -> int:
             if isinstance(task.get("task"), str) and there is not None:
                 count += 1
                 there["dataset_kwargs"]["cache_dir"] = str(folder / "cache")  # leaves nothing behind
-                text = yaml.safe_dump({"include": str(path), "task": task["task"], **there}, sort_keys=False)
+                # A tag named here would be one of these tasks only; those of the included file stay as they are.
+                there |= {"include": str(path), "task": task["task"], "tag": None}
+                text = yaml.safe_dump(there, sort_keys=False)
                 rows = FILES[task["dataset_path"]].rows
                 text += f"process_docs: !function {__name__}.{rows}\n" if rows else ""
                 (folder / f"{task['task']}.yaml").write_text(text, encoding="utf-8")
