@@ -212,9 +212,9 @@ def test_needles_lie_at_their_depths_in_texts_of_their_lengths(without_data):
 
 
 def test_drift_tells_early_errors_from_late_ones():
-    row = generated.drift(lines=8)["test"][0]
+    row = generated.drift(lines=8, cycle=3)["test"][0]
     said = row["target"].splitlines()
-    said[6] = "7: nobody"
+    said[6] = said[6].split()[0] + " nobody"
     found = generated.drift_results(row, ["\n".join(said)])
     assert found == {"acc": 7 / 8, "quarter_1": 1, "quarter_2": 1, "quarter_3": 1, "quarter_4": 0.5}
     assert generated.drift_results(row, ["\n".join(said[:4])])["quarter_3"] == 0

@@ -93,14 +93,14 @@ def needle_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     return {"acc": right, f"depth_{doc['depth']}": right, f"tokens_{doc['length']}": right}
 
 
-def drift(lines: int = 320, **metadata: Any) -> Any:
-    """Ten lists of `lines` numbered names, which are to be repeated: `input`, `target`."""
+def drift(lines: int = 480, cycle: int = 12, **metadata: Any) -> Any:
+    """Ten cycles of `cycle` names, begun and to be continued over `lines` numbered lines: `input`, `target`."""
     rng = random.Random(lines)
     rows = []
     for _ in range(10):
-        text = "".join(f"{i}: {rng.choice(demo_tasks.NAMES)}\n" for i in range(1, lines + 1))
-        asked = f"List:\n{text}END\nRepeat the list, line by line, and write END after it.\nList:\n"
-        rows.append({"input": asked, "target": f"{text}END"})
+        names = rng.sample(demo_tasks.NAMES, cycle)
+        numbered = [f"{i + 1}: {names[i % cycle]}\n" for i in range(2 * cycle + lines)]
+        rows.append({"input": "".join(numbered[: 2 * cycle]), "target": "".join(numbered[2 * cycle :])})
     return _splits(test=rows)
 
 

@@ -40,6 +40,7 @@ class QAttnLM(HFLM):
     def __init__(self, pretrained: Any, **kwargs: Any):
         named = bool({"method", "recipe"} & set(kwargs))
         self.recipe, self.chunk, rest = split_arguments(kwargs, HFLM)
+        rest.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, **rest)
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None:  # HFLM leaves the ranks out where a process sees one GPU, or none

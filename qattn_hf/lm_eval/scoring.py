@@ -96,7 +96,8 @@ def score(
                 for j, continuation in enumerate(text.continuations):
                     totals[i][j] = _add(totals[i][j], continuation, text.scored, log_probs[i], first, stop)
                 through[i] += max(0, min(stop, text.scored) - first) if packed[i] else 0
-        packed = packed_by_row(call.cache) or packed
+        if not all(packed):  # asks the device
+            packed = packed_by_row(call.cache) or packed
     return [Scored(*row) for row in zip(totals, through, strict=True)], call.cache
 
 
