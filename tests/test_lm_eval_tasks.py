@@ -21,6 +21,7 @@ from lm_eval.tasks import TaskManager
 
 from qattn_hf import demo_tasks
 from qattn_hf.assets import demo_model_dir, tasks_dir
+from qattn_hf.cli._prompts import PROSE
 from qattn_hf.errors import QAttnError
 from qattn_hf.lm_eval import generated
 from qattn_hf.lm_eval.local import FILES, STOCK, pages, task_folders
@@ -100,7 +101,7 @@ def made(folder: Path) -> Path:
     for name, row in BBH.items():
         examples = [dict(zip(("input", "target"), row, strict=True))] * 4
         texts[f"bbh/{name}.json"] = json.dumps({"canary": "none", "examples": examples})
-    texts["wikitext2/wiki.test.raw"] = HEADING.format("One") + HEADING.format("Two")
+    texts["wikitext2/wiki.test.raw"] = "".join(HEADING.format(title) + PROSE * 2 + " \n" for title in ("One", "Two"))
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -164,6 +165,19 @@ def test_pages_of_wikitext_begin_at_headings_of_the_first_level(manager, data):
     assert all(row["page"].startswith(" = ") and not row["page"].startswith(" = =") for row in rows)
 
 
+def test_perplexity_of_wikitext_is_that_of_what_the_cache_kept(tmp_path):
+    with task_folders(made(tmp_path)) as folders:
+        found = task_manager(folders)
+        models = {
+            name: QAttnLM(str(demo_model_dir()), method=name, device="cpu", **settings)
+            for name, settings in (("full", {}), ("turbo", {"bits": 2}))
+        }
+        scored = {
+            name: results(lm, found, ["wikitext"])["wikitext"]["word_perplexity,none"] for name, lm in models.items()
+        }
+    assert scored["turbo"] > 1.1 * scored["full"] > 1.1
+
+
 def test_rows_run_end_to_end_through_lm_evals_own_tasks(manager, data):
     """And a packed cache; a score near zero is fine."""
     lm = QAttnLM(str(demo_model_dir()), method="turbo", k_bits=4, v_bits=2, device="cpu", batch_size=2, max_length=1500)
@@ -204,7 +218,7 @@ def test_needles_lie_at_their_depths_in_texts_of_their_lengths(without_data):
             assert where == pytest.approx(row["depth"] / 100, abs=0.1)
     count = generated._counter({"pretrained": str(demo_model_dir())})
     lengths = [count(row["input"]) / row["length"] for row in tasks["needle_multikey"].eval_docs]
-    assert min(lengths) > 0.95 and max(lengths) <= 1
+    assert min(lengths) > 0.9 and max(lengths) <= 1
     with pytest.raises(QAttnError, match="lengths are of"):
         generated.needle(0, lengths=[1000])
     with pytest.raises(QAttnError, match="name a tokenizer"):

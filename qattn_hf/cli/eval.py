@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, split_method, write_rows
+from qattn_hf.cli._common import DeviceOption, ModelOption, load, parse_settings, split_method, write_rows
 from qattn_hf.report import size
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ def evaluate(
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Let tasks run the code that the model writes.")
     ] = False,
+    metadata: Annotated[
+        list[str] | None, typer.Option("--metadata", metavar="KEY=VALUE", help="For tasks, such as lengths=[8192].")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Precision of the model, such as float32.")] = "auto",
     device: DeviceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON row a metric in place of the table.")] = False,
     output: Annotated[Path | None, typer.Option("--output", help="JSON file for rows, device and versions.")] = None,
@@ -55,13 +59,14 @@ def evaluate(
     from qattn_hf.lm_eval.run import rows
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its notes on every task would bury the table
-    name, lm, tokenizer = load(model, device)
+    name, lm, tokenizer = load(model, device, dtype)
     arguments = {"batch_size": batch_size, **({} if chunk is None else {"chunk": chunk})}
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat}
     options |= {"gen_kwargs": {"max_gen_toks": max_new_tokens}} if max_new_tokens else {}
     options |= {"confirm_run_unsafe_code": confirm_run_unsafe_code}
     found = []
-    for row in rows(lm, tokenizer, model or str(demo_model_dir()), methods, task, data_dir, arguments, options):
+    about = {"pretrained": model or str(demo_model_dir()), **parse_settings(metadata, "--metadata")}
+    for row in rows(lm, tokenizer, methods, task, data_dir, about, arguments, options):
         found.append({"model": name, **row})
         print(f"{row['method']}: {row['task']}: {row['metric']} {row['value']:.4g}", file=sys.stderr, flush=True)
         if as_json:

@@ -16,6 +16,7 @@ from qattn_hf.errors import QAttnError
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 LENGTHS = tuple(1024 << i for i in range(8))  # those that the needle tasks have a metric for
+ANSWER = 32  # tokens of a length that are left for the answer and a first special token
 DEPTHS = (0, 25, 50, 75, 100)  # per cent of the text before the sentence
 
 
@@ -76,7 +77,7 @@ def _hidden(
     keys = list(demo_tasks.registry(rng, distractors + 1).items())
     sentences = [f"The special magic number of {name} is {number}. " for name, number in keys]
     (asked, number), question = keys[0], f"\nWhat is the special magic number of {keys[0][0]}?\nAnswer:"
-    left = length - count("".join(sentences) + question)
+    left = length - ANSWER - count("".join(sentences) + question)
     lines = [FILLER] * (left // count(FILLER * 8) * 8)
     lines += [FILLER] * max(0, (left - count("".join(lines))) // count(FILLER))
     for sentence in sentences[1:]:

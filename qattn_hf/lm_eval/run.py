@@ -19,27 +19,27 @@ from qattn_hf.recipe import Recipe
 def rows(
     model: Any,
     tokenizer: Any,
-    source: str,
     methods: dict[str, Recipe | None],
     tasks: list[str],
     data_dir: Path | None,
+    metadata: dict[str, Any],
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """One row a method, task and metric, as they come.
 
     Args:
-        source: where model and tokenizer come from, for tasks that count tokens.
         methods: recipes by the name in the rows; None is full precision.
         tasks: of lm-eval or of ours.
         data_dir: folder of local data; None: the hub.
+        metadata: for tasks; `pretrained` is where those that count tokens find the tokenizer.
         arguments: of `QAttnLM`. options: of lm-eval's `simple_evaluate`.
 
     Raises:
         QAttnError: no such task, or no data.
     """
     with task_folders(data_dir) as folders:
-        manager = TaskManager(include_path=folders, metadata={"pretrained": source})
+        manager = TaskManager(include_path=folders, metadata=metadata)
         if unknown := [name for name in tasks if name not in manager.all_tasks]:
             raise QAttnError(f"--task {unknown[0]}: no such task; `python -m qattn_hf.lm_eval ls tasks` lists them")
         for name, recipe in methods.items():
