@@ -28,36 +28,73 @@ class Files(NamedTuple):
 
     Attributes:
         splits: file of each split; `{name}` is the task's `dataset_name`.
-        kind: `json` (lines, or rows under `field`) or `text`.
+        kind: `json`, `csv` or `text`, as `datasets` calls them.
+        options: of that loader.
         rows: function of this module that gives the rows the columns of the hub's.
         name: the only `dataset_name` that these files hold.
     """
 
     splits: dict[str, str]
     kind: str = "json"
-    field: str | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012 (read only)
     rows: str | None = None
     name: str | None = None
 
 
 FILES = {
     "openai/gsm8k": Files({"train": "gsm8k/train.jsonl", "test": "gsm8k/test.jsonl"}),
-    "SaylorTwift/bbh": Files({"test": "bbh/{name}.json"}, field="examples"),
+    "SaylorTwift/bbh": Files({"test": "bbh/{name}.json"}, options={"field": "examples"}),
     "deepmind/aqua_rat": Files({"validation": "aqua/dev.json", "test": "aqua/test.json"}),
     "Xnhyacinth/LongBench": Files({"test": "longbench/{name}.jsonl"}, rows="with_question"),
     "openai/openai_humaneval": Files({"test": "humaneval/HumanEval.jsonl.gz"}),
     "EleutherAI/wikitext_document_level": Files(
-        {"test": "wikitext2/wiki.test.raw"}, kind="text", rows="pages", name="wikitext-2-raw-v1"
+        {"test": "wikitext2/wiki.test.raw"},
+        kind="text",
+        options={"sample_by": "document"},
+        rows="pages",
+        name="wikitext-2-raw-v1",
     ),
+    "cais/mmlu": Files(
+        {split: f"mmlu/{split}/{{name}}_{split}.csv" for split in ("dev", "test")},
+        kind="csv",
+        options={"column_names": ["question", *"ABCD", "answer"], "keep_default_na": False},
+        rows="with_choices",
+    ),
+    "EleutherAI/lambada_openai": Files({"test": "lambada/lambada_test.jsonl"}, name="default"),
+    "HuggingFaceH4/MATH-500": Files({"test": "math500/test.jsonl"}),
     "qattn/sums": Files({"train": "synthetic/sums_train.jsonl", "test": "synthetic/sums_test.jsonl"}),
     "qattn/recall": Files({"test": "synthetic/recall_{name}.jsonl"}),
 }
-STOCK = ("gsm8k", "bbh", "longbench", "humaneval", "wikitext")  # folders of lm-eval whose tasks read those
+STOCK = (
+    "gsm8k",
+    "bbh",
+    "longbench",
+    "humaneval",
+    "wikitext",
+    "mmlu",
+    "lambada",
+    "hendrycks_math",
+)  # folders of lm-eval whose tasks read those
 
 
 def with_question(rows: Any) -> Any:
     """LongBench's `input` is `question` on the hub."""
     return rows.rename_column("input", "question")
+
+
+def with_choices(rows: Any) -> Any:
+    """MMLU's columns A to D are `choices` on the hub, and its answer is an index."""
+
+    def choices(row: dict[str, Any]) -> dict[str, Any]:
+        return {"choices": [str(row[letter]) for letter in "ABCD"], "answer": "ABCD".index(row["answer"])}
+
+    return rows.map(choices, remove_columns=list("ABCD"), features=_features())
+
+
+def _features() -> Any:
+    from datasets import Features, List, Value
+
+    return Features({"question": Value("string"), "answer": Value("int64"), "choices": List(Value("string"))})
 
 
 def pages(rows: Any) -> Any:
@@ -119,9 +156,7 @@ def _there(task: dict[str, Any], data_dir: Path) -> dict[str, Any] | None:
     paths = {split: data_dir / path.format(name=name) for split, path in files.splits.items()}
     if not all(path.is_file() for path in paths.values()):
         return None
-    options: dict[str, Any] = {"data_files": {split: str(path) for split, path in paths.items()}}
-    options |= {"field": files.field} if files.field else {}
-    options |= {"sample_by": "document"} if files.kind == "text" else {}
+    options = {"data_files": {split: str(path) for split, path in paths.items()}, **files.options}
     splits = {f"{key}_split": None for key in ("training", "validation") if task.get(f"{key}_split") not in paths}
     return {
         "dataset_path": files.kind,
