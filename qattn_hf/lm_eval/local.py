@@ -65,16 +65,8 @@ FILES = {
     "qattn/sums": Files({"train": "synthetic/sums_train.jsonl", "test": "synthetic/sums_test.jsonl"}),
     "qattn/recall": Files({"test": "synthetic/recall_{name}.jsonl"}),
 }
-STOCK = (
-    "gsm8k",
-    "bbh",
-    "longbench",
-    "humaneval",
-    "wikitext",
-    "mmlu",
-    "lambada",
-    "hendrycks_math",
-)  # folders of lm-eval whose tasks read those
+# folders of lm-eval whose tasks read those
+STOCK = ("gsm8k", "bbh", "longbench", "humaneval", "wikitext", "mmlu", "lambada", "hendrycks_math")
 
 
 def with_question(rows: Any) -> Any:
