@@ -76,17 +76,13 @@ def with_question(rows: Any) -> Any:
 
 def with_choices(rows: Any) -> Any:
     """MMLU's columns A to D are `choices` on the hub, and its answer is an index."""
+    from datasets import Features, Value
 
     def choices(row: dict[str, Any]) -> dict[str, Any]:
         return {"choices": [str(row[letter]) for letter in "ABCD"], "answer": "ABCD".index(row["answer"])}
 
-    return rows.map(choices, remove_columns=list("ABCD"), features=_features())
-
-
-def _features() -> Any:
-    from datasets import Features, List, Value
-
-    return Features({"question": Value("string"), "answer": Value("int64"), "choices": List(Value("string"))})
+    features = Features({"question": Value("string"), "answer": Value("int64"), "choices": [Value("string")]})
+    return rows.map(choices, remove_columns=list("ABCD"), features=features)
 
 
 def pages(rows: Any) -> Any:
