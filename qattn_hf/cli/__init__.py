@@ -8,6 +8,7 @@ import typer
 
 from qattn_hf.cli.bench import bench
 from qattn_hf.cli.demo import demo
+from qattn_hf.cli.eval import evaluate
 from qattn_hf.cli.generate import generate
 from qattn_hf.cli.methods import methods
 from qattn_hf.cli.report import report
@@ -15,6 +16,7 @@ from qattn_hf.cli.report import report
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (demo, generate, report, methods):
     app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
 
 
