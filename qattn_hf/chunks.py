@@ -6,6 +6,7 @@ would look lossless whatever the cache does to them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -44,8 +45,8 @@ def feed(
         attention_mask: int64 `[B, T]`, 0 where a row is padded; of what the cache holds already, too.
         cache: what to continue; by default the model makes one.
     """
-    held = 0 if cache is None else cache.get_seq_length()
-    for start, stop in zip(at, at[1:], strict=False):
+    held = 0 if cache is None else int(cache.get_seq_length())  # a packed cache counts on in the tensor it returns
+    for start, stop in itertools.pairwise(at):
         mask = None if attention_mask is None else attention_mask[:, : held + stop]
         out = model(ids[:, start:stop], attention_mask=mask, past_key_values=cache, use_cache=True)
         cache = out.past_key_values

@@ -96,6 +96,38 @@ def chosen_recipe(method: str | None, recipe: Path | None, settings: list[str] |
     return find_recipe(method, recipe, parse_settings(settings))
 
 
+def split_methods(texts: list[str]) -> list[str]:
+    """`["turbo:k_bits=4,v_bits=2,kivi"]` -> `["turbo:k_bits=4,v_bits=2", "kivi"]`: what has no `=` begins anew."""
+    found: list[str] = []
+    for item in (item for text in texts for item in text.split(",")):
+        if found and "=" in item and ":" not in item:
+            found[-1] += f",{item}"
+        else:
+            found.append(item.strip())
+    return found
+
+
+def parse_method(text: str) -> tuple[str, dict[str, Any]]:
+    """`turbo:k_bits=4,v_bits=2` -> the name and its settings."""
+    name, _, settings = text.partition(":")
+    return name, parse_settings(settings.split(",") if settings else None)
+
+
+def named_recipes(texts: list[str]) -> dict[str, Recipe]:
+    """Checked recipes that pack, by how they were asked for: a method, a recipe's name or its file, with settings."""
+    from qattn_hf.methods import list_methods
+    from qattn_hf.recipe import check_packs, find_recipe
+
+    found = {}
+    for text in split_methods(texts):
+        name, settings = parse_method(text)
+        known = name in list_methods()
+        recipe = find_recipe(name if known else None, None if known else name, settings)
+        check_packs(recipe)
+        found[text] = recipe
+    return found
+
+
 def summary(report: dict[str, Any]) -> str:
     """One line about what a cache holds, from `Report.to_dict()`."""
     if not report["kv_bytes"]:

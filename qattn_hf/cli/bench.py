@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, parse_settings
+from qattn_hf.cli._common import DeviceOption, parse_method
 
 if TYPE_CHECKING:
     import torch
@@ -154,9 +154,8 @@ def chosen_methods(names: list[str] | None) -> dict[str, Method]:
 
     found = {}
     for name in names or ["turbo", "int8", "none"]:
-        method, _, settings = name.partition(":")
-        chosen = parse_settings(settings.split(",") if settings else None)
-        recipe = find_recipe(method, None, chosen)
+        method, settings = parse_method(name)
+        recipe = find_recipe(method, None, settings)
         check_packs(recipe)
         found[name] = recipe.settings
     return found
