@@ -12,9 +12,10 @@ from qattn_hf.cli.demo import demo
 from qattn_hf.cli.generate import generate
 from qattn_hf.cli.methods import methods
 from qattn_hf.cli.report import report
+from qattn_hf.cli.tune import tune
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (demo, generate, report, methods, compare):
+for command in (demo, generate, report, methods, compare, tune):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

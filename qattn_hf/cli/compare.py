@@ -57,13 +57,18 @@ def compare(
     Example: qattn compare --method turbo --method kivi:bits=2 --text book.txt --picture fidelity.png
     """
     from qattn_hf.fidelity.compare import compare as measure
+    from qattn_hf.fidelity.texts import made_text, read_as, rows_of
 
     if picture is not None:
         from qattn_hf.bench.picture import need_matplotlib
 
         need_matplotlib("--picture")  # before the work, not after it
     recipes = named_recipes([*(method or []), *([methods] if methods else [])] or list(DEFAULT))
-    name, lm, own_dtype, reading = prepare(model, device, dtype, text, rows, tokens, steps, batch)
+    name, lm, tokenizer = load(model, device)
+    own_dtype = measured_in(lm, dtype)
+    # a token is seldom longer than eight characters of what is made up
+    content = made_text(8 * rows * tokens) if text is None else text.read_text(encoding="utf-8")
+    reading = read_as(rows_of(tokenizer, content, rows, tokens), steps=steps, batch=batch)
     with telling() as told:
         found = measure(lm, recipes, reading, at_tokens=at_tokens, dtype=own_dtype, told=told)
     found = [{"model": name, **row} for row in found]
@@ -83,25 +88,14 @@ def compare(
         draw(found, picture, f"{name}: {rows} rows of {tokens} tokens")
 
 
-def prepare(
-    model: str | None, device: str | None, dtype: str, text: Path | None, rows: int, tokens: int, steps: int, batch: int
-) -> tuple[str, Any, Any, Any]:
-    """The model's name, the model, the precision in which it was saved, and the rows that it shall read.
-
-    Raises:
-        QAttnError: a text that is too short.
-    """
+def measured_in(model: Any, dtype: str) -> Any:
+    """Give the model the precision to measure in; returns the one in which it was loaded."""
     import torch
 
-    from qattn_hf.fidelity.texts import made_text, read_as, rows_of
-
-    name, lm, tokenizer = load(model, device)
-    # a token is seldom longer than eight characters of what is made up
-    content = made_text(8 * rows * tokens) if text is None else text.read_text(encoding="utf-8")
-    own = lm.dtype
+    own = model.dtype
     if dtype != "auto":
-        lm.to(getattr(torch, dtype))
-    return name, lm, own, read_as(rows_of(tokenizer, content, rows, tokens), steps=steps, batch=batch)
+        model.to(getattr(torch, dtype))
+    return own
 
 
 def telling() -> Any:

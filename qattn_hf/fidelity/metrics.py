@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 Tokens = dict[str, torch.Tensor]
+
+
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) in nats of log-probabilities `[..., vocabulary]`."""
+    p = log_p.exp()
+    # a model may forbid tokens by logits of minus infinity; they carry no mass in p
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
 
 
 def token_figures(full: torch.Tensor, packed: torch.Tensor, right: torch.Tensor) -> Tokens:
@@ -22,12 +30,9 @@ def token_figures(full: torch.Tensor, packed: torch.Tensor, right: torch.Tensor)
         token, `change` of the right token's probability, `nll_full` and `nll` of the right token.
     """
     log_p, log_q = full.float().log_softmax(-1), packed.float().log_softmax(-1)
-    p = log_p.exp()
-    # a model may forbid tokens by logits of minus infinity; they carry no mass in p
-    kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
     right_p, right_q = (x.gather(-1, right[..., None])[..., 0] for x in (log_p, log_q))
     return {
-        "kl": kl,
+        "kl": divergence(log_p, log_q),
         "same_top1": (log_p.argmax(-1) == log_q.argmax(-1)).float(),
         "change": right_q.exp() - right_p.exp(),
         "nll_full": -right_p,
@@ -94,7 +99,7 @@ def over_layers(layers: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def pareto(points: list[tuple[float, float]]) -> list[int]:
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the points that no other beats: none has at most its cost and at most its loss, and less of either.
 
     In order of cost; of equal points the first counts.

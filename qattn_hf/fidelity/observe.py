@@ -38,6 +38,11 @@ class Call(NamedTuple):
     scores: Scores
     out: torch.Tensor
 
+    def of(self, rows: slice) -> Call:
+        """The same of some rows."""
+        query, keys, values, out = (x[rows] for x in (self.query, self.keys, self.values, self.out))
+        return self._replace(query=query, keys=keys, values=values, out=out)
+
     def packed_out(self, layer: QAttnLayer) -> torch.Tensor:
         """Output `[B, T, Hq, Dv]` of a packed layer that gets the same call, and every earlier one, as its own."""
         tokens = self.query.shape[2]

@@ -1,14 +1,14 @@
-"""What a cache of a given length takes, counted from the tensors of caches that are filled to that length."""
+"""What a cache of a given length takes, counted from the tensors of caches of that length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from qattn_hf.bench.layers import fill
 from qattn_hf.cache import QAttnCache
+from qattn_hf.layer import QAttnLayer
 from qattn_hf.report import report
 from qattn_kernels.layout import Geometry
 from qattn_kernels.spec import LayerSpec
@@ -33,22 +33,29 @@ class Size(NamedTuple):
         return 8 * self.kv_bytes / self.values
 
 
+def values_of(geometry: Geometry, tokens: int) -> int:
+    """Keys and values of a row in one layer."""
+    return tokens * geometry.heads * (geometry.k_dim + geometry.v_dim)
+
+
 def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
     """Size of a cache like this one, which has been written to, for a model that computes in `dtype`."""
-    specs = [layer.spec for layer in cache.layers]
-    return size_of_layers(zip(specs, (layer.geometry for layer in cache.layers), strict=True), tokens, dtype, cache)
-
-
-def size_of_layers(
-    layers: Iterable[tuple[LayerSpec, Geometry]], tokens: int, dtype: torch.dtype, like: QAttnCache
-) -> Size:
-    """The same of layers with these specs, each with the heads and dims of a geometry."""
-    specs, geometries = zip(*layers, strict=True)
-    filled = QAttnCache(list(specs), like.recipe, tokens)
-    for layer, geometry in zip(filled.layers, geometries, strict=True):
-        nothing = [torch.empty(1, geometry.heads, 0, dim, dtype=dtype) for dim in (geometry.k_dim, geometry.v_dim)]
-        layer.lazy_initialization(*nothing)
+    filled = QAttnCache([layer.spec for layer in cache.layers], cache.recipe, tokens)
+    for layer, like in zip(filled.layers, cache.layers, strict=True):
+        _initialize(layer, like.geometry, dtype, "cpu")
         fill(layer, tokens)
     found = report(filled).to_dict()
-    values = tokens * sum(g.heads * (g.k_dim + g.v_dim) for g in geometries)
+    values = sum(values_of(layer.geometry, tokens) for layer in cache.layers)
     return Size(found["kv_bytes"], values, found["effective_bits"])
+
+
+def layer_bytes(spec: LayerSpec, geometry: Geometry, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the tensors of one layer of such a cache, none of which is allocated."""
+    layer = QAttnLayer(spec, tokens)
+    _initialize(layer, geometry, dtype, "meta")
+    return sum(tensor.nbytes for tensor, _ in layer.state_tensors().values())
+
+
+def _initialize(layer: QAttnLayer, geometry: Geometry, dtype: torch.dtype, device: str) -> None:
+    dims = (geometry.k_dim, geometry.v_dim)
+    layer.lazy_initialization(*(torch.empty(1, geometry.heads, 0, dim, dtype=dtype, device=device) for dim in dims))
