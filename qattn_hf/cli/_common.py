@@ -87,6 +87,12 @@ def load(name: str | None, device: str | None) -> Loaded:
     return Loaded("embedded demo model" if name is None else name, model, tokenizer)
 
 
+def short_name(name: str) -> str:
+    """A hub name as it is, a folder without the way to it: what stands beside figures."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name
+
+
 def chosen_recipe(method: str | None, recipe: Path | None, settings: list[str] | None) -> Recipe:
     """What the options ask for, `turbo` when they name neither a method nor a recipe; checked before a model loads."""
     from qattn_hf.recipe import find_recipe

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes
+from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name
 from qattn_hf.report import size
 
 DEFAULT = ("none", "int8", "turbo", "turbo:bits=mixed", "turbo_sink_k4v2", "kivi", "turboquant")
@@ -71,7 +71,7 @@ def compare(
     reading = read_as(rows_of(tokenizer, content, rows, tokens), steps=steps, batch=batch)
     with telling() as told:
         found = measure(lm, recipes, reading, at_tokens=at_tokens, dtype=own_dtype, told=told)
-    found = [{"model": name, **row} for row in found]
+    found = [{"model": short_name(name), **row} for row in found]
     if as_json:
         for row in found:
             print(json.dumps(row))
@@ -85,7 +85,7 @@ def compare(
     if picture is not None:
         from qattn_hf.fidelity.picture import draw
 
-        draw(found, picture, f"{name}: {rows} rows of {tokens} tokens")
+        draw(found, picture, f"{short_name(name)}: {rows} rows of {tokens} tokens")
 
 
 def measured_in(model: Any, dtype: str) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes
+from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name
 from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, telling
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ def tune(
             lm, candidates, read_as(ids[:rows], batch=batch), read_as(ids[rows:], steps=steps, batch=batch), budget,
             references=named_recipes([REFERENCE]), dtype=own_dtype, told=told,
         )  # fmt: skip
-    output.write_text(f"{header(found, Path(name).name, budget.at_tokens)}{found.recipe.as_yaml()}", encoding="utf-8")
+    output.write_text(f"{header(found, short_name(name), budget.at_tokens)}{found.recipe.as_yaml()}", encoding="utf-8")
     show(found)
     print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
     if details is not None:
-        details.write_text(json.dumps(record(found, name), indent=1) + "\n", encoding="utf-8")
+        details.write_text(json.dumps(record(found, short_name(name)), indent=1) + "\n", encoding="utf-8")
 
 
 def header(found: Tuned, model: str, at_tokens: int) -> str:
