@@ -62,7 +62,13 @@ def tune(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Rows read at once; trials share them.")] = 8,
     at_tokens: AtTokensOption = 4096,
     dtype: DtypeOption = "auto",
-    details: Annotated[Path | None, typer.Option("--json", help="JSON file for every trial and check.")] = None,
+    check_text: Annotated[
+        Path | None, typer.Option("--check-text", help="File for the check.", show_default="the text's later rows")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON row a measurement in place of tables.")
+    ] = False,
+    trials: Annotated[Path | None, typer.Option("--trials", help="JSON file for every trial.")] = None,
     device: DeviceOption = None,
 ) -> None:
     """Write a recipe for a model within a budget: the least KL for --bits, or the fewest bits for --kl.
@@ -80,17 +86,28 @@ def tune(
     name, lm, tokenizer = load(model, device)
     own_dtype = measured_in(lm, dtype)
     content = made_text(8 * (rows + check_rows) * tokens) if text is None else text.read_text(encoding="utf-8")
-    ids = rows_of(tokenizer, content, rows + check_rows, tokens)
+    if check_text is None:
+        decide, check = rows_of(tokenizer, content, rows + check_rows, tokens).split([rows, check_rows])
+    else:
+        decide = rows_of(tokenizer, content, rows, tokens)
+        check = rows_of(tokenizer, check_text.read_text(encoding="utf-8"), check_rows, tokens)
     with telling() as told:
         found = find(
-            lm, candidates, read_as(ids[:rows], batch=batch), read_as(ids[rows:], steps=steps, batch=batch), budget,
+            lm, candidates, read_as(decide, batch=batch), read_as(check, steps=steps, batch=batch), budget,
             references=named_recipes([REFERENCE]), dtype=own_dtype, told=told,
         )  # fmt: skip
     output.write_text(f"{header(found, short_name(name), budget.at_tokens)}{found.recipe.as_yaml()}", encoding="utf-8")
-    show(found)
-    print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
-    if details is not None:
-        details.write_text(json.dumps(record(found, short_name(name)), indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        for row in measured_rows(found, short_name(name)):
+            print(json.dumps(row))
+    else:
+        show(found)
+        print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
+    if trials is not None:
+        from qattn_hf.bench.origin import origin
+
+        head = {"model": short_name(name), **origin(shlex.join(["qattn", *sys.argv[1:]]))}
+        trials.write_text(json.dumps({**head, "rows": found.trials}, indent=1) + "\n", encoding="utf-8")
 
 
 def header(found: Tuned, model: str, at_tokens: int) -> str:
@@ -104,25 +121,11 @@ def header(found: Tuned, model: str, at_tokens: int) -> str:
     )
 
 
-def record(found: Tuned, model: str) -> dict[str, Any]:
-    """Everything that was measured, with where it comes from."""
-    import dataclasses
-
-    from qattn_hf.bench.origin import origin
-
-    layers = [
-        {"chosen": pick, "options": [dataclasses.asdict(option) for option in options]}
-        for options, pick in zip(found.options, found.picks, strict=True)
-    ]
-    return {
-        **origin(shlex.join(["qattn", *sys.argv[1:]])),
-        "model": model,
-        "recipe": {"method": found.recipe.method, **found.recipe.given()},
-        "predicted_kl": found.predicted,
-        "measured": found.measured,
-        "checked": found.checked,
-        "layers": layers,
-    }
+def measured_rows(found: Tuned, model: str) -> list[dict[str, Any]]:
+    """The recipe on the rows that decided, then the recipe and the references on others."""
+    first = {"on": "rows that decided", "predicted_kl": found.predicted, **found.measured}
+    rows = [first, *({"on": "other rows", **row} for row in found.checked)]
+    return [{"model": model, **{key: value for key, value in row.items() if key != "layers"}} for row in rows]
 
 
 def show(found: Tuned) -> None:
@@ -134,12 +137,11 @@ def show(found: Tuned) -> None:
     if not console.is_terminal:
         console.width = 160  # a file has no edge
     chosen = Table(box=None, pad_edge=False)
-    for name in ("layer", "candidate", "K heads of 2 bits", "V heads of 2 bits", "KL alone", "tried"):
-        chosen.add_column(name, justify="right" if name in ("layer", "KL alone", "tried") else "left")
-    for layer, (options, pick) in enumerate(zip(found.options, found.picks, strict=True)):
-        option = options[pick]
+    for name in ("layer", "candidate", "K heads of 2 bits", "V heads of 2 bits", "KL alone"):
+        chosen.add_column(name, justify="right" if name in ("layer", "KL alone") else "left")
+    for layer, option in enumerate(found.chosen):
         heads = (" ".join(map(str, low)) for low in (option.k_low, option.v_low))
-        chosen.add_row(str(layer), option.candidate, *heads, f"{option.kl:.6f}", str(len(options)))
+        chosen.add_row(str(layer), option.candidate, *heads, f"{option.kl:.6f}")
     console.print(chosen)
     print(
         f"KL predicted {found.predicted:.6f}, measured {found.measured['kl']:.6f} on the same rows; on "

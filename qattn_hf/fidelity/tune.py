@@ -64,15 +64,17 @@ class Tuned:
         predicted: its KL by the sum of its layers'.
         measured: row of `compare` on the rows that it was tuned on.
         checked: rows of `compare` on other rows, the recipe's first, then those of the references.
-        options: of each layer, all that were tried; picks: the chosen one's index.
+        chosen: of each layer.
+        trials: one row a trial: `layer`, `candidate`, `side` and `head` that had 2 bits (no side: none of those that a
+            candidate chooses), `kl` with the rest of the model in full precision.
     """
 
     recipe: Recipe
     predicted: float
     measured: Row
     checked: list[Row]
-    options: list[list[Option]]
-    picks: tuple[int, ...]
+    chosen: list[Option]
+    trials: list[Row]
 
 
 class Tuner:
@@ -97,6 +99,7 @@ class Tuner:
         self.at_tokens, self.dtype = at_tokens, dtype
         self.geometries: list[Geometry] = []
         self.specs: dict[str, list[LayerSpec]] = {}
+        self.trials: list[Row] = []
 
     def screen(self) -> list[list[str]]:
         """Of each layer, the candidates that are worth a trial there; those that choose heads always are."""
@@ -153,6 +156,7 @@ class Tuner:
         found: dict[tuple[int, str, str, int], float] = {}
         for key, loss in zip(keys, losses(self.model, trials, self.reading), strict=True):
             found[key] = loss
+            self.trials.append({**dict(zip(("layer", "candidate", "side", "head"), key, strict=True)), "kl": loss})
             self.told(f"trials: {len(found)} of {len(trials)}")
         return [[o for name in names for o in self._options(i, name, found)] for i, names in enumerate(worth)]
 
@@ -203,8 +207,11 @@ def tune(
     options = tuner.options(tuner.screen())
     found = plans([[(option.n_bytes, option.kl) for option in of_layer] for of_layer in options])
 
+    def chosen(plan: Plan) -> list[Option]:
+        return [of_layer[i] for of_layer, i in zip(options, plan.picks, strict=True)]
+
     def measured(plan: Plan) -> tuple[Recipe, Row]:
-        recipe = recipe_of([of_layer[i] for of_layer, i in zip(options, plan.picks, strict=True)], candidates)
+        recipe = recipe_of(chosen(plan), candidates)
         return recipe, compare(model, {"tuned": recipe}, reading, at_tokens=budget.at_tokens, dtype=dtype, told=told)[0]
 
     if budget.bits is not None:
@@ -215,7 +222,7 @@ def tune(
         plan, recipe, row = _better(found, budget.kl, measured)
     others = {"tuned": recipe, **(references or {})}
     checked = compare(model, others, check, at_tokens=budget.at_tokens, dtype=dtype, told=told)
-    return Tuned(recipe, plan.kl, row, checked, options, plan.picks)
+    return Tuned(recipe, plan.kl, row, checked, chosen(plan), tuner.trials)
 
 
 def _smaller(found: list[Plan], bits: float, values: int) -> Plan:
