@@ -32,7 +32,8 @@ def patch(
         model: a decoder of transformers, on the device where it will run, in eval mode when it runs.
         method: a method's name (`list_methods()`), default `turbo`.
         recipe: a YAML file, the name of a recipe of this package, or a `Recipe`.
-        settings: settings of the method, by the YAML's names; they win over the recipe's.
+        settings: settings of the method, by the YAML's names, and `layers`, what some layers have in their place (see
+            `qattn_hf.recipe`); they win over the recipe's.
 
     Returns:
         the same object.

@@ -177,11 +177,25 @@ def test_layers_are_named_in_runs():
 def test_the_command_writes_a_recipe_that_patch_takes(tmp_path, capsys):
     from qattn_hf.assets import demo_model_dir
 
-    target, details = tmp_path / "tuned.yaml", tmp_path / "tuned.json"
+    target, details, drawn = (tmp_path / name for name in ("tuned.yaml", "tuned.json", "tuned.png"))
     small = ["--rows", "1", "--check-rows", "1", "--tokens", "260", "--steps", "2", "--device", "cpu"]
     candidates = ["--candidate", "turbo:bits=mixed", "--candidate", "turbo:sink_num=3"]
     with pytest.raises(SystemExit) as ended:
-        main(["tune", "--bits", "3.25", "-o", str(target), "--trials", str(details), *candidates, *small])
+        main(
+            [
+                "tune",
+                "--bits",
+                "3.25",
+                "-o",
+                str(target),
+                "--trials",
+                str(details),
+                "--picture",
+                str(drawn),
+                *candidates,
+                *small,
+            ]
+        )
     out = capsys.readouterr().out
     assert not ended.value.code and "KL predicted" in out and str(target) in out.replace("\n", "")
     text = target.read_text()
@@ -190,6 +204,7 @@ def test_the_command_writes_a_recipe_that_patch_takes(tmp_path, capsys):
     heads = [row for row in tried if row["candidate"] == "turbo:bits=mixed"]
     assert len(heads) == 8 * 5 and {row["layer"] for row in heads} == set(range(8))  # 2 heads, 2 sides, and none
     assert [(row["side"], row["head"]) for row in heads[:5]] == [("", 0), ("k", 0), ("k", 1), ("v", 0), ("v", 1)]
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     model = patch(AutoModelForCausalLM.from_pretrained(demo_model_dir()).eval(), recipe=target)
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
 

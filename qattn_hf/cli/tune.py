@@ -69,6 +69,7 @@ def tune(
         bool, typer.Option("--json", help="Print one JSON row a measurement in place of tables.")
     ] = False,
     trials: Annotated[Path | None, typer.Option("--trials", help="JSON file for every trial.")] = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="PNG file of the trials; needs matplotlib.")] = None,
     device: DeviceOption = None,
 ) -> None:
     """Write a recipe for a model within a budget: the least KL for --bits, or the fewest bits for --kl.
@@ -82,6 +83,10 @@ def tune(
     budget = Budget(bits, kl, at_tokens)
     if output.suffix not in (".yaml", ".yml"):
         raise ValueError(f"--output {output}: a recipe is a .yaml file")
+    if picture is not None:
+        from qattn_hf.bench.picture import need_matplotlib
+
+        need_matplotlib("--picture")  # before the work, not after it
     candidates = named_recipes(candidate or list(CANDIDATES))
     name, lm, tokenizer = load(model, device)
     own_dtype = measured_in(lm, dtype)
@@ -108,6 +113,10 @@ def tune(
 
         head = {"model": short_name(name), **origin(shlex.join(["qattn", *sys.argv[1:]]))}
         trials.write_text(json.dumps({**head, "rows": found.trials}, indent=1) + "\n", encoding="utf-8")
+    if picture is not None:
+        from qattn_hf.fidelity.picture import draw_sensitivity
+
+        draw_sensitivity(found.trials, [option.candidate for option in found.chosen], picture, short_name(name))
 
 
 def header(found: Tuned, model: str, at_tokens: int) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from qattn_hf.fidelity.metrics import pareto
 
-FINE = 4096  # plans that are kept a layer, spread evenly over the bytes; more would only split hairs
+FINE = 2048  # plans that are kept a layer, spread evenly over the bytes; more would only split hairs
 
 
 class Plan(NamedTuple):
