@@ -214,7 +214,8 @@ def test_the_command_prints_a_table_and_writes_rows_and_a_picture(capsys, tmp_pa
     assert code == 0 and "turbo:k_bits=4,v_bits=2" in out and "Pareto" in out
     written = json.loads((tmp_path / "rows.json").read_text())
     assert [row["method"] for row in written["rows"]] == ["none", "turbo:k_bits=4,v_bits=2"]
-    assert written["rows"][1]["recipe"] == {"k_bits": 4, "v_bits": 2} and written["versions"]["torch"]
+    assert written["rows"][1]["recipe"] == {"method": "turbo", "k_bits": 4, "v_bits": 2}
+    assert written["versions"]["torch"]
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = qattn(capsys, "--method", "int8", "--json", *small)
     row = json.loads(out)

@@ -25,6 +25,7 @@ from qattn_hf.fidelity.sizes import size_of
 from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tune import Budget, tune
 from qattn_hf.fidelity.tuned import ranges, recipe_of
+from qattn_hf.recipe import find_recipe
 
 CANDIDATES = ["turbo:bits=mixed", "turbo:bits=mixed,sink_num=1", "int8", "turboquant:k_format=turbo2,v_format=turbo2"]
 LAYERS, AT = 3, 512
@@ -163,6 +164,12 @@ def test_the_recipe_gives_each_layer_its_option(tmp_path):
     *_, last = feed(model, random_ids(1, 260), [0, 200, 260])
     rows = report(last.cache).to_dict()["layers"]
     assert [row["bits_per_head"]["k"][0] for row in rows] == [[2, 4], [4, 4], [4, 2], [2, 2], [4, 4], [2, 2]]
+
+
+def test_a_candidate_is_for_any_layer(readings):
+    mixed = find_recipe("turbo", None, {"layers": {"0": {"bits": 2}}})
+    with pytest.raises(QAttnError, match="leave out layers"):
+        tune(noisy_llama(), {"mixed": mixed}, *readings, Budget(bits=4.0))
 
 
 def test_which_candidates_are_tried_head_by_head():

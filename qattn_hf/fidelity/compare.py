@@ -100,7 +100,7 @@ def compare(
         rows.append(
             {
                 "method": name,
-                "recipe": recipe.settings.model_dump(exclude_unset=True),
+                "recipe": {"method": recipe.method, **recipe.given()},
                 "rows": len(reading.ids),
                 "tokens": reading.ids.shape[1],
                 "scored_from": reading.first,

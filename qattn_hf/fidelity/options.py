@@ -30,7 +30,7 @@ def by_head(recipe: Recipe) -> bool:
     """Whether a candidate leaves it open which heads get fewer bits: `bits: mixed` without lists."""
     settings: Any = recipe.settings
     sides = [getattr(settings, "bits", None), getattr(settings, "k_bits", None), getattr(settings, "v_bits", None)]
-    if "k_low_heads" not in type(settings).model_fields or recipe.choices:
+    if "k_low_heads" not in type(settings).model_fields:
         return False
     return sides == ["mixed", None, None] and {settings.n_h, settings.k_low_heads, settings.v_low_heads} == {None}
 
@@ -50,7 +50,7 @@ class Shape:
 
     def spec(self, recipe: Recipe, layer: int, k_low: Heads = (), v_low: Heads = ()) -> LayerSpec:
         """A layer by a candidate; computed by the reference until somebody chooses."""
-        settings = recipe.settings_of(layer)
+        settings = recipe.settings
         if by_head(recipe):
             lows: list[tuple[Heads, Heads]] = [((), ())] * self.layers
             lows[layer] = (k_low, v_low)

@@ -95,6 +95,8 @@ class Tuner:
         dtype: torch.dtype,
         told: Told,
     ):
+        if several := [name for name, recipe in candidates.items() if recipe.choices]:
+            raise QAttnError(f"{several[0]} has settings by layers; a candidate is one for any layer: leave out layers")
         self.model, self.candidates, self.reading, self.told = model, candidates, reading, told
         self.at_tokens, self.dtype = at_tokens, dtype
         self.geometries: list[Geometry] = []
@@ -200,7 +202,8 @@ def tune(
         dtype: precision in which the model will run, if it is measured in another one.
 
     Raises:
-        QAttnError: if no choice of candidates meets the budget.
+        QAttnError: if no choice of candidates meets the budget; rows too short to judge a candidate by, or a candidate
+            that has settings by layers.
     """
     dtype = dtype or model.dtype
     tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, told)
