@@ -19,7 +19,7 @@ from qattn_hf.fidelity.compare import Beside, compare, full_logits
 from qattn_hf.fidelity.metrics import AttentionSums, over_layers, pareto, text_figures, token_figures
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.fidelity.sizes import size_of
-from qattn_hf.fidelity.texts import made_text, read_as, rows_of
+from qattn_hf.fidelity.texts import made_text, parted, read_as, rows_of
 
 WORSE = {"cosine": -1, "relative_l1": 1, "rmse": 1}  # the sign of a worse figure
 
@@ -184,14 +184,21 @@ def test_bits_are_those_of_the_tensors_of_a_cache_of_that_length():
     assert size.effective_bits_total == 8 * held / size.values
 
 
-def test_rows_start_anew_and_hold_the_text_once(demo):
+def test_rows_come_from_all_over_the_text_and_do_not_overlap(demo):
     tokenizer = demo[1]
-    ids = rows_of(tokenizer, made_text(3000), 3, 50)
+    text = made_text(3000)
+    every = tokenizer(text, add_special_tokens=False).input_ids
+    ids = rows_of(tokenizer, text, 3, 50)
     assert ids.shape == (3, 50) and set(ids[:, 0].tolist()) == {tokenizer.bos_token_id}
-    text = tokenizer(made_text(3000), add_special_tokens=False).input_ids
-    assert ids[:, 1:].flatten().tolist() == text[: 3 * 49]
+    starts = [0, len(every) // 3, len(every) // 3 * 2]
+    assert starts[1] > 49 and ids[:, 1:].tolist() == [every[start : start + 49] for start in starts]
     with pytest.raises(QAttnError, match=r"enough for 1 rows of 50 and not for 2"):
-        rows_of(tokenizer, tokenizer.decode(text[:60]), 2, 50)
+        rows_of(tokenizer, tokenizer.decode(every[:60]), 2, 50)
+
+
+def test_rows_are_parted_evenly():
+    some, others = parted(torch.arange(7)[:, None], 3)
+    assert some.flatten().tolist() == [0, 2, 4] and others.flatten().tolist() == [1, 3, 5, 6]
 
 
 def test_methods_are_split_where_a_new_one_begins():

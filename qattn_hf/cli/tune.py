@@ -53,17 +53,15 @@ def tune(
             show_default="formats of all methods, from 2 to 8 bits",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of the text that decide.")] = 2,
-    check_rows: Annotated[
-        int, typer.Option("--check-rows", min=1, help="Later rows that the recipe is checked on.")
-    ] = 4,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of the text that decide.")] = 4,
+    check_rows: Annotated[int, typer.Option("--check-rows", min=1, help="Other rows, for the check.")] = 8,
     tokens: Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row; scored after a third of it.")] = 1024,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Last tokens of a checked row, one by one.")] = 64,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Rows read at once; trials share them.")] = 8,
     at_tokens: AtTokensOption = 4096,
     dtype: DtypeOption = "auto",
     check_text: Annotated[
-        Path | None, typer.Option("--check-text", help="File for the check.", show_default="the text's later rows")
+        Path | None, typer.Option("--check-text", help="File for the check.", show_default="other rows of the text")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON row a measurement in place of tables.")
@@ -76,7 +74,7 @@ def tune(
 
     Example: qattn tune --model PATH --text book.txt --bits 3.25 --output tuned.yaml
     """
-    from qattn_hf.fidelity.texts import made_text, read_as, rows_of
+    from qattn_hf.fidelity.texts import made_text, parted, read_as, rows_of
     from qattn_hf.fidelity.tune import Budget
     from qattn_hf.fidelity.tune import tune as find
 
@@ -92,7 +90,7 @@ def tune(
     own_dtype = measured_in(lm, dtype)
     content = made_text(8 * (rows + check_rows) * tokens) if text is None else text.read_text(encoding="utf-8")
     if check_text is None:
-        decide, check = rows_of(tokenizer, content, rows + check_rows, tokens).split([rows, check_rows])
+        decide, check = parted(rows_of(tokenizer, content, rows + check_rows, tokens), rows)
     else:
         decide = rows_of(tokenizer, content, rows, tokens)
         check = rows_of(tokenizer, check_text.read_text(encoding="utf-8"), check_rows, tokens)

@@ -48,7 +48,9 @@ def read_as(ids: torch.Tensor, chunk: int = CHUNK, steps: int = 0, batch: int = 
 
 
 def rows_of(tokenizer: Any, text: str, rows: int, tokens: int) -> torch.Tensor:
-    """`[rows, tokens]` from the beginning of a text, each row after the tokenizer's first token if it has one.
+    """`[rows, tokens]` from all over a text, evenly, since neighbouring pages are much alike; none overlaps another.
+
+    Each row starts with the tokenizer's first token, if it has one.
 
     Raises:
         QAttnError: if the text is too short, with how many rows it has.
@@ -63,7 +65,15 @@ def rows_of(tokenizer: Any, text: str, rows: int, tokens: int) -> torch.Tensor:
             f"the text has {len(ids)} tokens, which is enough for {len(ids) // length} rows of {tokens} and not for "
             f"{rows}: give a longer text, fewer rows or fewer tokens a row"
         )
-    return torch.tensor([first + ids[i * length : (i + 1) * length] for i in range(rows)])
+    starts = [i * (len(ids) // rows) for i in range(rows)]
+    return torch.tensor([first + ids[start : start + length] for start in starts])
+
+
+def parted(ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`first` of some rows, evenly from all of them, and the others."""
+    places = [i * len(ids) // first for i in range(first)]
+    others = [i for i in range(len(ids)) if i not in places]
+    return ids[places], ids[others]
 
 
 def made_text(characters: int, seed: int = 0) -> str:

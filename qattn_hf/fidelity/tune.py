@@ -1,7 +1,8 @@
 """A recipe for one model within a budget of bits or of KL: what `qattn tune` does.
 
 1. Screening. All candidates stand beside a model in full precision (`compare.Beside`). One that takes no fewer bytes in
-   a layer than another and errs no less in that layer's attention output is not tried there.
+   a layer than another and errs no less in that layer's attention output is not tried there; nor is one that chooses
+   heads if a smaller one does so nearly as well.
 2. Sensitivity. Each candidate that is left is tried in each layer alone, the rest in full precision (`sensitivity`):
    KL to full precision is what it costs there. Candidates that choose heads are tried head by head.
 3. Budget. Small errors of different layers are nearly independent, so their KLs add up; `budget.plans` finds the best
@@ -36,6 +37,7 @@ from qattn_hf.report import report
 from qattn_kernels.layout import Geometry
 from qattn_kernels.spec import LayerSpec
 
+CLEARLY = 0.95  # of another's error at most
 PACKED = 0.75  # of the tokens, which every candidate must pack
 ROUNDS = 5  # plans that are measured for a budget in KL
 CAREFUL = 0.97  # of a budget in KL is aimed at, so that a correction does not end just above it
@@ -104,7 +106,7 @@ class Tuner:
         self.trials: list[Row] = []
 
     def screen(self) -> list[list[str]]:
-        """Of each layer, the candidates that are worth a trial there; those that choose heads always are."""
+        """Of each layer, the candidates that are worth a trial there."""
         self.told("screening candidates")
         beside = Beside(self.model, self.candidates, self.reading.first)
         with observed(self.model, beside):
@@ -128,13 +130,17 @@ class Tuner:
                 )
 
     def _worth(self, layer: int, beside: Beside) -> list[str]:
-        names = list(self.candidates)
-        points = [
-            (self.bytes_of(self.specs[name][layer], layer), beside.sums[name][layer].figures()["relative_l1"])
-            for name in names
-        ]
-        front = pareto(points)
-        return [name for i, name in enumerate(names) if i in front or by_head(self.candidates[name])]
+        """Those that nothing beats; of those that choose heads, whose trials are many, each that errs clearly less than
+        any smaller one."""
+        names, least = list(self.candidates), math.inf
+        errors = [beside.sums[name][layer].figures()["relative_l1"] for name in names]
+        sizes = [self.bytes_of(self.specs[name][layer], layer) for name in names]
+        worth = set(pareto(list(zip(sizes, errors, strict=True))))
+        for i in sorted(range(len(names)), key=lambda i: sizes[i]):
+            if by_head(self.candidates[names[i]]):
+                (worth.add if errors[i] < CLEARLY * least else worth.discard)(i)
+                least = min(least, errors[i])
+        return [name for i, name in enumerate(names) if i in worth]
 
     def bytes_of(self, spec: LayerSpec, layer: int) -> int:
         """What such a layer takes in the context of the budget."""
