@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import re
 import sys
@@ -17,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
+
+from fidelity_tables import compare_table, tune_table
+from recorded import Result, load, markdown, origin
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -28,7 +30,6 @@ FIGURES = {
     "effective_bits_total", "kv_bytes", "impl", "sums", "recall", "sums_lost_won", "recall_lost_won", "head_dim",
     "kv_heads", "tokens",
 }  # fmt: skip
-Result = dict[str, Any]
 
 # How many times smaller a cache gets by a paper: where it says so, the figure, its setting, ours as `label` names it,
 # and why the two differ. All of head dim 128, as most of the papers' models have.
@@ -60,29 +61,12 @@ CLAIMS = [
 ]  # fmt: skip
 
 
-def load(results: Path, prefix: str) -> list[Result]:
-    """Recorded results whose name starts with `prefix`, by name."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"{prefix}*.json"))]
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def label(row: dict[str, Any]) -> str:
     """`turbo`, or `turbo (k_bits 4, v_bits 2)`."""
     if row["method"] == "fp":
         return "full precision"
     settings = ", ".join(f"{key} {value}" for key, value in row.items() if key not in FIGURES)
     return f"`{row['method']}`" + (f" ({settings})" if settings else "")
-
-
-def origin(result: Result) -> str:
-    """One line under a table: how its figures came about."""
-    used = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
-    note = f" Note: {result['note']}." if "note" in result else ""
-    return f"`{result['command']}`, {result['date']}, {result['device']}, {used}.{note}"
 
 
 def recipes_table(results: Path) -> str:
@@ -327,6 +311,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "int-flash": int_flash_table,
     "sage2": sage2_table,
     "tasks": tasks_table,
+    "compare": compare_table,
+    "tune": tune_table,
     "decode": partial(speed_table, bench="decode"),
     "prefill": partial(speed_table, bench="prefill"),
     "generate": partial(speed_table, bench="generate"),

@@ -54,9 +54,21 @@ def attention(
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         out, _ = over(query, key, value, key_mask, offset, spec, *sizes)
         return out.transpose(1, 2).contiguous(), None
+    return stock_attention(module, query, key, value, attention_mask, scores), None
+
+
+def stock_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scores: Scores,
+) -> torch.Tensor:
+    """Attention in the model's precision, `[B, T, Hq, Dv]`; `mask` is transformers' own for torch's attention."""
     if scores.softcap or scores.sinks is not None:  # torch's own has neither
-        return _short(query, key, value, attention_mask, scores).transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scores.scale)
+        return _plain(query, key, value, mask, scores).transpose(1, 2).contiguous()
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scores.scale)[0]
 
 
 def _refuse(key: Any, mask: torch.Tensor | None, dropout: float, is_causal: bool | None, kwargs: Any) -> None:
@@ -81,10 +93,10 @@ def _unpacked(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor)
     return mask[:, 0, 0, 1:] != 0, mask[:, 0, 0, 0]
 
 
-def _short(
+def _plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
 ) -> torch.Tensor:
-    """Softcap and learned sinks in a short call, `[B, Hq, T, Dv]`: plain PyTorch, the softmax in fp32.
+    """Softcap and learned sinks, `[B, Hq, T, Dv]`: plain PyTorch that builds the weights, the softmax in fp32.
 
     Args:
         mask: bool `[B, 1, T, S]`; None where all is causal over the first columns, as torch's own takes it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +32,8 @@ def patch(
         model: a decoder of transformers, on the device where it will run, in eval mode when it runs.
         method: a method's name (`list_methods()`), default `turbo`.
         recipe: a YAML file, the name of a recipe of this package, or a `Recipe`.
-        settings: settings of the method, by the YAML's names; they win over the recipe's.
+        settings: settings of the method, by the YAML's names, and `layers`, what some layers have in their place (see
+            `qattn_hf.recipe`); they win over the recipe's.
 
     Returns:
         the same object.
@@ -83,6 +86,26 @@ def release(model: PreTrainedModel) -> None:
     if not hasattr(model, "_qattn"):
         raise QAttnError("this model is not patched")
     hooks.patch_of(model).release()
+
+
+@contextmanager
+def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let an unpatched model attend by a function registered with transformers as `name`, and put its own back.
+
+    Raises:
+        UnsupportedError: a model whose attention cannot be reached. QAttnError: if it is patched.
+    """
+    if hasattr(model, "_qattn"):
+        raise QAttnError("this model is patched: unpatch(model) first")
+    check_model(model)
+    _own_config(model)
+    before = [c._attn_implementation for c in _configs(model.config)]
+    try:
+        _select(model, name)
+        check_selected(model, name)
+        yield
+    finally:
+        _restore(model, before)
 
 
 def _configs(config: PretrainedConfig) -> list[PretrainedConfig]:

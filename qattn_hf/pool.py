@@ -61,7 +61,7 @@ class Pool:
         """Keep the arenas of a cache that is gone; those that a failed call left half made are let go."""
         if not all(layer.is_initialized and layer.planned for layer in layers):
             return
-        if len({(layer.blocks, layer.geometry.batch) for layer in layers}) == 1:
+        if len({layer.geometry.batch for layer in layers}) == 1:
             self.idle.append((_key(layers, layers[0].geometry, layers[0].device), layers))
             del self.idle[: -IDLE - 1]  # one more until the next cache, which is made after the last one is let go
 
@@ -101,4 +101,5 @@ class Pool:
 
 def _key(layers: list[QAttnLayer], geometry: Geometry, device: torch.device) -> Hashable:
     """All that fixes the shape of every tensor; layers of one model differ in heads and dims always in the same way."""
-    return tuple(layer.spec for layer in layers), layers[0].max_cache_len, geometry, device
+    blocks = tuple(layer.blocks for layer in layers)  # layers of other windows have others for the same capacity
+    return tuple(layer.spec for layer in layers), blocks, layers[0].max_cache_len, geometry, device

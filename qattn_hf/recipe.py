@@ -1,9 +1,23 @@
-"""Recipes: which method with which settings, from a name, a YAML file or keywords, checked before anything changes."""
+"""Recipes: which method with which settings, from a name, a YAML file or keywords, checked before anything changes.
+
+A recipe may choose otherwise for some layers, under the key `layers`:
+
+    method: turbo
+    v_bits: 2
+    layers:
+      0-1,7: {v_bits: 4}
+      2: {method: kivi, bits: 4}
+
+A choice of the same method stands on the recipe's settings, one of another method on that method's defaults and on
+those of the recipe's settings that every method has. What layers must agree in (`SHARED`) stands in the recipe alone;
+everything else is each layer's own: store, window, sinks, arithmetic. Lists of heads are of the whole model here too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +32,52 @@ from qattn_hf.methods import Method, get_method, list_methods
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.support import no_triton, unsupported
 
+# one decode step runs through all layers, and a crop takes the same tokens back in each
+SHARED = ("decode", "impl", "crop_horizon")
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What some layers take in place of the recipe's own settings.
+
+    Attributes:
+        where: as it was written, `0-1,7`.
+        layers: their indices.
+        settings: all of them, those of the recipe that hold here too included.
+        given: those that were written.
+    """
+
+    where: str
+    layers: tuple[int, ...]
+    settings: Method
+    given: dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method with its settings, and where they come from."""
+    """A method with its settings, where they come from, and the layers that have others."""
 
     settings: Method
     origin: str
+    choices: tuple[LayerChoice, ...] = ()
 
     @property
     def method(self) -> str:
         """Name of the method."""
         return self.settings.name()
+
+    def given(self) -> dict[str, Any]:
+        """What was set, as keywords of `patch`."""
+        layers = {choice.where: choice.given for choice in self.choices}
+        return {**self.settings.model_dump(exclude_unset=True), **({"layers": layers} if layers else {})}
+
+    def settings_of(self, layer: int) -> Method:
+        """The settings that hold in a layer."""
+        return next((choice.settings for choice in self.choices if layer in choice.layers), self.settings)
+
+    def as_yaml(self) -> str:
+        """The text of a file that `load_recipe` reads back to the same recipe."""
+        return yaml.safe_dump({"method": self.method, **self.given()}, sort_keys=False, default_flow_style=None)
 
     def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu") -> list[LayerSpec]:
         """What each layer of a model with this config stores, and who computes it on this type of device.
@@ -41,10 +89,13 @@ class Recipe:
         text = config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        specs = []
+        specs, layers = [], text.num_hidden_layers
+        for choice in self.choices:
+            if max(choice.layers) >= layers:
+                raise RecipeError(f"{self.origin}: layers {choice.where}: the model has layers 0 to {layers - 1}")
         try:
-            for i in range(text.num_hidden_layers):
-                spec = self.settings.layer_spec(i, text.num_hidden_layers, heads)
+            for i in range(layers):
+                spec = self.settings_of(i).layer_spec(i, layers, heads)
                 reason = no_triton(device_type) or unsupported(spec, heads, text.num_attention_heads, dim, dim)
                 specs.append(dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason)))
         except ValueError as error:
@@ -91,8 +142,7 @@ def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings
         return _build(name, settings, f"defaults of {name}" + _suffix(settings))
     if isinstance(recipe, Recipe):
         if settings:
-            given = {k: getattr(recipe.settings, k) for k in recipe.settings.model_fields_set}
-            recipe = _build(recipe.method, {**given, **settings}, recipe.origin + _suffix(settings))
+            recipe = _build(recipe.method, {**recipe.given(), **settings}, recipe.origin + _suffix(settings))
         found = recipe
     else:
         found = load_recipe(recipe, **settings)
@@ -117,7 +167,11 @@ def check_packs(recipe: Recipe) -> None:
 
 
 def _suffix(overrides: dict[str, Any]) -> str:
-    return " with " + ", ".join(f"{k}={v!r}" for k, v in overrides.items()) if overrides else ""
+    """How the overrides read in an origin, those of layers without their settings."""
+    said = [f"{k}={v!r}" for k, v in overrides.items() if k != "layers"]
+    if isinstance(layers := overrides.get("layers"), dict):
+        said.append(f"others in layers {', '.join(map(str, layers))}")
+    return " with " + ", ".join(said) if said else ""
 
 
 def _unknown(kind: str, name: str, allowed: list[str]) -> str:
@@ -128,13 +182,65 @@ def _unknown(kind: str, name: str, allowed: list[str]) -> str:
 def _build(name: str, settings: dict[str, Any], origin: str) -> Recipe:
     if not isinstance(name, str):
         raise RecipeError(f"{origin}: method = {name!r}; allowed: {', '.join(list_methods())}")
+    base = _settings(name, {key: value for key, value in settings.items() if key != "layers"}, origin)
+    return Recipe(base, origin, _choices(base, settings.get("layers"), origin))
+
+
+def _settings(name: str, settings: dict[str, Any], origin: str) -> Method:
     if name not in list_methods():
         raise RecipeError(f"{origin}: {_unknown('method', name, list_methods())}")
     method = get_method(name)
     try:
-        return Recipe(method(**settings), origin)
+        return method(**settings)
     except ValidationError as error:
         raise RecipeError(_explain(error, method, origin)) from None
+
+
+def _choices(base: Method, layers: Any, origin: str) -> tuple[LayerChoice, ...]:
+    """The checked entries of `layers`."""
+    if layers is None:
+        return ()
+    if not isinstance(layers, dict) or not all(isinstance(given, dict) for given in layers.values()):
+        raise RecipeError(f"{origin}: layers = {layers!r}: give settings by layers, such as 0-3: {{bits: 2}}")
+    found: list[LayerChoice] = []
+    taken: dict[int, str] = {}
+    for where, given in layers.items():
+        here = f"{origin}, layers {where}"
+        chosen = LayerChoice(str(where), _indices(where, here), _layer_settings(base, given, here), given)
+        for layer in chosen.layers:
+            if layer in taken:
+                raise RecipeError(f"{here}: layer {layer} stands under {taken[layer]} too; give it once")
+            taken[layer] = chosen.where
+        found.append(chosen)
+    if found and not all(settings.packs() for settings in (base, *(choice.settings for choice in found))):
+        raise RecipeError(f"{origin}: cache='model' packs no layer, so layers cannot choose; take cache='quantized'")
+    return tuple(found)
+
+
+def _indices(where: Any, here: str) -> tuple[int, ...]:
+    """`0-2,5` -> (0, 1, 2, 5)."""
+    found: list[int] = []
+    for part in str(where).split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise RecipeError(f"{here}: give layers as a number, a range or several of them, such as 0-3,7")
+        found += range(first, last + 1)
+    return tuple(found)
+
+
+def _layer_settings(base: Method, given: dict[str, Any], here: str) -> Method:
+    """The settings of some layers on top of the recipe's; see the module."""
+    if shared := [key for key in given if key in SHARED]:
+        raise RecipeError(f"{here}: {shared[0]} is of all layers alike; give it beside method")
+    name = given.get("method", base.name())
+    if not isinstance(name, str):
+        raise RecipeError(f"{here}: method = {name!r}; allowed: {', '.join(list_methods())}")
+    own = {key: value for key, value in given.items() if key != "method"}
+    kept = base.model_dump(exclude_unset=True)
+    if name != base.name():
+        kept = {key: value for key, value in kept.items() if key in Method.model_fields}
+    return _settings(name, {**kept, **own}, here)
 
 
 def _explain(error: ValidationError, method: type[Method], origin: str) -> str:

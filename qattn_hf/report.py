@@ -28,7 +28,7 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
     """
     if isinstance(model_or_cache, QAttnCache):
         cache = model_or_cache
-        rows = [_layer_row(i, layer) for i, layer in enumerate(cache.layers)]
+        rows = [_layer_row(i, layer, cache.recipe.settings_of(i).name()) for i, layer in enumerate(cache.layers)]
         specs = [layer.spec for layer in cache.layers]
         return Report(cache.recipe, _who(specs), cache.decode, cache.decode_reason, rows)
     patched = getattr(model_or_cache, "_qattn", None)
@@ -44,10 +44,11 @@ def _who(specs: list[LayerSpec]) -> str:
     return " and ".join(sorted({spec.impl for spec in specs}))
 
 
-def _layer_row(index: int, layer: QAttnLayer) -> dict[str, Any]:
+def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
     spec = layer.spec
     row: dict[str, Any] = {
         "layer": index,
+        "method": method,
         "kind": "full_attention",
         "k_format": spec.k.label,
         "v_format": spec.v.label,
@@ -139,7 +140,7 @@ class Report:
     layers: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Totals and layers.
+        """Totals and layers. `recipe_layers`: what the recipe chooses otherwise for some of them.
 
         `packed_tokens`, `open_tokens`: tokens of all rows, packed in the layer that packed least, and the rest of them.
         `kv_bytes`: all state tensors, spare capacity and ring included; `kv_bytes_full_precision`: the same tokens in
@@ -158,6 +159,7 @@ class Report:
         return {
             "method": self.recipe.method,
             "recipe": settings.model_dump(),
+            "recipe_layers": {choice.where: choice.given for choice in self.recipe.choices},
             "recipe_origin": self.recipe.origin,
             "impl": self.impl,
             "decode": self.decode,
@@ -180,8 +182,9 @@ class Report:
         data = self.to_dict()
         console = Console(file=io.StringIO(), width=100, color_system=None)
         why = f" ({data['decode_reason']})" if data["decode_reason"] else ""
+        methods = " and ".join(dict.fromkeys([data["method"], *(row["method"] for row in self.layers)]))
         console.print(
-            f"{data['method']} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
+            f"{methods} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
         )
         if not self.recipe.settings.packs():
             console.print(
@@ -209,11 +212,13 @@ class Report:
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        for name in ("layers", "K", "V", "packed", "open", "bytes", "bits", "notes"):
-            table.add_column(name, justify="left" if name in ("K", "V", "notes") else "right")
+        several = len({row["method"] for row in self.layers}) > 1
+        for name in ("layers", *(["method"] if several else []), "K", "V", "packed", "open", "bytes", "bits", "notes"):
+            table.add_column(name, justify="left" if name in ("method", "K", "V", "notes") else "right")
         for first, last, row in _grouped(self.layers):
             table.add_row(
                 str(first) if first == last else f"{first}-{last}",
+                *([row["method"]] if several else []),
                 _format(row, "k"),
                 _format(row, "v"),
                 str(row["packed_tokens"]),

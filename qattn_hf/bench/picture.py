@@ -11,8 +11,8 @@ from qattn_hf.errors import QAttnError
 BEST = "best SDPA"
 
 
-def need_matplotlib() -> None:
-    """Ask for matplotlib before any work is done.
+def need_matplotlib(option: str = "--plot") -> None:
+    """Ask for matplotlib before any work is done that `option` wants to show.
 
     Raises:
         QAttnError: it is not installed.
@@ -20,7 +20,7 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise QAttnError("--plot needs matplotlib: pip install matplotlib, or qattn-hf[plot]") from None
+        raise QAttnError(f"{option} needs matplotlib: pip install matplotlib, or qattn-hf[plot]") from None
 
 
 def draw(rows: list[Row], target: Path) -> None:

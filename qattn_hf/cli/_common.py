@@ -103,6 +103,12 @@ def load(name: str | None, device: str | None, dtype: str = "auto") -> Loaded:
     return Loaded("embedded demo model" if name is None else name, model, tokenizer)
 
 
+def short_name(name: str) -> str:
+    """A hub name as it is, a folder without the way to it: what stands beside figures."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name
+
+
 def chosen_recipe(method: str | None, recipe: Path | None, settings: list[str] | None) -> Recipe:
     """What the options ask for, `turbo` when they name neither a method nor a recipe; checked before a model loads."""
     from qattn_hf.recipe import find_recipe
@@ -110,6 +116,32 @@ def chosen_recipe(method: str | None, recipe: Path | None, settings: list[str] |
     if method is None and recipe is None:
         method = DEFAULT_METHOD
     return find_recipe(method, recipe, parse_settings(settings))
+
+
+def split_methods(texts: list[str]) -> list[str]:
+    """`["turbo:k_bits=4,v_bits=2,kivi"]` -> `["turbo:k_bits=4,v_bits=2", "kivi"]`: what has no `=` begins anew."""
+    found: list[str] = []
+    for item in (item for text in texts for item in text.split(",")):
+        if found and "=" in item and ":" not in item:
+            found[-1] += f",{item}"
+        else:
+            found.append(item.strip())
+    return found
+
+
+def named_recipes(texts: list[str]) -> dict[str, Recipe]:
+    """Checked recipes that pack, by how they were asked for: a method, a recipe's name or its file, with settings."""
+    from qattn_hf.methods import list_methods
+    from qattn_hf.recipe import check_packs, find_recipe
+
+    found = {}
+    for text in split_methods(texts):
+        name, settings = split_method(text)
+        known = name in list_methods()
+        recipe = find_recipe(name if known else None, None if known else name, settings)
+        check_packs(recipe)
+        found[text] = recipe
+    return found
 
 
 def summary(report: dict[str, Any]) -> str:

@@ -156,6 +156,8 @@ def chosen_methods(names: list[str] | None) -> dict[str, Method]:
         method, settings = split_method(name)
         recipe = find_recipe(method, None, settings)
         check_packs(recipe)
+        if recipe.choices:
+            raise ValueError(f"--method {name}: a bench measures the settings of one layer; leave out layers")
         found[name] = recipe.settings
     return found
 

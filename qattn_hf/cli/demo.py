@@ -115,6 +115,7 @@ def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Compariso
 def cache_label(recipe: Recipe) -> str:
     """`turbo`, or `turbo bits=2` when a setting differs from its default."""
     changed = [f"{key}={value}" for key, value in recipe.settings.model_dump(exclude_defaults=True).items()]
+    changed += [f"layers {choice.where}: {choice.given}" for choice in recipe.choices]
     return " ".join([recipe.method, *changed])
 
 

@@ -1,0 +1,63 @@
+"""`qattn inspect`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name
+from qattn_hf.cli.compare import TextOption
+
+METHOD = "turbo:bits=mixed,sink_num=3,sink_window=8"  # has all that the pictures show: bits by head, and a pool
+
+
+def inspect(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the pictures.")],
+    model: ModelOption = None,
+    method: Annotated[
+        str, typer.Option("--method", help="Whose pool and bits are shown; a method, a recipe's name or its file.")
+    ] = METHOD,
+    text: TextOption = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text that are read.")] = 1024,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option("--layer", min=0, help="Shown one by one; may be repeated.", show_default="first, middle, last"),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for the numbers.")] = None,
+    device: DeviceOption = None,
+) -> None:
+    """Pictures of a model: channels of Q, K and V, gaps of values, attention sinks and the pool, bits of the heads.
+
+    Example: qattn inspect --model PATH --text book.txt --output pictures
+    """
+    from qattn_hf.bench.picture import need_matplotlib
+
+    need_matplotlib("qattn inspect")
+    from qattn_hf.fidelity.inspection import inspect as look
+    from qattn_hf.fidelity.inspection_pictures import draw_all
+    from qattn_hf.fidelity.texts import made_text, rows_of
+
+    recipes = named_recipes([method])
+    if len(recipes) != 1:
+        raise ValueError(f"--method {method}: one of them")
+    (recipe,) = recipes.values()
+    name, lm, tokenizer = load(model, device)
+    content = made_text(8 * tokens) if text is None else text.read_text(encoding="utf-8")
+    layers = look(lm, recipe, rows_of(tokenizer, content, 1, tokens))
+    last = len(layers) - 1
+    shown = sorted({0, last // 2, last} if not layer else set(layer))
+    if shown[-1] > last:
+        raise ValueError(f"--layer {shown[-1]}: the model has layers 0 to {last}")
+    for path in draw_all(layers, output, shown, f"{short_name(name)}, {tokens} tokens, {method}"):
+        print(path)
+    if json_file is not None:
+        data = {
+            "model": short_name(name),
+            "method": method,
+            "tokens": tokens,
+            "layers": [found.to_dict() for found in layers],
+        }
+        json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

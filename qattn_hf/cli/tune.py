@@ -1,0 +1,161 @@
+"""`qattn tune`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name, write_rows
+from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, telling
+
+if TYPE_CHECKING:
+    from qattn_hf.fidelity.tune import Tuned
+
+# what a layer may be given; those that nothing speaks for in a layer are sorted out before they cost time
+CANDIDATES = (
+    "turbo:bits=mixed",
+    "turbo:bits=mixed,sink_num=3,sink_window=8",
+    "turboquant:k_format=turbo2,v_format=turbo2,norm_block=null",
+    "turboquant:k_format=turbo3,v_format=turbo2,norm_block=null",
+    "turboquant:k_format=turbo3,v_format=turbo3,norm_block=null",
+    "turboquant:k_format=turbo4,v_format=turbo4,norm_block=null",
+    "kivi:bits=2,group_size=128,residual_length=32",
+    "kivi:bits=4",
+    "sinkq",
+    "int_flash:bits=4,rotate=hadamard",
+    "sage2:bits=4",
+    "int8",
+    "fp8",
+)
+REFERENCE = "turbo:bits=mixed"
+
+
+def tune(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The recipe, a YAML file.")],
+    model: ModelOption = None,
+    text: TextOption = None,
+    bits: Annotated[
+        float | None, typer.Option("--bits", help="Bits a value at --at-tokens, everything counted, such as 3.25.")
+    ] = None,
+    kl: Annotated[
+        float | None, typer.Option("--kl", help="KL to full precision in nats a token, such as 0.005.")
+    ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--candidate",
+            help="What a layer may be given; may be repeated. bits=mixed of turbo is tried head by head.",
+            show_default="formats of all methods, from 2 to 8 bits",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of the text that decide.")] = 4,
+    check_rows: Annotated[int, typer.Option("--check-rows", min=1, help="Other rows, for the check.")] = 8,
+    tokens: Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row; scored after a third of it.")] = 1024,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="Last tokens of a checked row, one by one.")] = 64,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Rows read at once; trials share them.")] = 8,
+    at_tokens: AtTokensOption = 4096,
+    dtype: DtypeOption = "auto",
+    check_text: Annotated[
+        Path | None, typer.Option("--check-text", help="File for the check.", show_default="other rows of the text")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON row a measurement in place of tables.")
+    ] = False,
+    trials: Annotated[Path | None, typer.Option("--trials", help="JSON file for every trial.")] = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="PNG file of the trials; needs matplotlib.")] = None,
+    device: DeviceOption = None,
+) -> None:
+    """Write a recipe for a model within a budget: the least KL for --bits, or the fewest bits for --kl.
+
+    Example: qattn tune --model PATH --text book.txt --bits 3.25 --output tuned.yaml
+    """
+    from qattn_hf.fidelity.texts import made_text, parted, read_as, rows_of
+    from qattn_hf.fidelity.tune import Budget
+    from qattn_hf.fidelity.tune import tune as find
+
+    budget = Budget(bits, kl, at_tokens)
+    if output.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--output {output}: a recipe is a .yaml file")
+    if picture is not None:
+        from qattn_hf.bench.picture import need_matplotlib
+
+        need_matplotlib("--picture")  # before the work, not after it
+    candidates = named_recipes(candidate or list(CANDIDATES))
+    name, lm, tokenizer = load(model, device)
+    own_dtype = measured_in(lm, dtype)
+    content = made_text(8 * (rows + check_rows) * tokens) if text is None else text.read_text(encoding="utf-8")
+    if check_text is None:
+        decide, check = parted(rows_of(tokenizer, content, rows + check_rows, tokens), rows)
+    else:
+        decide = rows_of(tokenizer, content, rows, tokens)
+        check = rows_of(tokenizer, check_text.read_text(encoding="utf-8"), check_rows, tokens)
+    with telling() as told:
+        found = find(
+            lm, candidates, read_as(decide, batch=batch), read_as(check, steps=steps, batch=batch), budget,
+            references=named_recipes([REFERENCE]), dtype=own_dtype, told=told,
+        )  # fmt: skip
+    output.write_text(f"{header(found, short_name(name), budget.at_tokens)}{found.recipe.as_yaml()}", encoding="utf-8")
+    if as_json:
+        for row in measured_rows(found, short_name(name)):
+            print(json.dumps(row))
+    else:
+        show(found)
+        print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
+    if trials is not None:
+        write_rows([{"model": short_name(name), **row} for row in found.trials], trials)
+    if picture is not None:
+        from qattn_hf.fidelity.picture import draw_sensitivity
+
+        draw_sensitivity(found.trials, [option.candidate for option in found.chosen], picture, short_name(name))
+
+
+def header(found: Tuned, model: str, at_tokens: int) -> str:
+    """What a reader of the file should know, as comments."""
+    measured, checked = found.measured, found.checked[0]
+    bits = f"{measured['effective_bits_total']:.3f} bits a value at {at_tokens} tokens"
+    return (
+        f"# Tuned for {model} by `qattn tune`: {bits}, everything counted.\n"
+        f"# KL to full precision {measured['kl']:.6f} on the {measured['rows']} rows of "
+        f"{measured['tokens']} tokens that decided, {checked['kl']:.6f} on {checked['rows']} others.\n"
+    )
+
+
+def measured_rows(found: Tuned, model: str) -> list[dict[str, Any]]:
+    """The recipe on the rows that decided, then the recipe and the references on others."""
+    first = {"on": "rows that decided", "predicted_kl": found.predicted, **found.measured}
+    rows = [first, *({"on": "other rows", **row} for row in found.checked)]
+    return [{"model": model, **{key: value for key, value in row.items() if key != "layers"}} for row in rows]
+
+
+def show(found: Tuned) -> None:
+    """What each layer got, then the recipe beside the references on the rows that it has not seen."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file has no edge
+    chosen = Table(box=None, pad_edge=False)
+    for name in ("layer", "candidate", "K heads of 2 bits", "V heads of 2 bits", "KL alone"):
+        chosen.add_column(name, justify="right" if name in ("layer", "KL alone") else "left")
+    for layer, option in enumerate(found.chosen):
+        heads = (" ".join(map(str, low)) for low in (option.k_low, option.v_low))
+        chosen.add_row(str(layer), option.candidate, *heads, f"{option.kl:.6f}")
+    console.print(chosen)
+    print(
+        f"KL predicted {found.predicted:.6f}, measured {found.measured['kl']:.6f} on the same rows; on "
+        f"{found.checked[0]['rows']} rows that it was not tuned on:"
+    )
+    checked = Table(box=None, pad_edge=False)
+    for name in ("recipe", "KL", "same top-1", "bits, closed", "bits, all"):
+        checked.add_column(name, justify="left" if name == "recipe" else "right")
+    for row in found.checked:
+        error = "" if row["kl_se"] is None else f" ({row['kl_se']:.6f})"
+        bits = (row["effective_bits"], row["effective_bits_total"])
+        checked.add_row(
+            row["method"], f"{row['kl']:.6f}{error}", f"{row['same_top1']:.4f}", *(f"{b:.3f}" for b in bits)
+        )
+    console.print(checked)

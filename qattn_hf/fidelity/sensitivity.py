@@ -1,0 +1,63 @@
+"""How much a model minds what is done to one layer or one head: KL with all the rest in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from qattn_hf.chunks import feed
+from qattn_hf.fidelity.compare import full_logits
+from qattn_hf.fidelity.metrics import divergence
+from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.fidelity.texts import Reading
+from qattn_hf.layer import QAttnLayer
+from qattn_kernels.spec import LayerSpec
+
+
+class Trial(NamedTuple):
+    """One layer packed in one way."""
+
+    layer: int
+    spec: LayerSpec
+
+
+def losses(model: PreTrainedModel, trials: Sequence[Trial], reading: Reading) -> Iterator[float]:
+    """KL of each trial, mean over the scored tokens of all rows, in their order.
+
+    The model is not patched and reads through transformers' own cache; only the trial's layer attends through a packed
+    one, which gets every call of that layer. Rows of several trials are read at once, up to `reading.batch` rows.
+    """
+    full = full_logits(model, reading.ids, reading)
+    together = max(1, reading.batch // len(reading.ids))
+    for start in range(0, len(trials), together):
+        yield from _read(model, trials[start : start + together], reading, full)
+
+
+def _read(
+    model: PreTrainedModel, trials: Sequence[Trial], reading: Reading, full: list[torch.Tensor]
+) -> Iterator[float]:
+    rows, device = len(reading.ids), model.device.type
+    layers = [QAttnLayer(trial.spec, device_type=device) for trial in trials]
+
+    def swap(call: Call) -> torch.Tensor | None:
+        if all(trial.layer != call.layer for trial in trials):
+            return None
+        out = call.out.clone()
+        for i, (trial, layer) in enumerate(zip(trials, layers, strict=True)):
+            if trial.layer == call.layer:
+                own = slice(i * rows, (i + 1) * rows)
+                out[own] = call.of(own).packed_out(layer).to(out.dtype)
+        return out
+
+    sums, count, left = [0.0] * len(trials), 0, iter(full)
+    with observed(model, swap):
+        for chunk in feed(model, reading.ids.repeat(len(trials), 1).to(model.device), reading.at):
+            if chunk.stop > reading.first:
+                log_p = next(left).float().log_softmax(-1)
+                count += log_p.shape[0] * log_p.shape[1]
+                for i, logits in enumerate(chunk.logits[:, -log_p.shape[1] :].split(rows)):
+                    sums[i] += divergence(log_p, logits.log_softmax(-1)).sum().item()
+    yield from (total / count for total in sums)

@@ -1,0 +1,107 @@
+"""`qattn inspect`: what it says of queries, keys, values, sinks and bits, against plain formulas over the same text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import random_ids, tiny_llama
+
+from qattn_hf import QAttnError, patch, report
+from qattn_hf.chunks import cuts, feed
+from qattn_hf.cli import main
+from qattn_hf.cli._common import named_recipes
+from qattn_hf.fidelity import inspection
+from qattn_hf.fidelity.inspection import inspect
+from qattn_hf.fidelity.observe import Call, observed
+from qattn_kernels.online import Scores
+
+TOKENS, METHOD = 150, "turbo:bits=mixed,sink_num=2"
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What was found in chunks of 40 tokens, and what one call of the second layer computed with."""
+    model, ids, calls = tiny_llama(initializer_range=0.3), random_ids(1, TOKENS), []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(inspection, "CHUNK", 40)
+        layers = inspect(model, named_recipes([METHOD])[METHOD], ids)
+    with torch.inference_mode(), observed(model, lambda call: calls.append(call)):
+        model(ids)
+    return layers, calls[1]
+
+
+def test_ranges_gaps_and_norms_are_the_plain_formulas(seen):
+    layers, call = seen
+    found, sides = layers[1], {"query": call.query[0], "key": call.keys[0], "value": call.values[0]}
+    for name, x in sides.items():
+        for ours, plain in zip(found.ranges[name], (x.amin(1), x.amax(1)), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    value = sides["value"]
+    torch.testing.assert_close(found.channel_gaps["value"], value.amax(1) - value.amin(1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.token_gaps["value"], value.amax(-1) - value.amin(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.key_norms, sides["key"].abs().sum(-1), rtol=1e-4, atol=1e-3)
+    gaps = sides["key"].amax(1) - sides["key"].amin(1)
+    priority = (sides["key"].amax((1, 2)) - sides["key"].amin((1, 2))) * gaps.std(-1)
+    torch.testing.assert_close(found.priorities["key"].float(), priority, rtol=1e-3, atol=1e-3)
+
+
+def test_mass_is_the_mean_weight_of_the_queries_that_see_a_token(seen):
+    layers, call = seen
+    keys = call.keys[0].repeat_interleave(2, 0)
+    s = call.query[0] @ keys.mT * call.scores.scale
+    weights = s.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf).softmax(-1)
+    plain = weights.sum(1).view(2, 2, TOKENS).mean(1) / torch.arange(TOKENS, 0, -1)
+    torch.testing.assert_close(layers[1].mass, plain, rtol=1e-3, atol=1e-5)
+
+
+def test_softcap_and_learned_sinks_count():
+    torch.manual_seed(0)
+    query, keys = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
+    plain = Call(0, query, keys, keys, Scores(1.0), query)
+    assert inspection.attention_mass(plain).sum() == pytest.approx(3, rel=1e-5)
+    sunk = plain._replace(scores=Scores(1.0, 0.0, 0, torch.zeros(2)))
+    assert inspection.attention_mass(sunk).sum() < 3
+    capped = plain._replace(scores=Scores(1.0, 1e-3))
+    wanted = torch.tensor([[1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3]])
+    torch.testing.assert_close(inspection.attention_mass(capped), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_the_pool_holds_the_smallest_keys_and_the_bits_are_those_of_the_cache(seen):
+    layers, _ = seen
+    model = patch(tiny_llama(initializer_range=0.3), method="turbo", bits="mixed", sink_num=2)
+    *_, last = feed(model, random_ids(1, TOKENS), cuts(TOKENS, 40))
+    rows = report(last.cache).to_dict()["layers"]
+    packed = TOKENS // 64 * 64
+    first = layers[0]  # whose inputs in the patched model are full precision's too
+    for head in range(2):
+        norms = first.key_norms[head, :packed]
+        # the pool compares tokens in INT8, whose codes are off by half a 119th of a token's largest number at most
+        assert len(first.held[head]) == 2 and norms[first.held[head]].max() < norms.sort().values[1] * (1 + 3 / 119)
+    assert first.bits == {"key": rows[0]["bits_per_head"]["k"][0], "value": rows[0]["bits_per_head"]["v"][0]}
+    assert sorted(first.bits["key"]) == [2, 4]
+
+
+def test_short_rows_and_several_rows_are_refused():
+    recipe = named_recipes(["turbo"])["turbo"]
+    with pytest.raises(QAttnError, match="packed nothing of 40 tokens"):
+        inspect(tiny_llama(), recipe, random_ids(1, 40))
+    with pytest.raises(QAttnError, match="2 rows"):
+        inspect(tiny_llama(), recipe, random_ids(2, 100))
+
+
+def test_the_command_draws_every_picture(tmp_path, capsys):
+    numbers = tmp_path / "numbers.json"
+    arguments = ["inspect", "-o", str(tmp_path / "pictures"), "--tokens", "150", "--layer", "2", "--device", "cpu"]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--json", str(numbers)])
+    assert not ended.value.code, capsys.readouterr().err
+    files = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert files == ["channels-2.png", "gaps.png", "heads.png", "sinks-2.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "pictures").iterdir())
+    layers = json.loads(numbers.read_text())["layers"]
+    assert len(layers) == 8 and len(layers[0]["most_attended"][0]) == 10
+    with pytest.raises(SystemExit):
+        main([*arguments, "--layer", "8"])
+    assert "layers 0 to 7" in capsys.readouterr().err

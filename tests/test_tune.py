@@ -1,0 +1,231 @@
+"""`qattn tune`: budgets are met as counted from real tensors, plans are the best, recipes say what was chosen."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers import random_ids, tiny_llama
+from transformers import AutoModelForCausalLM
+
+from qattn_hf import QAttnError, load_recipe, patch, report
+from qattn_hf.chunks import cuts, feed
+from qattn_hf.cli import main
+from qattn_hf.cli._common import named_recipes
+from qattn_hf.fidelity.budget import plans, within_bytes, within_kl
+from qattn_hf.fidelity.compare import compare, full_logits, through
+from qattn_hf.fidelity.metrics import text_figures
+from qattn_hf.fidelity.options import HeadLosses, Option, by_head
+from qattn_hf.fidelity.sensitivity import Trial, losses
+from qattn_hf.fidelity.sizes import size_of
+from qattn_hf.fidelity.texts import read_as
+from qattn_hf.fidelity.tune import Budget, tune
+from qattn_hf.fidelity.tuned import ranges, recipe_of
+from qattn_hf.recipe import find_recipe
+
+CANDIDATES = ["turbo:bits=mixed", "turbo:bits=mixed,sink_num=1", "int8", "turboquant:k_format=turbo2,v_format=turbo2"]
+LAYERS, AT = 3, 512
+
+
+def noisy_llama() -> Any:
+    """Weights large enough that what a layer's codes lose shows in the logits, and unlike from layer to layer."""
+    return tiny_llama(num_hidden_layers=LAYERS, initializer_range=0.15)
+
+
+@pytest.fixture(scope="module")
+def readings():
+    ids = random_ids(4, 300)
+    return read_as(ids[:2], batch=8), read_as(ids[2:], steps=3, batch=8)
+
+
+@pytest.fixture(scope="module")
+def by_bits(readings):
+    references = named_recipes(["turbo:bits=mixed"])
+    budget = Budget(bits=5.85, at_tokens=AT)  # what half the heads in 2 bits take, ring and head dim 16 counted
+    return tune(noisy_llama(), named_recipes(CANDIDATES), *readings, budget, references=references)
+
+
+def test_plans_are_the_best_of_all():
+    """Against every combination of options of small random layers."""
+    rng = random.Random(0)
+    layers = [[(rng.randint(5, 30), rng.random()) for _ in range(5)] for _ in range(4)]
+    found = plans(layers)
+    every = [
+        (sum(layer[i][0] for layer, i in zip(layers, picks, strict=True)),
+         sum(layer[i][1] for layer, i in zip(layers, picks, strict=True)))
+        for picks in itertools.product(range(5), repeat=4)
+    ]  # fmt: skip
+    for limit in range(min(e[0] for e in every), 120, 3):
+        plan = within_bytes(found, limit)
+        assert plan is not None and plan.n_bytes <= limit
+        assert plan.kl == pytest.approx(min(kl for size, kl in every if size <= limit))
+        assert plan.kl == pytest.approx(sum(layer[i][1] for layer, i in zip(layers, plan.picks, strict=True)))
+    for most in (0.5, 1.0, 1.5):
+        plan, sizes = within_kl(found, most), [size for size, kl in every if kl <= most]
+        assert plan is None if not sizes else plan is not None and plan.n_bytes == min(sizes)
+    assert within_bytes(found, min(e[0] for e in every) - 1) is None
+
+
+def test_heads_that_mind_least_go_first():
+    found = HeadLosses(1.0, k=[1.5, 1.1, 0.9], v=[1.0, 3.0, 1.0])
+    heads, loss = zip(*found.ladder(found.k), strict=True)
+    assert heads == ((), (2,), (1, 2), (0, 1, 2)) and loss == pytest.approx((0, 0, 0.1, 0.6))
+    every = list(found.combinations())
+    assert len(every) == 16 and every[0] == ((), (), 1.0) and every[-1][2] == pytest.approx(1.0 + 0.6 + 2.0)
+
+
+def test_a_trial_packs_its_layer_and_no_other(readings):
+    """A trial in a model of one layer is the patched model; several trials at once are what each is alone."""
+    model, reading = tiny_llama(num_hidden_layers=1, initializer_range=0.3), readings[0]
+    recipe = named_recipes(["turbo:bits=2"])["turbo:bits=2"]
+    (alone,) = losses(model, [Trial(0, recipe.layer_specs(model.config)[0])], reading)
+    figures = compare(model, {"turbo:bits=2": recipe}, reading)[0]
+    assert alone == pytest.approx(figures["kl"], rel=1e-2)  # scored with the last token of a row, which compare leaves
+    model = noisy_llama()
+    specs = [*recipe.layer_specs(model.config), named_recipes(["none"])["none"].layer_specs(model.config)[1]]
+    trials = [Trial(0, specs[0]), Trial(2, specs[2]), Trial(1, specs[3]), Trial(0, specs[0])]
+    together = list(losses(model, trials, reading))
+    each = [next(iter(losses(model, [trial], reading))) for trial in trials]
+    assert together == pytest.approx(each, rel=1e-3, abs=1e-8)
+    assert abs(together[2]) < 1e-6 < min(together[0], together[1])
+
+
+def test_a_budget_in_bits_is_met_by_real_tensors(by_bits, readings):
+    model = patch(noisy_llama(), recipe=by_bits.recipe)
+    *_, last = feed(model, readings[0].ids, cuts(300, 61))
+    bits = size_of(last.cache, AT, torch.float32).effective_bits_total
+    assert bits == by_bits.measured["effective_bits_total"] == by_bits.checked[0]["effective_bits_total"] <= 5.85
+    assert bits == pytest.approx(8 * sum(option.n_bytes for option in by_bits.chosen) / (AT * LAYERS * 2 * 2 * 16))
+
+
+def test_it_loses_no_more_than_the_uniform_recipe_of_its_bits(by_bits):
+    tuned, half = by_bits.checked
+    assert half["effective_bits_total"] >= 5.84  # else the budget would not compare them
+    assert tuned["kl"] < half["kl"]
+    assert by_bits.measured["kl"] == pytest.approx(by_bits.predicted, rel=0.5)
+
+
+def test_a_budget_in_kl_is_met_as_measured(readings):
+    model, candidates = noisy_llama(), named_recipes(CANDIDATES)
+    found = tune(model, candidates, *readings, Budget(kl=0.02, at_tokens=AT))
+    assert found.measured["kl"] <= 0.02
+    again = text_figures(through_all(model, found.recipe, readings[0]))["kl"]
+    assert again == pytest.approx(found.measured["kl"], rel=1e-4)
+    tighter = tune(model, candidates, *readings, Budget(kl=0.002, at_tokens=AT))
+    assert tighter.measured["kl"] <= 0.002
+    assert tighter.measured["effective_bits_total"] > found.measured["effective_bits_total"]
+
+
+def through_all(model: Any, recipe: Any, reading: Any) -> dict[str, torch.Tensor]:
+    return through(model, recipe, "again", reading.ids, reading, full_logits(model, reading.ids, reading))[0]
+
+
+@pytest.mark.parametrize(
+    ("budget", "candidates", "said"),
+    [
+        ({"bits": 2.0, "at_tokens": AT}, ["turbo:bits=mixed"], "the smallest choice of these candidates takes"),
+        ({"kl": 1e-9, "at_tokens": AT}, ["turbo:bits=mixed"], "the best that was found of these candidates loses"),
+        ({"bits": 8.0, "at_tokens": AT}, ["kivi"], "too few to judge it by"),
+    ],
+)
+def test_budgets_that_cannot_be_met_are_refused(readings, budget: dict[str, Any], candidates: list[str], said: str):
+    reading = read_as(readings[0].ids[:, :150], batch=2) if candidates == ["kivi"] else readings[0]
+    model = noisy_llama()
+    with pytest.raises(QAttnError, match=said):
+        tune(model, named_recipes(candidates), reading, readings[1], Budget(**budget))
+    assert not hasattr(model, "_qattn")
+
+
+@pytest.mark.parametrize("budget", [{}, {"bits": 3.0, "kl": 0.1}, {"bits": -1.0}, {"kl": 0.0}])
+def test_a_budget_is_one_number_above_zero(budget: dict[str, float]):
+    with pytest.raises(QAttnError, match="give one of them"):
+        Budget(**budget)
+
+
+def test_the_recipe_gives_each_layer_its_option(tmp_path):
+    """Lists of heads for the common candidate, entries for the others, and settings that they must not inherit."""
+    names = ["turbo:bits=mixed", "turbo:bits=mixed,sink_num=3", "turbo:bits=2,smooth_k=true", "kivi:bits=4"]
+    candidates = named_recipes(names)
+    chosen = [(1, (0,), (0, 1)), (1, (), ()), (0, (1,), ()), (2, (), ()), (3, (), ()), (1, (0, 1), (0,))]
+    recipe = recipe_of([Option(names[i], k, v, 1, 0.0) for i, k, v in chosen], candidates)
+    path = tmp_path / "tuned.yaml"
+    path.write_text(recipe.as_yaml(), encoding="utf-8")
+    specs = load_recipe(path).layer_specs(tiny_llama(num_hidden_layers=6).config)
+    assert [spec.sink_pool.num for spec in specs] == [3, 3, 0, 0, 0, 3]
+    assert [spec.k.name for spec in specs] == ["flashq", "flashq", "flashq", "smoothed", "kivi", "flashq"]
+    assert specs[3].k.core.bits == specs[3].v.bits == 2
+    assert [specs[i].k.low_heads for i in (0, 1, 2, 5)] == [(0,), (), (1,), (0, 1)]
+    assert [specs[i].v.low_heads for i in (0, 1, 2, 5)] == [(0, 1), (), (), (0,)]
+    model = patch(tiny_llama(num_hidden_layers=6), recipe=path)
+    *_, last = feed(model, random_ids(1, 260), [0, 200, 260])
+    rows = report(last.cache).to_dict()["layers"]
+    assert [row["bits_per_head"]["k"][0] for row in rows] == [[2, 4], [4, 4], [4, 2], [2, 2], [4, 4], [2, 2]]
+
+
+def test_a_candidate_is_for_any_layer(readings):
+    mixed = find_recipe("turbo", None, {"layers": {"0": {"bits": 2}}})
+    with pytest.raises(QAttnError, match="leave out layers"):
+        tune(noisy_llama(), {"mixed": mixed}, *readings, Budget(bits=4.0))
+
+
+def test_which_candidates_are_tried_head_by_head():
+    texts = ["turbo:bits=mixed,sink_num=2", "turbo", "turbo:bits=mixed,n_h=1", "turbo:bits=mixed,k_bits=4", "kivi"]
+    assert [by_head(recipe) for recipe in named_recipes(texts).values()] == [True, False, False, False, False]
+
+
+def test_layers_are_named_in_runs():
+    assert ranges([0, 1, 2, 5]) == "0-2,5" and ranges([3]) == "3" and ranges([4, 0, 1]) == "0-1,4"
+
+
+def test_the_command_writes_a_recipe_that_patch_takes(tmp_path, capsys):
+    from qattn_hf.assets import demo_model_dir
+
+    target, details, drawn = (tmp_path / name for name in ("tuned.yaml", "tuned.json", "tuned.png"))
+    small = ["--rows", "1", "--check-rows", "1", "--tokens", "260", "--steps", "2", "--device", "cpu"]
+    candidates = ["--candidate", "turbo:bits=mixed", "--candidate", "turbo:sink_num=3"]
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "tune",
+                "--bits",
+                "3.25",
+                "-o",
+                str(target),
+                "--trials",
+                str(details),
+                "--picture",
+                str(drawn),
+                *candidates,
+                *small,
+            ]
+        )
+    out = capsys.readouterr().out
+    assert not ended.value.code and "KL predicted" in out and str(target) in out.replace("\n", "")
+    text = target.read_text()
+    assert text.startswith("# Tuned for embedded demo model") and "k_low_heads" in text
+    tried = json.loads(details.read_text())["rows"]
+    heads = [row for row in tried if row["candidate"] == "turbo:bits=mixed"]
+    assert len(heads) == 8 * 5 and {row["layer"] for row in heads} == set(range(8))  # 2 heads, 2 sides, and none
+    assert [(row["side"], row["head"]) for row in heads[:5]] == [("", 0), ("k", 0), ("k", 1), ("v", 0), ("v", 1)]
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    model = patch(AutoModelForCausalLM.from_pretrained(demo_model_dir()).eval(), recipe=target)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-o", "x.yaml"], "give one of them"),
+        (["-o", "x.txt", "--bits", "3"], "a recipe is a .yaml file"),
+        (["-o", "x.yaml", "--bits", "3", "--candidate", "turbbo"], "unknown recipe 'turbbo'"),
+    ],
+)
+def test_what_cannot_be_tuned_is_one_line(capsys, arguments: list[str], said: str):
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--device", "cpu", *arguments])
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and said in error and len(error.strip().splitlines()) == 1
