@@ -46,15 +46,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	$(call install,$(OLDEST),constraints-oldest.txt,test)
 
-# $(1) environment, $(2) constraints, $(3) extra. The build backend is installed first and used as it is, so that it
-# is pinned too. A half-made or broken environment is made anew.
+# $(1) environment, $(2) constraints, $(3) extra. Build backends are installed first and used as they are, so that they
+# are pinned too: hatchling is ours, setuptools that of some of lm-eval's dependencies. A half-made or broken environment is made anew.
 define install
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10 or newer is needed: install it, or name it with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed, '$(PYTHON)' is $$($(PYTHON) -V 2>&1): name another with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "'$(PYTHON)' cannot make environments: install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@echo "Setting up $(1) (some minutes and about 2 GB the first time)"
 	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) hatchling
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) hatchling setuptools
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c $(2) --no-build-isolation -e '.[$(3)]'
 	@touch $@
 endef

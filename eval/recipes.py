@@ -14,6 +14,8 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -52,8 +54,7 @@ def load(path: Path) -> ModuleType:
 class Model:
     """A model with its texts; readings are kept, since recipes share parents."""
 
-    def __init__(self, yardstick: ModuleType, path: Path, text: str, rows: int):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    def __init__(self, yardstick: ModuleType, path: Path, text: str, rows: int, device: str):
         self.yardstick, self.name, self.text, self.rows = yardstick, path.name, text, rows
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
@@ -94,19 +95,32 @@ def pairs(given: list[str] | None) -> Iterator[tuple[str, str]]:
         yield from ((name, parent) for name, parents in PARENTS.items() for parent in parents)
 
 
+def measure(folder: Path, path: Path, device: str, rows: int, given: list[str] | None) -> list[dict[str, Any]]:
+    """All rows of one model."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    yardstick = load(folder / "check" / "yardstick.py")
+    text = (folder / "data" / "books" / "heldout.txt").read_text(encoding="utf-8")
+    model = Model(yardstick, path, text, rows, device)
+    return [model.compare(child, parent) for child, parent in pairs(given)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="KL of mixed recipes beside their parents.")
     parser.add_argument("folder", type=Path, help="with check/yardstick.py, models/ and data/")
     parser.add_argument("--pair", action="append", help="RECIPE/PARENT, each a name or method:key=value,...")
     parser.add_argument("--rows", type=int, default=32, help="rows of text")
     options = parser.parse_args()
-    yardstick = load(options.folder / "check" / "yardstick.py")
-    text = (options.folder / "data" / "books" / "heldout.txt").read_text(encoding="utf-8")
-    for path in sorted((options.folder / "models").iterdir()):
-        if path.is_dir():
-            model = Model(yardstick, path, text, options.rows)
-            for child, parent in pairs(options.pair):
-                print(json.dumps(model.compare(child, parent)), flush=True)
+    paths = sorted(path for path in (options.folder / "models").iterdir() if path.is_dir())
+    devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    with ProcessPoolExecutor(len(paths), mp_context=get_context("spawn")) as pool:
+        runs = [
+            pool.submit(measure, options.folder, path, devices[i % len(devices)], options.rows, options.pair)
+            for i, path in enumerate(paths)
+        ]
+        for run in runs:
+            for row in run.result():
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -289,6 +289,17 @@ def report_example(results: Path) -> str:
     return f"```text\n{printed.getvalue().rstrip()}\n```"
 
 
+def tasks_table(results: Path) -> str:
+    """The task files, each by the comment that it begins with."""
+    rows = []
+    for path in sorted((ROOT / "eval" / "tasks").glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        about = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
+        name = re.search(r"^(?:group|task): (\S+)$", text, re.MULTILINE)
+        rows.append([f"`{name[1] if name else path.stem}`", about])
+    return markdown(["task", "what it is"], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "methods": methods_table,
     "report": report_example,
@@ -301,6 +312,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sage2": sage2_table,
     "compare": compare_table,
     "tune": tune_table,
+    "tasks": tasks_table,
     "decode": partial(speed_table, bench="decode"),
     "prefill": partial(speed_table, bench="prefill"),
     "generate": partial(speed_table, bench="generate"),

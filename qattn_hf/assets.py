@@ -1,4 +1,4 @@
-"""Where the files that are not code lie: recipes and the demo model, in a wheel and in a source tree."""
+"""Where the files that are not code lie: recipes, task files and the demo model, in a wheel and in a source tree."""
 
 from __future__ import annotations
 
@@ -13,13 +13,26 @@ def configs_dir() -> Path:
     Raises:
         FileNotFoundError: the installation is incomplete.
     """
-    installed, checkout = _PACKAGE / "configs", _PACKAGE.parent
+    return _data_dir("configs", "configs", "recipes")
+
+
+def tasks_dir() -> Path:
+    """Folder of the task files for lm-eval: inside the installed package, or `eval/tasks/` of a source tree.
+
+    Raises:
+        FileNotFoundError: the installation is incomplete.
+    """
+    return _data_dir("eval_tasks", "eval/tasks", "task files")
+
+
+def _data_dir(inside: str, beside: str, what: str) -> Path:
+    installed, checkout = _PACKAGE / inside, _PACKAGE.parent
     if installed.is_dir():
         return installed
     # `site-packages/configs` may belong to anybody, so a folder beside the package counts in our own tree only.
-    if (checkout / "pyproject.toml").is_file() and (checkout / "configs").is_dir():
-        return checkout / "configs"
-    raise FileNotFoundError(f"qattn_hf has no recipes: neither {installed} nor {checkout / 'configs'}; install it anew")
+    if (checkout / "pyproject.toml").is_file() and (checkout / beside).is_dir():
+        return checkout / beside
+    raise FileNotFoundError(f"qattn_hf has no {what}: neither {installed} nor {checkout / beside}; install it anew")
 
 
 def demo_model_dir() -> Path:

@@ -6,8 +6,8 @@ would look lossless whatever the cache does to them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +42,22 @@ def feed(
     """Rows of tokens `[B, T]` through one cache, a chunk at a time: `at` as `cuts` makes it.
 
     Args:
-        attention_mask: int64 `[B, T]`, 0 where a row is padded; of what the cache holds already, too.
+        attention_mask: int64 `[B, T]`, 0 where a row is padded; of what the cache holds already, too. With it positions
+            count a row's own tokens, as in `generate`: a padded row reads what it would read alone.
         cache: what to continue; by default the model makes one.
     """
     held = 0 if cache is None else int(cache.get_seq_length())  # a packed cache counts on in the tensor it returns
-    for start, stop in itertools.pairwise(at):
-        mask = None if attention_mask is None else attention_mask[:, : held + stop]
-        out = model(ids[:, start:stop], attention_mask=mask, past_key_values=cache, use_cache=True)
+    for start, stop in pairwise(at):
+        out = model(
+            ids[:, start:stop], past_key_values=cache, use_cache=True, **_masked(attention_mask, held, start, stop)
+        )
         cache = out.past_key_values
         yield Chunk(start, stop, out.logits.float(), cache)
+
+
+def _masked(mask: torch.Tensor | None, held: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """The mask of all tokens up to `stop`, and the new ones' positions."""
+    if mask is None:
+        return {}
+    mask = mask[:, : held + stop]
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, held + start :]}

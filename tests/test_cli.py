@@ -68,6 +68,10 @@ def qattn(capsys, monkeypatch):
         (("generate",), ["PROMPT", "--model", "--method", "--recipe", "--set", "--max-new-tokens", "--chat"]),
         (("report",), ["--model", "--method", "--recipe", "--set", "--text", "--tokens", "--json"]),
         (("methods",), ["settings"]),
+        (
+            ("eval",),
+            ["--task", "--method", "--recipe", "--limit", "--data-dir", "--confirm-run-unsafe-code", "--output"],
+        ),
     ],
 )
 def test_help_names_every_option(qattn, command, words):

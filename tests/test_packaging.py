@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("packaging")  # one process builds, not eac
 SMOKE = """
 import json, pathlib, sys
 import qattn_hf, qattn_kernels, qattn_kernels.spec
-from qattn_hf.assets import configs_dir, demo_model_dir
+from qattn_hf.assets import configs_dir, demo_model_dir, tasks_dir
 from transformers import AutoConfig
 print(json.dumps({
     "qattn_hf": qattn_hf.__file__,
@@ -29,6 +29,7 @@ print(json.dumps({
     "version": qattn_hf.__version__,
     "recipe": qattn_hf.load_recipe("turbo").method,
     "configs": sorted(p.name for p in configs_dir().glob("*.yaml")),
+    "tasks": sorted(p.name for p in tasks_dir().glob("*.yaml")),
     "layers": AutoConfig.from_pretrained(demo_model_dir()).num_hidden_layers,
     "demo_model": sorted(p.name for p in demo_model_dir().iterdir()),
 }))
@@ -86,6 +87,7 @@ def test_installed_wheel_works_from_another_directory(built, fresh_environment, 
     assert found["qattn_hf"].startswith(environment) and found["qattn_kernels"].startswith(environment)
     assert found["recipe"] == "turbo" and found["layers"] >= 1
     assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert found["tasks"] == sorted(path.name for path in (ROOT / "eval" / "tasks").glob("*.yaml"))
     assert f"qattn_hf-{found['version']}-" in built[1].name
     listed = run(fresh_environment.parent / "qattn", "methods", cwd=tmp_path)
     assert "turbo:" in listed
@@ -97,6 +99,7 @@ def test_editable_install_works_from_another_directory(fresh_environment, tmp_pa
     assert Path(found["qattn_hf"]) == ROOT / "qattn_hf" / "__init__.py"
     assert Path(found["qattn_kernels"]) == ROOT / "kernels" / "qattn_kernels" / "__init__.py"
     assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert found["tasks"] == sorted(path.name for path in (ROOT / "eval" / "tasks").glob("*.yaml"))
 
 
 def test_wheel_holds_the_packages_and_nothing_else(built):
@@ -106,6 +109,7 @@ def test_wheel_holds_the_packages_and_nothing_else(built):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"qattn_hf", "qattn_kernels"}
     expected = {name.removeprefix("kernels/") for name in source_files("qattn_hf") | source_files("kernels")}
     expected |= {f"qattn_hf/{name}" for name in source_files("configs")}
+    expected |= {name.replace("eval/tasks/", "qattn_hf/eval_tasks/") for name in source_files("eval/tasks")}
     assert expected - names == set() and {n for n in names if ".dist-info" not in n} - expected == set()
     assert {"qattn_hf/py.typed", "qattn_kernels/py.typed", "qattn_hf/demo_model/model.safetensors"} <= names
     assert any(name.endswith("/licenses/LICENSE") for name in names)

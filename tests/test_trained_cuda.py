@@ -15,11 +15,14 @@ from qattn_hf import QAttnCache, patch
 from qattn_hf.assets import demo_model_dir
 from qattn_kernels import fused
 from qattn_kernels.operator import reference_step
+from qattn_kernels.tally import Tally
 
 ON_GPU = DEVICE == "cuda"
+TALLY = {f"v_{name}" for name in Tally._fields}  # of sparse V: kernels skip whole tiles, the reference single tokens
 TEXT = "Question: Tom has 7 apples and buys 15 more. He gives 4 to Mary. How many apples has Tom now?\nAnswer: "
 CUTS = (61, 122, 183, 188, 204, 205, 206)  # long calls, calls of several widths, and single tokens
 LIMIT = 0.04  # kernels and reference round queries and weights to 8 bits each in its own way: 0.01 to 0.02 was seen
+COARSE = 0.08  # a channel of a query of 4 bits that falls on the other side of a rounding moves by a seventh: 0.041
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Compared:
     kernels: Any
     errors: dict[int, float] = field(default_factory=dict)
     states: set[str] = field(default_factory=set)
+    limit: float = LIMIT
 
     def __call__(self, query, key, value, span, state, spec, scores, past):
         copy = {name: tensor.clone() for name, tensor in state.items()}
@@ -36,7 +40,8 @@ class Compared:
         want, _ = reference_step(query, key, value, span, copy, spec, scores)
         tokens, wrong = query.shape[2], (out.double() - want.double()).norm() / want.double().norm()
         self.errors[tokens] = max(self.errors.get(tokens, 0.0), wrong.item())
-        self.states |= {name for name in state if not torch.equal(state[name], copy[name])}
+        self.states |= {name for name in state if name not in TALLY and not torch.equal(state[name], copy[name])}
+        self.limit = COARSE if spec.compute.decode == "int8" and spec.compute.decode_levels < 8 else LIMIT
         return out, lse
 
 
@@ -63,4 +68,4 @@ def test_every_call_of_a_trained_model(case: Case, monkeypatch: pytest.MonkeyPat
     if not compared.errors:
         pytest.skip(f"there are no kernels for {case_id(case)}")
     assert compared.states == set()
-    assert max(compared.errors.values()) < LIMIT, compared.errors
+    assert max(compared.errors.values()) < compared.limit, compared.errors

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of a float
 LOG2E = tl.constexpr(1.4426950408889634)
+TWIN_TOP = tl.constexpr(32512.0)  # the largest number that twins are made of: 127 times 256
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -15,6 +19,26 @@ def round_even(x):
     """To the nearest integer, ties to even, for |x| < 2^22. Exact only where the compiler may not fuse `x`'s product
     into the addition: kernels that write codes are launched with `enable_fp_fusion=False`."""
     return (x + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def divide(x, divisor):
+    """`x / divisor`, correctly rounded, for a normal divisor `[n, 1]` or `[1, n]` and quotients far from overflow.
+
+    `div_rn` has a branch in each element for all other numbers, behind which nothing overlaps. Here one inverse serves
+    a row, and each remainder is exact: a product that is correctly rounded is what the second one leaves (Markstein).
+    The interpreter's `fma` rounds twice.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
+    else:
+        up = tl.where(divisor < 8.673617379884035e-19, 1152921504606846976.0, 1.0)  # 2^-60, 2^60: no remainder is lost
+        x, divisor = x * up, divisor * up
+        inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        inverse, negative = tl.broadcast_to(inverse, x.shape), tl.broadcast_to(-divisor, x.shape)
+        quotient = x * inverse
+        quotient = tl.fma(tl.fma(quotient, negative, x), inverse, quotient)
+        return tl.fma(tl.fma(quotient, negative, x), inverse, quotient)
 
 
 @triton.jit
@@ -106,18 +130,41 @@ def settle_sinks(TABLE, DROPPED, row, bh, NB, C: tl.constexpr):
 
 @triton.jit
 def twin(y, C: tl.constexpr):
-    """Two 8-bit numbers of each: of `y` `[n, Q]` in [-127, 127] column `2 i + 1` has the integer, and column `2 i` 256
-    times what rounding left. `[n, 2 Q]` INT8. A thread holds both columns of a product, so that joining moves nothing.
+    """Two 8-bit numbers of each: of `y` `[n, Q]`, at most `TWIN_TOP` large, column `2 i + 1` has the nearest multiple
+    of 256, and column `2 i` what that leaves. `[n, 2 Q]` INT8. A thread holds both columns of a product, so that
+    joining moves nothing.
 
-    One fused product and sum leaves both in the low bytes of a float; 128 more than `y` rounds to the nearest integer.
+    One sum, fused with a product that made `y`, leaves both in the low bytes of a float, if 128 is added for rounding.
     """
-    z = (y * 256.0 + (ROUNDER + 128.0)).to(tl.int32, bitcast=True)
+    z = (y + (ROUNDER + 128.0)).to(tl.int32, bitcast=True)
     if C.PLAIN:
         both = (z ^ 128).to(tl.int16)
     else:
         asm: tl.constexpr = "{.reg .b32 t; prmt.b32 t, $1, $2, 0x5410; xor.b32 $0, t, 0x00800080;}"
         both = tl.inline_asm_elementwise(asm, "=r,r,r", [z], dtype=tl.int16, is_pure=True, pack=2)
     return tl.reshape(tl.join(both.to(tl.int8), (both >> 8).to(tl.int8)), (y.shape[0], 2 * y.shape[1]))
+
+
+@triton.jit
+def twin_weights(y, C: tl.constexpr):
+    """The same of weights `in_line`, of which a thread has neighbours: it writes four tokens of a column at once, and
+    so the product, whose threads want neighbours of one column, reads words instead of bytes."""
+    if C.PLAIN or not C.FOURS:
+        return twin(y, C)
+    else:
+        N: tl.constexpr = y.shape[0] // 4
+        z = (y + (ROUNDER + 128.0)).to(tl.int32, bitcast=True)
+        even, odd = tl.split(tl.permute(tl.reshape(z, (N, 2, 2, y.shape[1])), (0, 3, 1, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        asm: tl.constexpr = "{.reg .b32 a, b; prmt.b32 a, $2, $3, 0x5140; prmt.b32 b, $4, $5, 0x5140; prmt.b32 $0, a, b, 0x5410; xor.b32 $0, $0, 0x80808080; prmt.b32 $1, a, b, 0x7632;}"  # noqa: E501
+        words = tl.inline_asm_elementwise(
+            asm, "=&r,=r,r,r,r,r", [first, second, third, fourth], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        x = tl.reshape(tl.join(words[0], words[1]), (N, 2 * y.shape[1]))
+        low, high = tl.join(x.to(tl.int8), (x >> 16).to(tl.int8)), tl.join((x >> 8).to(tl.int8), (x >> 24).to(tl.int8))
+        tokens = tl.permute(tl.reshape(tl.join(low, high), (N, 2 * y.shape[1], 4)), (0, 2, 1))
+        return tl.reshape(tokens, (y.shape[0], 2 * y.shape[1]))
 
 
 @triton.jit
@@ -129,7 +176,8 @@ def dot_twins(a, b):
 
 @triton.jit
 def join_twins(x):
-    """The joint value of integer sums of twins, `[n, 2 Q]` to `[n, Q]` in fp32, for sums below 2^22."""
+    """The joint value, in multiples of 256, of integer sums of twins, `[n, 2 Q]` to `[n, Q]` in fp32, for sums below
+    2^22."""
     sums = x.to(tl.float32, bitcast=True) - ROUNDER
     rest, integer = tl.split(tl.reshape(sums, (x.shape[0], x.shape[1] // 2, 2)))
     return integer + rest * (1.0 / 256.0)
@@ -167,23 +215,44 @@ def unstack(x):
 
 
 @triton.jit
+def part_order(n: tl.constexpr, PARTS: tl.constexpr):
+    """The token of each row of a tile of `PARTS` parts, one behind the other. Rows of a part that lie eight apart,
+    which one thread has, are neighbours: see `twin_weights`."""
+    row, PART = tl.arange(0, n), n // PARTS
+    return row // PART * PART + row % 8 * (PART // 8) + row % PART // 8
+
+
+@triton.jit
 def token_order(n: tl.constexpr, PARTS: tl.constexpr):
-    """The token of each row of a tile whose `PARTS` parts take turns, eight rows each. So the rows of a thread come in
-    the order of those that it has of an accumulator; in another the compiler would compute the softmax twice, once for
-    the tile and once for the accumulator."""
+    """The same for a tile whose parts take turns, eight rows each. So the rows of a thread come in the order of those
+    that it has of an accumulator; in another the compiler would compute the softmax twice, once for the tile and once
+    for the accumulator."""
     row = tl.arange(0, n)
-    return row // 8 % PARTS * (n // PARTS) + row // (8 * PARTS) * 8 + row % 8
+    return row // 8 % PARTS * (n // PARTS) + row % 8 * (n // (8 * PARTS)) + row // (8 * PARTS)
+
+
+@triton.jit
+def by_part(x, PARTS: tl.constexpr):
+    """Numbers `[n]` of the tokens in `part_order`. They are loaded in their own order, as whole words and ahead of
+    their use."""
+    return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (0, 2, 1)), (x.shape[0],))
+
+
+@triton.jit
+def by_token(x, PARTS: tl.constexpr):
+    """The same in `token_order`."""
+    return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (2, 0, 1)), (x.shape[0],))
 
 
 @triton.jit
 def take_turns(x, PARTS: tl.constexpr):
-    """`[n, Q]` in the order of the tokens as a tile in `token_order`; nothing moves."""
+    """`[n, Q]` in `part_order` as a tile in `token_order`; nothing moves."""
     parts = tl.reshape(x, (PARTS, x.shape[0] // (8 * PARTS), 8, x.shape[1]))
     return tl.reshape(tl.permute(parts, (1, 0, 2, 3)), (x.shape[0], x.shape[1]))
 
 
 @triton.jit
 def in_line(x, PARTS: tl.constexpr):
-    """The inverse."""
+    """A tile in `token_order` in the order of the tokens; nothing moves."""
     parts = tl.reshape(x, (x.shape[0] // (8 * PARTS), PARTS, 8, x.shape[1]))
-    return tl.reshape(tl.permute(parts, (1, 0, 2, 3)), (x.shape[0], x.shape[1]))
+    return tl.reshape(tl.permute(parts, (1, 2, 0, 3)), (x.shape[0], x.shape[1]))

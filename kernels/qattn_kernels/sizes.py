@@ -22,9 +22,9 @@ class Sizes(NamedTuple):
     `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` 2-bit heads,
     `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own; `K_BITS`, `V_BITS` bits of a code
     where all heads have as many; `K_CHANNELS`, `V_CHANNELS` how many of a token share a scale in stores where
-    not all do, else 0; `PARTS` of a block of packed keys, which take turns in a tile of scores; `OPEN` parts of a
-    decode that are no packed blocks (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in
-    the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
+    not all do, else 0; `PARTS` of a packed block, which take turns in a tile of scores, `FOURS` whether a thread has
+    four neighbours of each; `OPEN` parts of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table
+    of sinks (0: there is none), `SINKS` in the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
     `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
     token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH` keys are coded around a mean, `K_GROUP`
     which share a scale; `SAS`, `CAP`, `LOCAL`, `SPARSE` whether that softmax, a soft cap, a local window, sparse V is
@@ -48,6 +48,7 @@ class Sizes(NamedTuple):
     K_CHANNELS: int
     V_CHANNELS: int
     PARTS: int
+    FOURS: bool
     OPEN: int
     ENTRIES: int
     SINKS: int
@@ -80,6 +81,7 @@ def sizes_of(
     at = spec.window
     columns = min(MOST_COLUMNS, max(LEAST_COLUMNS, power_of_two(tokens * group) * (1 + int8)))
     (k_low, k_mask), (v_low, v_mask) = (_low_heads(store, heads) for store in (spec.k, spec.v))
+    parts = max(_parts(store, heads) for store in (spec.k, spec.v))
     return Sizes(
         H=heads,
         G=group,
@@ -97,7 +99,8 @@ def sizes_of(
         V_BITS=_bits(spec.v, heads),
         K_CHANNELS=_group(spec.k, dim),
         V_CHANNELS=_group(spec.v, dim),
-        PARTS={2: 4, 3: 2, 4: 2}.get(_bits(spec.k, heads), 2 if k_low else 1),
+        PARTS=parts,
+        FOURS=at.block // (8 * parts) % 4 == 0,
         OPEN=int(spec.k.windowed) + int(spec.sink_pool.num > 0),
         ENTRIES=spec.sink_pool.entries(at),
         SINKS=spec.sink_pool.num,
@@ -136,6 +139,13 @@ def _bits(store: Store, heads: int) -> int:
         return {0: 4, heads: 2}.get(store.low(heads), 0)
     bits = getattr(store, "bits", 0)
     return bits if isinstance(bits, int) else 0
+
+
+def _parts(store: Store, heads: int) -> int:
+    """Into how many part tiles packed bytes come apart; codes that become levels first do in two steps."""
+    store = store.core
+    bits = 2 if _low_heads(store, heads)[0] else _bits(store, heads)
+    return 1 if bits not in (2, 3, 4) else 4 if bits == 2 and not isinstance(store, ChannelBlockStore) else 2
 
 
 def _group(store: Store, dim: int) -> int:

@@ -9,6 +9,7 @@ import typer
 from qattn_hf.cli.bench import bench
 from qattn_hf.cli.compare import compare
 from qattn_hf.cli.demo import demo
+from qattn_hf.cli.eval import evaluate
 from qattn_hf.cli.generate import generate
 from qattn_hf.cli.inspect import inspect
 from qattn_hf.cli.methods import methods
@@ -18,6 +19,7 @@ from qattn_hf.cli.tune import tune
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (demo, generate, report, methods, compare, tune, inspect):
     app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -39,7 +41,7 @@ class Loaded(NamedTuple):
     tokenizer: Any
 
 
-def parse_settings(items: list[str] | None) -> dict[str, Any]:
+def parse_settings(items: list[str] | None, option: str = "--set") -> dict[str, Any]:
     """`["k_bits=4", "softmax=sas"]` -> `{"k_bits": 4, "softmax": "sas"}`: JSON, else YAML, which takes `1e-4` for text.
 
     Raises:
@@ -51,7 +53,7 @@ def parse_settings(items: list[str] | None) -> dict[str, Any]:
     for item in items or []:
         key, equals, value = item.partition("=")
         if not equals or not key:
-            raise ValueError(f"--set takes KEY=VALUE, such as bits=2, not {item!r}")
+            raise ValueError(f"{option} takes KEY=VALUE, such as bits=2, not {item!r}")
         try:
             settings[key.strip()] = json.loads(value)
         except ValueError:
@@ -59,8 +61,22 @@ def parse_settings(items: list[str] | None) -> dict[str, Any]:
     return settings
 
 
-def load(name: str | None, device: str | None) -> Loaded:
-    """The model and its tokenizer, in the model's own precision; None is the embedded demo model.
+def split_method(text: str) -> tuple[str, dict[str, Any]]:
+    """`turbo:k_bits=4,softmax=sas` -> `("turbo", {"k_bits": 4, "softmax": "sas"})`."""
+    method, _, settings = text.partition(":")
+    return method, parse_settings(settings.split(",") if settings else None)
+
+
+def write_rows(rows: list[dict[str, Any]], target: Path) -> None:
+    """Rows with where they come from, in the form of `eval/results/`."""
+    from qattn_hf.bench.origin import origin
+
+    head = origin(shlex.join(["qattn", *sys.argv[1:]]))
+    target.write_text(json.dumps({"name": target.stem, **head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def load(name: str | None, device: str | None, dtype: str = "auto") -> Loaded:
+    """The model and its tokenizer, by default in the model's own precision; None is the embedded demo model.
 
     Raises:
         FileNotFoundError: `name` is a path that does not exist.
@@ -80,7 +96,7 @@ def load(name: str | None, device: str | None) -> Loaded:
     logging.disable_progress_bar()
     source = str(path) if path.is_dir() else source
     tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     if name is None:
         torch.set_num_threads(1)  # so small a model is slower with more
     model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -113,12 +129,6 @@ def split_methods(texts: list[str]) -> list[str]:
     return found
 
 
-def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """`turbo:k_bits=4,v_bits=2` -> the name and its settings."""
-    name, _, settings = text.partition(":")
-    return name, parse_settings(settings.split(",") if settings else None)
-
-
 def named_recipes(texts: list[str]) -> dict[str, Recipe]:
     """Checked recipes that pack, by how they were asked for: a method, a recipe's name or its file, with settings."""
     from qattn_hf.methods import list_methods
@@ -126,7 +136,7 @@ def named_recipes(texts: list[str]) -> dict[str, Recipe]:
 
     found = {}
     for text in split_methods(texts):
-        name, settings = parse_method(text)
+        name, settings = split_method(text)
         known = name in list_methods()
         recipe = find_recipe(name if known else None, None if known else name, settings)
         check_packs(recipe)

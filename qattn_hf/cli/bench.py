@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, parse_method
+from qattn_hf.cli._common import DeviceOption, split_method, write_rows
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +153,7 @@ def chosen_methods(names: list[str] | None) -> dict[str, Method]:
 
     found = {}
     for name in names or ["turbo", "int8", "none"]:
-        method, settings = parse_method(name)
+        method, settings = split_method(name)
         recipe = find_recipe(method, None, settings)
         check_packs(recipe)
         if recipe.choices:
@@ -225,7 +224,7 @@ def show(rows: Iterator[dict[str, Any]], as_json: bool, output: Path | None, plo
     if not as_json:
         print_table(found)
     if output is not None:
-        write(found, output)
+        write_rows(found, output)
     if plot is not None:
         draw(found, plot)
     if failed := [row for row in found if row["packed"] and "error" in row]:
@@ -262,11 +261,3 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         console.width = 200  # a file has no edge
     console.print(shown)
     console.print(f"{device_name()}, torch {versions()['torch']}. {computed_by(rows)}")
-
-
-def write(rows: list[dict[str, Any]], target: Path) -> None:
-    """Rows with where they come from, in the form of `eval/results/`."""
-    from qattn_hf.bench.origin import origin
-
-    head = origin(shlex.join(["qattn", *sys.argv[1:]]))
-    target.write_text(json.dumps({"name": target.stem, **head, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name
+from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name, write_rows
 from qattn_hf.report import size
 
 DEFAULT = ("none", "int8", "turbo", "turbo:bits=mixed", "turbo_sink_k4v2", "kivi", "turboquant")
@@ -78,10 +76,7 @@ def compare(
     else:
         show(found)
     if output is not None:
-        from qattn_hf.bench.origin import origin
-
-        head = {"name": output.stem, **origin(shlex.join(["qattn", *sys.argv[1:]]))}
-        output.write_text(json.dumps({**head, "rows": found}, indent=1) + "\n", encoding="utf-8")
+        write_rows(found, output)
     if picture is not None:
         from qattn_hf.fidelity.picture import draw
 

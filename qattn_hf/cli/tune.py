@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name
+from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name, write_rows
 from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, telling
 
 if TYPE_CHECKING:
@@ -107,10 +105,7 @@ def tune(
         show(found)
         print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
     if trials is not None:
-        from qattn_hf.bench.origin import origin
-
-        head = {"model": short_name(name), **origin(shlex.join(["qattn", *sys.argv[1:]]))}
-        trials.write_text(json.dumps({**head, "rows": found.trials}, indent=1) + "\n", encoding="utf-8")
+        write_rows(found.trials, trials)
     if picture is not None:
         from qattn_hf.fidelity.picture import draw_sensitivity
 

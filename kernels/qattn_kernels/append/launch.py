@@ -67,7 +67,7 @@ def append_long(call: Call, panel: Panel) -> None:
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.center, *call.picked, tensors(panel), call.rows, call.blocks,
         panel.pos.shape[1], k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes,
-        **codes(call.sizes, 64 * 64),
+        **codes(call.sizes, 64 * 64), maxnreg=128,  # so that two programs of eight warps share a multiprocessor
     )  # fmt: skip
 
 

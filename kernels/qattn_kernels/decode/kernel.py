@@ -44,7 +44,7 @@ def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
     if C.Q_LEVELS < 8:  # asked for; twins err less than eight bits do
         unit = round_even(unit * (C.Q_LEVELS / 127.0)) * (127.0 / C.Q_LEVELS)
     if C.N > C.Q:
-        return q, scaled, twin(unit, C), top * (1.0 / 127.0), unit
+        return q, scaled, twin(unit * 256.0, C), top * (1.0 / 127.0), unit
     else:
         return q, scaled, (scaled * (1.0 / top)[None, :]).to(tl.float16), top, unit
 
@@ -79,7 +79,7 @@ def open_part(K, V, dropped, row, p, query, scores_of, m, l, acc, read, bh, SCOR
             s = SCORES(K, at + start, RING_TILE, query, scale, C)
             if C.CAP:
                 s = soft_cap(s, cap)
-            s = _open_seen(s, start + tl.arange(0, RING_TILE), dropped, row, p, window, C)
+            s = _open_seen(s, start + token_order(RING_TILE, 1), dropped, row, p, window, C)
             w, alpha, beta, m = weigh(s, m, threshold, C)
             acc, total = VALUES(V, at, start, C.RING, RING_TILE, w, acc, alpha, beta, C)
             l = l * alpha + total * beta
@@ -104,7 +104,7 @@ def sink_part(K, V, TABLE, row, p, query, scores_of, m, l, acc, read, bh, SCORES
     """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
     first = bh.to(tl.int64) * C.ENTRIES
     for start in tl.range(0, C.ENTRIES, SINK_TILE, num_stages=1):
-        at = first + start + tl.arange(0, SINK_TILE)
+        at = first + start + token_order(SINK_TILE, 1)
         if tl.max(tl.load(TABLE.born + at), 0) > 0:
             s = sink_scores(K, TABLE, row, p, query, scores_of, first + start, at, SCORES, C)
             w, alpha, beta, m = weigh(s, m, scores_of[3], C)
@@ -318,7 +318,7 @@ def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, 
             if C.SPARSE and C.ENTRIES > 0:
                 at = bh.to(tl.int64) * C.ENTRIES
                 s = sink_scores(
-                    K_SINKS, TABLE, row, p, query, scores_of, at, at + tl.arange(0, SINK_TILE), RING_SCORES, C
+                    K_SINKS, TABLE, row, p, query, scores_of, at, at + token_order(SINK_TILE, 1), RING_SCORES, C
                 )
                 known = known_mass(s, scores_of[3], C)
             bounds = limits[0], limits[1], 1.0 / tl.cdiv(blocks, stretch)

@@ -10,7 +10,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import dot_twins, in_line, join_twins, stack, take_turns, token_order, twin, unstack
+from qattn_kernels.jit import (
+    TWIN_TOP,
+    by_part,
+    by_token,
+    dot_twins,
+    in_line,
+    join_twins,
+    part_order,
+    stack,
+    take_turns,
+    twin_weights,
+    unstack,
+)
 from qattn_kernels.pieces.codebook import half_bytes
 from qattn_kernels.pieces.packing import read_codes, write_codes
 
@@ -46,34 +58,36 @@ def _places(at, GROUP: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def put_block(S, x, at, ENCODE: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def put_block(S, x, at, ENCODE: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """A full block `[BLOCK, DP]`, whose tokens come as they are. `ENCODE` makes int32 codes of fp32 groups `[BLOCK,
-    groups, GROUP]`, and their fp16 scales."""
+    groups, GROUP]`, and their fp16 scales; `WOVEN`: see `write_codes`."""
     BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
     GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
     code, scale = ENCODE(_grouped(x, GROUP), BITS)
     where, there = _places(at, GROUP, C)
     tl.store(S.scale + where, scale, mask=there)
-    write_codes(S.codes, tl.reshape(code, x.shape), at, BITS, VALUES, C)
+    write_codes(S.codes, tl.reshape(code, x.shape), at, BITS, WOVEN, VALUES, C)
 
 
 @triton.jit
-def get_block(S, at, LEVELS: tl.constexpr, UNIT: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def get_block(
+    S, at, LEVELS: tl.constexpr, UNIT: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr
+):
     """Tokens `[BLOCK, DP]` of a closed block, undone; no scales. `LEVELS` makes INT8 levels of int32 codes, which count
     `UNIT` each."""
     BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
     GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
-    level = LEVELS(read_codes(S.codes, at, BITS, VALUES, C), BITS).to(tl.float32) * UNIT
+    level = LEVELS(read_codes(S.codes, at, BITS, WOVEN, VALUES, C), BITS).to(tl.float32) * UNIT
     where, there = _places(at, GROUP, C)
     scale = tl.load(S.scale + where, mask=there, other=0.0).to(tl.float32)
     return tl.reshape(_grouped(level, GROUP) * scale[:, :, None], level.shape), tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
-def _scales(S, at, g: tl.constexpr, t, GROUP: tl.constexpr, C: tl.constexpr):
-    """Of tokens `t`, for group `g` of channels."""
+def _scales(S, at, g: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
+    """Of the tokens, for group `g` of channels."""
     COUNT: tl.constexpr = (C.D + GROUP - 1) // GROUP
-    return tl.load(S.scale + at * (COUNT * C.BLOCK) + g * C.BLOCK + t).to(tl.float32)
+    return tl.load(S.scale + at * (COUNT * C.BLOCK) + g * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
 
 
 @triton.jit
@@ -90,7 +104,7 @@ def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.con
     else:
         d = g * GROUP + tl.arange(0, GROUP)
         if BITS == 8:
-            t = tl.arange(0, C.BLOCK)
+            t = part_order(C.BLOCK, C.PARTS)
             k = tl.load(
                 S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0
             )
@@ -98,7 +112,7 @@ def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.con
         else:
             lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, False, C), BITS, C.PLAIN)
             s = stack(join_twins(dot_twins(lo, x8)), join_twins(dot_twins(hi, x8)))
-        return s * _scales(S, at, g, tl.arange(0, C.BLOCK), GROUP, C)[:, None]
+        return s * by_part(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
 
 
 @triton.jit
@@ -110,37 +124,48 @@ def block_scores(S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: t
 
 
 @triton.jit
-def group_values(S, at, p, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
+def _largest(S, at, g: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr):
+    """The largest scale of each token in `COUNT` groups of values from group `g` on."""
+    if g * C.V_CHANNELS >= C.D:
+        return tl.full([C.BLOCK], 0, tl.float32)
+    elif COUNT > 1:
+        return tl.maximum(_largest(S, at, g, COUNT // 2, C), _largest(S, at, g + COUNT // 2, COUNT // 2, C))
+    else:
+        return tl.abs(_scales(S, at, g, C.V_CHANNELS, C))
+
+
+@triton.jit
+def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
-    """Sums `[COUNT * GROUP, Q]` of levels and scales, weighed by `p` `[BLOCK, Q]` in `token_order`, for `COUNT` groups
+    """Sums `[COUNT * GROUP, Q]` of levels and scales, weighed by `y` `[BLOCK, Q]` in `token_order`, for `COUNT` groups
     of channels from group `g` on. A scale is multiplied into its token's weight before the weights become twins."""
     GROUP: tl.constexpr = C.V_CHANNELS
     if g * GROUP >= C.D:
-        return tl.full([COUNT * GROUP, p.shape[1]], 0, tl.float32)
+        return tl.full([COUNT * GROUP, y.shape[1]], 0, tl.float32)
     elif COUNT > 1:
-        one = group_values(S, at, p, g, COUNT // 2, HALVES, BITS, C)
-        return stack(one, group_values(S, at, p, g + COUNT // 2, COUNT // 2, HALVES, BITS, C))
+        one = group_values(S, at, y, g, COUNT // 2, HALVES, BITS, C)
+        return stack(one, group_values(S, at, y, g + COUNT // 2, COUNT // 2, HALVES, BITS, C))
     else:
         d = g * GROUP + tl.arange(0, GROUP)
-        w = p * _scales(S, at, g, token_order(C.BLOCK, C.PARTS), GROUP, C)[:, None]
-        top = tl.maximum(tl.max(tl.abs(w), 0), 1e-30)
-        y = in_line(w * (127.0 / top)[None, :], C.PARTS)
+        y = in_line(y * by_token(_scales(S, at, g, GROUP, C), C.PARTS)[:, None], C.PARTS)
         if BITS == 8:
             t = tl.arange(0, C.BLOCK)
             v = tl.load(
                 S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :], mask=(d < C.D)[:, None], other=0
             )
-            o = dot_twins(v, twin(y, C))
+            o = dot_twins(v, twin_weights(y, C))
         else:
             y_lo, y_hi = unstack(y)
             lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, True, C), BITS, C.PLAIN)
-            o = tl.dot(hi, twin(y_hi, C), acc=dot_twins(lo, twin(y_lo, C)), out_dtype=tl.int32)
-        return join_twins(o) * top[None, :]
+            o = tl.dot(hi, twin_weights(y_hi, C), acc=dot_twins(lo, twin_weights(y_lo, C)), out_dtype=tl.int32)
+        return join_twins(o)
 
 
 @triton.jit
 def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
     """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
-    o = group_values(S, at, p, 0, C.DP // C.V_CHANNELS, HALVES, BITS, C)
-    return acc * alpha[None, :] + o * (beta * (UNIT / 127.0))[None, :], tl.sum(p, 0)
+    COUNT: tl.constexpr = C.DP // C.V_CHANNELS
+    top = tl.maximum(tl.max(p * by_token(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), 1e-30)
+    o = group_values(S, at, p * (1.0 / top * TWIN_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
+    return acc * alpha[None, :] + o * (beta * top * (UNIT / 127.0))[None, :], tl.sum(p, 0)

@@ -1,8 +1,8 @@
 """Codes of 2 to 4 bits as INT8 levels, looked up without memory: a table of eight is one permutation of bytes for four
 codes, one of sixteen two and a choice between them.
 
-A tile of packed codes is taken as its two halves of tokens, whose codes stand in the lower and the upper four bits of
-a byte whatever their width.
+A tile of packed codes is taken as its two halves of tokens, whose codes stand in four bits each whatever their width:
+in the lower and in the upper ones of a byte, or, where they are looked up, in the lower and the upper half of a word.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.codebook import codebook
+from qattn_kernels.jit import part_order
 
 
 def _words(bits: int) -> list[int]:
@@ -22,24 +23,22 @@ def _words(bits: int) -> list[int]:
 
 
 def _lookup(bits: int) -> str:
-    """Assembly: four bytes of two codes each to the levels of their lower and of their upper codes.
+    """Assembly: a word of eight codes to the levels of those in its lower and in its upper half.
 
-    A permutation takes its indices from the four bits at a time of half a word, so that lower and upper codes come
-    interleaved and are sorted behind it. Its index knows eight bytes; the fourth bit of a code, spread over a byte,
-    chooses between two tables.
+    A permutation takes its indices from the four bits at a time of half a word. Its index knows eight bytes; the fourth
+    bit of a code, spread over a byte, chooses between two tables.
     """
     words = [f"0x{word & 0xFFFFFFFF:08x}" for word in _words(bits)]
     pairs = [(words[i], words[min(i + 1, len(words) - 1)]) for i in range(0, len(words), 2)]
     lines = ["and.b32 s, $2, 0x77777777;" if bits == 4 else "mov.b32 s, $2;", "shr.b32 t, s, 16;"]
     for i, (one, other) in enumerate(pairs):
-        lines += [f"mov.b32 u, {one};", f"mov.b32 v, {other};", "prmt.b32 a, u, v, s;", "prmt.b32 b, u, v, t;"]
-        lines += [f"prmt.b32 l{i}, a, b, 0x6420;", f"prmt.b32 h{i}, a, b, 0x7531;"]
+        lines += [f"mov.b32 u, {one};", f"mov.b32 v, {other};", f"prmt.b32 l{i}, u, v, s;", f"prmt.b32 h{i}, u, v, t;"]
     if bits == 4:
-        lines += ["shl.b32 a, $2, 4;", "prmt.b32 a, a, a, 0xba98;", "prmt.b32 b, $2, $2, 0xba98;"]
-        lines += ["lop3.b32 $0, a, l1, l0, 0xca;", "lop3.b32 $1, b, h1, h0, 0xca;"]
+        lines += ["shl.b32 s, $2, 4;", "prmt.b32 t, s, $2, 0xd9c8;", "prmt.b32 s, s, $2, 0xfbea;"]
+        lines += ["lop3.b32 $0, t, l1, l0, 0xca;", "lop3.b32 $1, s, h1, h0, 0xca;"]
     else:
         lines += ["mov.b32 $0, l0;", "mov.b32 $1, h0;"]
-    return "{.reg .b32 s, t, u, v, a, b, l0, h0, l1, h1; " + " ".join(lines) + "}"
+    return "{.reg .b32 s, t, u, v, l0, h0, l1, h1; " + " ".join(lines) + "}"
 
 
 WORDS_2, WORDS_3, WORDS_4 = (tl.constexpr(tuple(_words(bits))) for bits in (2, 3, 4))
@@ -66,9 +65,13 @@ def levels(code, BITS: tl.constexpr):
 
 @triton.jit
 def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 levels of the codes in the lower and in the upper four bits of bytes."""
+    """int8 levels of the codes in the lower and in the upper halves of words, whose bytes are neighbours in the last
+    dimension."""
     if PLAIN:
-        return levels((x & 15).to(tl.int32), BITS), levels((x >> 4).to(tl.int32), BITS)
+        words = tl.reshape(x.to(tl.int32), (x.shape[0], x.shape[1] // 4, 2, 2))
+        low, high = tl.split(tl.permute(words, (0, 1, 3, 2)))
+        low, high = tl.join(low & 15, low >> 4), tl.join(high & 15, high >> 4)
+        return levels(tl.reshape(low, x.shape), BITS), levels(tl.reshape(high, x.shape), BITS)
     if BITS == 2:
         asm: tl.constexpr = LOOKUP_2
     elif BITS == 3:
@@ -107,7 +110,7 @@ def half_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.con
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     FOURTH: tl.constexpr = C.BLOCK // 4
     EIGHTH: tl.constexpr = C.BLOCK // 8
-    t = tl.arange(0, C.BLOCK // 2)
+    t = tl.arange(0, C.BLOCK // 2) if VALUES else part_order(C.BLOCK // 2, C.PARTS // 2)
     if BITS == 4:
         return _bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
     elif BITS == 2:  # in two parts: a shift that depends on the token would cost a conversion through shared memory

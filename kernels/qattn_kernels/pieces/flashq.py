@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import round_even, twin
+from qattn_kernels.jit import TWIN_TOP, divide, round_even, twin
 from qattn_kernels.pieces.int8 import quantize, token_values
 from qattn_kernels.pieces.int8_ring import ring_scores as ring_scores
 from qattn_kernels.pieces.packing import code_scores, code_values, read_codes, write_codes
@@ -90,16 +90,16 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     tl.store(S.z2 + at * C.D + d, zero.to(tl.int8), mask=d < C.D)
     tl.store(S.s + at, tl.max(scale, 0))
     zero, step = zero.to(tl.float32), step.to(tl.float32)
-    code = round_even(tl.div_rn(code - zero[None, :], tl.broadcast_to(step[None, :], code.shape)))
+    code = round_even(divide(code - zero[None, :], step[None, :]))
     code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
     if LOW < C.H:
         if place < C.H - LOW:
             at4 = (b * (C.H - LOW) + place).to(tl.int64) * NB + index
-            write_codes(S.codes4, code, at4, 4, VALUES, C)
+            write_codes(S.codes4, code, at4, 4, False, VALUES, C)
     if LOW > 0:
         if place >= C.H - LOW:
             at2 = (b * LOW + place - (C.H - LOW)).to(tl.int64) * NB + index
-            write_codes(S.codes2, code, at2, 2, VALUES, C)
+            write_codes(S.codes2, code, at2, 2, False, VALUES, C)
 
 
 @triton.jit
@@ -113,10 +113,10 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     code = tl.full([C.BLOCK, C.DP], 0, tl.int32)
     if LOW < C.H:
         if place < C.H - LOW:
-            code = read_codes(S.codes4, (b * (C.H - LOW) + place).to(tl.int64) * NB + index, 4, VALUES, C)
+            code = read_codes(S.codes4, (b * (C.H - LOW) + place).to(tl.int64) * NB + index, 4, False, VALUES, C)
     if LOW > 0:
         if place >= C.H - LOW:
-            code = read_codes(S.codes2, (b * LOW + place - (C.H - LOW)).to(tl.int64) * NB + index, 2, VALUES, C)
+            code = read_codes(S.codes2, (b * LOW + place - (C.H - LOW)).to(tl.int64) * NB + index, 2, False, VALUES, C)
     x1 = code * step[None, :] + zero[None, :]
     return x1.to(tl.int8), tl.load(S.s + at) + tl.full([C.BLOCK], 0, tl.float32)
 
@@ -145,7 +145,7 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     s = tl.load(S.s + at)
     LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the steps of codes that span [-119, 119]
     FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels stay in int32
-    x8 = twin(query[4] * (step.to(tl.float32) * (1.0 / LARGEST))[:, None], C)
+    x8 = twin(query[4] * (step.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
     off = tl.sum((query[4] * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query[3]
     products = code_scores(S.codes4 if BITS == 4 else S.codes2, index, x8, BITS, C) * (s * LARGEST)
     return products * query[3][None, :] + (off * (s * (1.0 / FINE)))[None, :]
@@ -159,7 +159,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     step = _by_rows(tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
     zero = _by_rows(tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
     s = tl.load(S.s + at)
-    o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * 127.0, channels(C), BITS, C)
+    o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * TWIN_TOP, channels(C), BITS, C)
     o *= (step * (1.0 / 127.0))[:, None]
     total = tl.sum(p, 0)
     return acc * alpha[None, :] + (o + total[None, :] * zero[:, None]) * (beta * s)[None, :], total

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import round_even
+from qattn_kernels.jit import divide, round_even
 from qattn_kernels.pieces.int8 import Tensors as Tensors  # a byte a value and a scale a token, as there
 from qattn_kernels.pieces.int8 import addresses, numbers
 from qattn_kernels.pieces.int8 import channels as channels
@@ -31,13 +31,19 @@ def rounded(x):
 
 
 @triton.jit
+def signed_divide(x, divisor):
+    """`divide` that keeps the sign of a zero, which E4M3 has too."""
+    return tl.where(x == 0.0, x, divide(x, divisor))
+
+
+@triton.jit
 def open(x):
     """Needs `enable_fp_fusion=False`, like all that makes codes."""
     top = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    return rounded(tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))), scale
+    return rounded(signed_divide(x, divisor[:, None])), scale
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit import in_line, own_columns, whole_columns
-from qattn_kernels.pieces.fp8 import LARGEST, rounded
+from qattn_kernels.pieces.fp8 import LARGEST, rounded, signed_divide
 from qattn_kernels.pieces.int8 import addresses, numbers
 from qattn_kernels.pieces.int8 import channels as channels
 from qattn_kernels.pieces.int8 import locate as locate
@@ -35,7 +35,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    x = rounded(tl.clamp(tl.div_rn(code, tl.broadcast_to(divisor[None, :], code.shape)), -LARGEST, LARGEST))
+    x = rounded(tl.clamp(signed_divide(code, divisor[None, :]), -LARGEST, LARGEST))
     byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(addresses(S.codes, at, t, True, C), byte, mask=(d < C.D)[None, :])
     tl.store(S.scale + at * C.D + d, scale, mask=d < C.D)

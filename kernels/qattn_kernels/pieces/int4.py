@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import token_order
+from qattn_kernels.jit import by_token
 from qattn_kernels.pieces.int8 import locate as locate
 from qattn_kernels.pieces.int8 import place as place
 from qattn_kernels.pieces.int8 import quantize
@@ -27,14 +27,14 @@ def open(x):
 @triton.jit
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     at = (b * C.H + h).to(tl.int64) * NB + index
-    write_codes(S.codes, code.to(tl.int32) + OFFSET, at, 4, False, C)
+    write_codes(S.codes, code.to(tl.int32) + OFFSET, at, 4, False, False, C)
     tl.store(S.scale + at * C.BLOCK + t, scale)
 
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     at = (b * C.H + h).to(tl.int64) * NB + index
-    code = read_codes(S.codes, at, 4, False, C) - OFFSET
+    code = read_codes(S.codes, at, 4, False, False, C) - OFFSET
     return code.to(tl.int8), tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK))
 
 
@@ -42,5 +42,5 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     """The offset of the codes comes out as that many sums of the query."""
     off = tl.sum(query[4], 0) * OFFSET
-    scale = tl.load(S.scale + at * C.BLOCK + token_order(C.BLOCK, C.PARTS))
+    scale = by_token(tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)), C.PARTS)
     return (code_scores(S.codes, at, query[2], 4, C) - off[None, :]) * query[3][None, :] * scale[:, None]

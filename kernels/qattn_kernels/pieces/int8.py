@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import dot_twins, in_line, join_twins, round_even, token_order, twin
+from qattn_kernels.jit import (
+    TWIN_TOP,
+    by_token,
+    divide,
+    dot_twins,
+    in_line,
+    join_twins,
+    round_even,
+    token_order,
+    twin_weights,
+)
 
 LEVELS = tl.constexpr(127)
 
@@ -31,7 +41,7 @@ def quantize_to(x, top, LEVELS: tl.constexpr):
     scale = tl.div_rn(top, tl.full(top.shape, LEVELS, tl.float32))
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    rounded = round_even(tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape)))
+    rounded = round_even(divide(x, divisor[:, None]))
     return tl.clamp(rounded, -1.0 * LEVELS, 1.0 * LEVELS), scale
 
 
@@ -98,15 +108,17 @@ def numbers(x):
 
 
 @triton.jit
-def token_scores(codes, scales, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
-    """Scores `[TOKENS, Q]` of keys that lie one after the other."""
+def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
+    """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
     t, d = tl.arange(0, TOKENS), tl.arange(0, C.DP)
-    k = numbers(tl.load(codes + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0))
+    k = numbers(
+        tl.load(codes + token_order(TOKENS, PARTS)[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0)
+    )
     if C.N > C.Q:
         s = join_twins(dot_twins(k, query[2]))
     else:  # codes are exact in fp16, whose conversions are far cheaper than bf16's
         s = tl.dot(k.to(tl.float16), query[2])
-    return s * query[3][None, :] * tl.load(scales + t)[:, None]
+    return s * query[3][None, :] * by_token(tl.load(scales + t), PARTS)[:, None]
 
 
 @triton.jit
@@ -117,10 +129,10 @@ def token_values(
     its token's weight before the weights, which come in `token_order`, are rounded."""
     t = tl.arange(0, TOKENS)
     v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < C.D)[:, None], other=0))
-    w = p * tl.load(scales + token_order(TOKENS, PARTS))[:, None]
+    w = p * by_token(tl.load(scales + t), PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), 1e-30)
     if C.N > C.Q:
-        o = join_twins(dot_twins(v, twin(in_line(w * (127.0 / top)[None, :], PARTS), C)))
+        o = join_twins(dot_twins(v, twin_weights(in_line(w * (1.0 / top * TWIN_TOP)[None, :], PARTS), C)))
         unit = 1.0 / 127.0
     else:
         o = tl.dot(v.to(tl.float16), in_line(w * (1.0 / top)[None, :], PARTS).to(tl.float16))
@@ -130,7 +142,8 @@ def token_values(
 
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
-    return token_scores(S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK, C.BLOCK, query, query_scale, C)
+    codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
+    return token_scores(codes, scales, C.BLOCK, C.PARTS, query, query_scale, C)
 
 
 @triton.jit

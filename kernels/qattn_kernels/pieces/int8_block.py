@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import dot_twins, in_line, join_twins, twin
+from qattn_kernels.jit import TWIN_TOP, dot_twins, in_line, join_twins, twin_weights
 from qattn_kernels.pieces.int8 import LEVELS, addresses, quantize_to
 from qattn_kernels.pieces.int8 import channels as channels
 from qattn_kernels.pieces.int8 import locate as locate
@@ -58,7 +58,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     v = tl.load(codes, mask=(d < C.D)[:, None], other=0)
     scale = tl.load(S.scale + at)
     if C.N > C.Q:
-        o = join_twins(dot_twins(v, twin(in_line(p * 127.0, C.PARTS), C)))
+        o = join_twins(dot_twins(v, twin_weights(in_line(p * TWIN_TOP, C.PARTS), C)))
         scale *= 1.0 / 127.0
     else:
         o = tl.dot(v.to(tl.float16), in_line(p, C.PARTS).to(tl.float16))

@@ -34,4 +34,4 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 
 @triton.jit
 def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
-    return token_scores(S.ring + at * C.D, S.ring_scale + at, TOKENS, query, query_scale, C)
+    return token_scores(S.ring + at * C.D, S.ring_scale + at, TOKENS, 1, query, query_scale, C)

@@ -73,7 +73,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         inside = tl.arange(0, C.DP) < C.D
         tl.store(addresses(S.codes, at, t, VALUES, C), coded.to(tl.int8), mask=inside[None, :])
     else:
-        write_codes(S.codes, coded.to(tl.int32) + OFFSET, at, 4, VALUES, C)
+        write_codes(S.codes, coded.to(tl.int32) + OFFSET, at, 4, False, VALUES, C)
     tl.store(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP), scale)  # all of a group write the same
 
 
@@ -88,7 +88,7 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
         inside = tl.arange(0, C.DP) < C.D
         code = tl.load(addresses(S.codes, at, t, VALUES, C), mask=inside[None, :], other=0).to(tl.float32)
     else:
-        code = (read_codes(S.codes, at, 4, VALUES, C) - OFFSET).to(tl.float32)
+        code = (read_codes(S.codes, at, 4, False, VALUES, C) - OFFSET).to(tl.float32)
     scale = tl.load(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP))
     return code * scale[:, None], tl.full([C.BLOCK], 0, tl.float32)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import in_line, own_columns, round_even, token_order, twin, unstack, whole_columns
+from qattn_kernels.jit import TWIN_TOP, by_token, in_line, own_columns, round_even, twin, unstack, whole_columns
 from qattn_kernels.pieces.int8 import channels as channels
 from qattn_kernels.pieces.int8 import locate as locate  # heads keep their places, and a block its tokens, as there
 from qattn_kernels.pieces.int8 import place as place
@@ -76,7 +76,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         tl.store(S.step + where, step, mask=there)
         tl.store(S.zero + where, zero, mask=there)
         coded = tl.reshape(_encode(x, step[:, :, None], zero[:, :, None], C.V_BITS), code.shape)
-        write_codes(S.codes, coded, at, C.V_BITS, True, C)
+        write_codes(S.codes, coded, at, C.V_BITS, False, True, C)
     else:
         some = tl.max(keep.to(tl.int32), 0) > 0
         low = tl.where(some, tl.min(tl.where(keep[:, None], code, float("inf")), 0), 0.0)
@@ -84,7 +84,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         step, zero = _asymmetric(low, high, C.K_BITS)
         tl.store(S.step + at * C.D + d, step, mask=d < C.D)
         tl.store(S.zero + at * C.D + d, zero, mask=d < C.D)
-        write_codes(S.codes, _encode(code, step[None, :], zero[None, :], C.K_BITS), at, C.K_BITS, False, C)
+        write_codes(S.codes, _encode(code, step[None, :], zero[None, :], C.K_BITS), at, C.K_BITS, False, False, C)
 
 
 @triton.jit
@@ -92,14 +92,14 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of a closed block, undone; no scales."""
     at = (b * C.H + h).to(tl.int64) * NB + index
     if VALUES:
-        code = read_codes(S.codes, at, C.V_BITS, True, C).to(tl.float32)
+        code = read_codes(S.codes, at, C.V_BITS, False, True, C).to(tl.float32)
         where, there = _groups(at, C)
         step = tl.load(S.step + where, mask=there, other=0.0).to(tl.float32)
         zero = tl.load(S.zero + where, mask=there, other=0.0).to(tl.float32)
         x = tl.reshape(_by_group(code, C) * step[:, :, None] + zero[:, :, None], code.shape)
     else:
         step, zero = _channels(S, at, C)
-        x = read_codes(S.codes, at, C.K_BITS, False, C).to(tl.float32) * step[None, :] + zero[None, :]
+        x = read_codes(S.codes, at, C.K_BITS, False, False, C).to(tl.float32) * step[None, :] + zero[None, :]
     return x, tl.full([C.BLOCK], 0, tl.float32)
 
 
@@ -119,18 +119,18 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     top = tl.maximum(size.to(tl.float32, bitcast=True), 1e-30)
     off = tl.sum(query[1] * zero[:, None], 0)[None, :]
     up = (top * (1.0 / 127.0))[None, :]
-    return code_scores(S.codes, at, twin(x * (127.0 / top)[None, :], C), BITS, C) * up + off
+    return code_scores(S.codes, at, twin(x * (1.0 / top * TWIN_TOP)[None, :], C), BITS, C) * up + off
 
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     """With one group of channels a token's step goes into its weight; with more, values are undone."""
     if (C.BLOCK >= C.D) and (C.BLOCK >= 64):
-        t = at * C.BLOCK + token_order(C.BLOCK, C.PARTS)
-        w = p * tl.load(S.step + t).to(tl.float32)[:, None]
-        off = tl.sum(p * tl.load(S.zero + t).to(tl.float32)[:, None], 0)
+        t = at * C.BLOCK + tl.arange(0, C.BLOCK)
+        w = p * by_token(tl.load(S.step + t).to(tl.float32), C.PARTS)[:, None]
+        off = tl.sum(p * by_token(tl.load(S.zero + t).to(tl.float32), C.PARTS)[:, None], 0)
         top = tl.maximum(tl.max(w, 0), 1e-30)
-        o = code_values(S.codes, at, w * (127.0 / top)[None, :], channels(C), BITS, C)
+        o = code_values(S.codes, at, w * (1.0 / top * TWIN_TOP)[None, :], channels(C), BITS, C)
         o = o * (top * (1.0 / 127.0))[None, :] + off[None, :]
     else:
         lo, hi = half_values(S.codes, at, channels(C), BITS, C)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import in_line, own_columns, whole_columns
+from qattn_kernels.jit import in_line, own_columns, token_order, whole_columns
 from qattn_kernels.pieces.int8 import channels as channels
 from qattn_kernels.pieces.int8 import locate as locate  # tokens stand where they came, as there
 from qattn_kernels.pieces.int8 import place as place
@@ -47,9 +47,9 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def token_scores(x, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
-    """Scores `[TOKENS, Q]` of keys that lie one after the other."""
-    k = _tokens(x, tl.arange(0, TOKENS), C)
+def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
+    """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
+    k = _tokens(x, token_order(TOKENS, PARTS), C)
     q = whole_columns(query[0].to(k.dtype), C)
     return own_columns(tl.dot(k, q, input_precision="ieee"), C) * query_scale
 
@@ -65,7 +65,7 @@ def token_values(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, be
 
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
-    return token_scores(S.x + at * (C.BLOCK * C.D), C.BLOCK, query, query_scale, C)
+    return token_scores(S.x + at * (C.BLOCK * C.D), C.BLOCK, C.PARTS, query, query_scale, C)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 
 @triton.jit
 def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
-    return token_scores(S.ring + at * C.D, TOKENS, query, query_scale, C)
+    return token_scores(S.ring + at * C.D, TOKENS, 1, query, query_scale, C)
 
 
 @triton.jit

@@ -8,59 +8,86 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import dot_twins, in_line, join_twins, stack, take_turns, twin, unstack
+from qattn_kernels.jit import dot_twins, in_line, join_twins, part_order, stack, take_turns, twin_weights, unstack
 
 
 @triton.jit
-def _plane(codes, at, byte, FIRST: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Addresses `[n, DP]` of bytes of block `at`, which has `ROWS` a channel, counted from `FIRST`."""
-    d = tl.arange(0, C.DP)
+def _plane(codes, at, byte, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Addresses `[n, DP]` of bytes of block `at`, which has `ROWS` a channel."""
     if VALUES:
-        return codes + at * (ROWS * C.D) + d[None, :] * ROWS + (FIRST + byte)[:, None]
+        return codes + at * (ROWS * C.D) + d * ROWS + byte
     else:
-        return codes + at * (ROWS * C.D) + (FIRST + byte)[:, None] * C.D + d[None, :]
+        return codes + at * (ROWS * C.D) + byte * C.D + d
 
 
 @triton.jit
-def _write_plane(codes, code, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
-                 C: tl.constexpr):  # fmt: skip
+def _weave(x, VALUES: tl.constexpr):
+    """Bytes `[n, DP]` of which four neighbours in memory, along `DP` or along `n` of values, have brought the lower
+    halves to the front."""
+    if VALUES:
+        fours = tl.permute(tl.reshape(x, (x.shape[0] // 4, 2, 2, x.shape[1])), (0, 3, 1, 2))
+    else:
+        fours = tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2))
+    one, other = tl.split(fours)
+    halves = tl.join((one & 15) | ((other & 15) << 4), (one >> 4) | (other & 240))
+    if VALUES:
+        return tl.reshape(tl.permute(halves, (0, 3, 2, 1)), x.shape)
+    else:
+        return tl.reshape(tl.permute(halves, (0, 1, 3, 2)), x.shape)
+
+
+@triton.jit
+def _write_plane(codes, code, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WOVEN: tl.constexpr,
+                 VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     PARTS: tl.constexpr = 8 // BITS
     parts = tl.reshape(code, (PARTS, C.BLOCK // PARTS, C.DP)) << (tl.arange(0, PARTS) * BITS)[:, None, None]
     packed = tl.sum(parts, 0).to(tl.uint8)  # the parts share no bit, so their sum is their union
-    where = _plane(codes, at, tl.arange(0, C.BLOCK // PARTS), FIRST, ROWS, VALUES, C)
-    tl.store(where, packed.to(codes.dtype.element_ty, bitcast=True), mask=(tl.arange(0, C.DP) < C.D)[None, :])
+    if WOVEN:
+        packed = _weave(packed, VALUES)
+    d = tl.arange(0, C.DP)
+    where = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, VALUES, C)
+    tl.store(where, packed.to(codes.dtype.element_ty, bitcast=True), mask=(d < C.D)[None, :])
 
 
 @triton.jit
-def write_codes(codes, code, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def write_codes(codes, code, at, BITS: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """int32 codes `[BLOCK, DP]` of block `at`, packed: `[bytes, D]` of keys, `[D, bytes]` of values. 3 bits are the
-    lower two and, behind those, the highest."""
+    lower two and, behind those, the highest. `WOVEN`: halves of bytes stand as `TurboQuantStore.laid` says."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     if BITS == 3:
-        _write_plane(codes, code & 3, at, 2, 0, ROWS, VALUES, C)
-        _write_plane(codes, code >> 2, at, 1, C.BLOCK // 4, ROWS, VALUES, C)
+        _write_plane(codes, code & 3, at, 2, 0, ROWS, WOVEN, VALUES, C)
+        _write_plane(codes, code >> 2, at, 1, C.BLOCK // 4, ROWS, WOVEN, VALUES, C)
     else:
-        _write_plane(codes, code & (2**BITS - 1), at, BITS, 0, ROWS, VALUES, C)
+        _write_plane(codes, code & (2**BITS - 1), at, BITS, 0, ROWS, WOVEN, VALUES, C)
 
 
 @triton.jit
-def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
+def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WOVEN: tl.constexpr,
+                VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     OWN: tl.constexpr = C.BLOCK * BITS // 8
-    t, inside = tl.arange(0, C.BLOCK), (tl.arange(0, C.DP) < C.D)[None, :]
-    x = tl.load(_plane(codes, at, t % OWN, FIRST, ROWS, VALUES, C), mask=inside, other=0).to(tl.int32)
-    return (x >> ((t // OWN) * BITS)[:, None]) & (2**BITS - 1)
+    t, d = tl.arange(0, C.BLOCK)[:, None], tl.arange(0, C.DP)[None, :]
+    byte, shift, inside = t % OWN, t // OWN * BITS, d < C.D
+    if WOVEN:
+        upper, shift = shift // 4 * 2, shift % 4
+        if VALUES:
+            shift += byte % 2 * 4
+            byte = byte // 4 * 4 + upper + byte % 4 // 2
+        else:
+            shift += d % 2 * 4
+            d = d // 4 * 4 + upper + d % 4 // 2
+    x = tl.load(_plane(codes, at, FIRST + byte, d, ROWS, VALUES, C), mask=inside, other=0).to(tl.int32)
+    return (x >> shift) & (2**BITS - 1)
 
 
 @triton.jit
-def read_codes(codes, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def read_codes(codes, at, BITS: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """The inverse: int32 `[BLOCK, DP]`."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     if BITS == 3:
-        low = _read_plane(codes, at, 2, 0, ROWS, VALUES, C)
-        return low | _read_plane(codes, at, 1, C.BLOCK // 4, ROWS, VALUES, C) << 2
+        low = _read_plane(codes, at, 2, 0, ROWS, WOVEN, VALUES, C)
+        return low | _read_plane(codes, at, 1, C.BLOCK // 4, ROWS, WOVEN, VALUES, C) << 2
     else:
-        return _read_plane(codes, at, BITS, 0, ROWS, VALUES, C)
+        return _read_plane(codes, at, BITS, 0, ROWS, WOVEN, VALUES, C)
 
 
 @triton.jit
@@ -96,7 +123,7 @@ def _crumbs(x, PART: tl.constexpr, PLAIN: tl.constexpr):
 def _packed(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """The bytes of a block, its channels in the order of `d`: `[bytes, DP]` of keys, `[DP, bytes]` of values."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    t = tl.arange(0, ROWS)
+    t = tl.arange(0, ROWS) if VALUES else part_order(ROWS, C.PARTS * BITS // 8)
     if VALUES:
         return tl.load(codes + at * (ROWS * C.D) + d[:, None] * ROWS + t[None, :], mask=(d < C.D)[:, None], other=0)
     else:
@@ -152,25 +179,25 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
-    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` in [0, 127], in `token_order`: `[DP, Q]`, channels in
-    the order of `d`."""
+    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `TWIN_TOP`, in `token_order`: `[DP, Q]`, channels
+    in the order of `d`."""
     y_lo, y_hi = unstack(in_line(y, C.PARTS))
     if BITS == 4:
         lo, hi = half_values(codes, at, d, 4, C)
-        o = tl.dot(hi, twin(y_hi, C), acc=dot_twins(lo, twin(y_lo, C)), out_dtype=tl.int32)
+        o = tl.dot(hi, twin_weights(y_hi, C), acc=dot_twins(lo, twin_weights(y_lo, C)), out_dtype=tl.int32)
     else:
         # codes of odd quarters come four times as large
         unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
         y_lo, y_hi = y_lo * unit, y_hi * unit
         if C.BLOCK < 128:  # a product takes 32 tokens at least
             lo, hi = half_values(codes, at, d, 2, C)
-            o = tl.dot(hi, twin(y_hi, C), acc=dot_twins(lo, twin(y_lo, C)), out_dtype=tl.int32)
+            o = tl.dot(hi, twin_weights(y_hi, C), acc=dot_twins(lo, twin_weights(y_lo, C)), out_dtype=tl.int32)
         else:
             x = _packed(codes, at, d, 2, True, C)
             first, second = unstack(y_lo)
             third, fourth = unstack(y_hi)
-            o = dot_twins(_crumbs(x, 0, C.PLAIN), twin(first, C))
-            o = tl.dot(_crumbs(x, 1, C.PLAIN), twin(second, C), acc=o, out_dtype=tl.int32)
-            o = tl.dot(_crumbs(x, 2, C.PLAIN), twin(third, C), acc=o, out_dtype=tl.int32)
-            o = tl.dot(_crumbs(x, 3, C.PLAIN), twin(fourth, C), acc=o, out_dtype=tl.int32)
+            o = dot_twins(_crumbs(x, 0, C.PLAIN), twin_weights(first, C))
+            o = tl.dot(_crumbs(x, 1, C.PLAIN), twin_weights(second, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_crumbs(x, 2, C.PLAIN), twin_weights(third, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_crumbs(x, 3, C.PLAIN), twin_weights(fourth, C), acc=o, out_dtype=tl.int32)
     return join_twins(o)

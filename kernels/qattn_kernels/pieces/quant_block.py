@@ -51,13 +51,13 @@ def levels(code, BITS: tl.constexpr):
 
 @triton.jit
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, VALUES, C)
+    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, False, VALUES, C)
 
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     UNIT: tl.constexpr = UNIT_8 if (C.V_BITS if VALUES else C.K_BITS) == 8 else UNIT_4
-    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, VALUES, C)
+    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, False, VALUES, C)
 
 
 @triton.jit

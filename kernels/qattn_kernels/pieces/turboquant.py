@@ -63,12 +63,12 @@ def encode(x, BITS: tl.constexpr):
 
 @triton.jit
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, VALUES, C)
+    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, True, VALUES, C)
 
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, VALUES, C)
+    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, True, VALUES, C)
 
 
 @triton.jit

@@ -66,14 +66,14 @@ def _statistics(panel: Panel, compute: Compute, window: Window) -> _Statistics:
     stats = empty(sides, batch * heads, parts, FIELDS.value, dim)
     stats_kernel[(parts, batch * heads, sides)](
         k, v, k.stride()[:3], v.stride()[:3], panel.bias, panel.rows, stats, heads, slots,
-        **sizes, STEP=STEP, BLOCK=window.block, num_warps=8,
+        **sizes, STEP=STEP, BLOCK=window.block, SMOOTH_V=compute.smooth_v, num_warps=8,
     )  # fmt: skip
     mean, scale = empty(sides, batch, heads, dim), empty(sides, batch, heads, dim)
     clean = torch.empty(batch * heads, dtype=torch.int32, device=k.device)
     largest = torch.finfo(FP8[compute.pv]).max if fp8 else 1.0
     settle_kernel[(batch * heads, sides)](
-        stats, mean, scale, clean, parts, largest, **sizes, CHUNK=32, SMOOTH_K=compute.smooth_k,
-        SMOOTH_V=compute.smooth_v,
+        stats, mean, scale, clean, parts, largest, **sizes, CHUNK=32, SMOOTH_K=int(compute.smooth_k),
+        SMOOTH_V=int(compute.smooth_v),
     )  # fmt: skip
     return _Statistics(mean, scale, clean)
 

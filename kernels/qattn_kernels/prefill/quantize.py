@@ -30,60 +30,76 @@ def _of_head(X, strides, head, heads, n):
 
 
 @triton.jit
-def stats_kernel(K, V, k_strides, v_strides, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr,
-                 STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program (part of the slots, row and head, keys or values): of `STEP` slots (`_of_head`) sum, largest and
-    smallest of each channel, into `OUT` fp32 `[sides, B * H, parts, FIELDS, D]`, and there the count of visible tokens
-    and the first masked slot as channels 0 and 1 of a fourth field."""
-    part, head, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    end = tl.minimum(_end(ROWS, head // heads, BLOCK), (part + 1) * STEP)
+def _gather(X, strides, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexpr, RANGE: tl.constexpr, D: tl.constexpr,
+            DP: tl.constexpr):  # fmt: skip
+    """Of slots `first` to `end`: see `stats_kernel`. What nobody asks for is not kept: registers are what is short."""
     d = tl.arange(0, DP)
-    inside = (d < D)[None, :]
     # reduced once: between warps that is what costs
     sums, high = tl.full([TILE, DP], 0.0, tl.float32), tl.full([TILE, DP], float("-inf"), tl.float32)
     low, count = tl.full([TILE, DP], float("inf"), tl.float32), tl.full([TILE], 0.0, tl.float32)
     clean = tl.full([TILE], FAR, tl.float32)
-    for start in range(part * STEP, end, TILE):
+    for start in range(first, end, TILE):
         n = start + tl.arange(0, TILE)
         seen = tl.load(BIAS + head.to(tl.int64) * N + n, mask=n < end, other=float("-inf")) == 0.0
-        there = seen[:, None] & inside
-        if side == 0:
-            x = tl.load(_of_head(K, k_strides, head, heads, n) + d[None, :], mask=there, other=0.0).to(tl.float32)
-        else:
-            x = tl.load(_of_head(V, v_strides, head, heads, n) + d[None, :], mask=there, other=0.0).to(tl.float32)
-        sums += x
-        high = tl.maximum(high, tl.where(seen[:, None], x, float("-inf")))
-        low = tl.minimum(low, tl.where(seen[:, None], x, float("inf")))
+        there = seen[:, None] & (d < D)[None, :]
+        x = tl.load(_of_head(X, strides, head, heads, n) + d[None, :], mask=there, other=0.0).to(tl.float32)
+        if MEAN:
+            sums += x
+        if RANGE and MEAN:
+            high = tl.maximum(high, tl.where(seen[:, None], x, float("-inf")))
+            low = tl.minimum(low, tl.where(seen[:, None], x, float("inf")))
+        elif RANGE:
+            high = tl.maximum(high, tl.abs(x))
         count += seen.to(tl.float32)
         clean = tl.minimum(clean, tl.where(seen, FAR, n.to(tl.float32)))
-    heads_of_all = tl.num_programs(1)
-    at = OUT + ((side * heads_of_all + head) * tl.num_programs(0) + part).to(tl.int64) * (FIELDS * D) + d
-    tl.store(at, tl.sum(sums, 0), mask=d < D)
-    tl.store(at + D, tl.max(high, 0), mask=d < D)
-    tl.store(at + 2 * D, tl.min(low, 0), mask=d < D)
-    tl.store(at + 3 * D, tl.where(d == 0, tl.sum(count, 0), tl.min(clean, 0)), mask=d < D)
+    if MEAN:
+        tl.store(OUT + d, tl.sum(sums, 0), mask=d < D)
+    if RANGE:
+        top = tl.max(high, 0)
+        tl.store(OUT + D + d, top, mask=d < D)
+        tl.store(OUT + 2 * D + d, tl.min(low, 0) if MEAN else -top, mask=d < D)
+    tl.store(OUT + 3 * D + d, tl.where(d == 0, tl.sum(count, 0), tl.min(clean, 0)), mask=d < D)
+
+
+@triton.jit
+def stats_kernel(K, V, k_strides, v_strides, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr,
+                 STEP: tl.constexpr, BLOCK: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
+    """Program (part of the slots, row and head, keys or values): of `STEP` slots (`_of_head`) sum, largest and
+    smallest of each channel, into `OUT` fp32 `[sides, B * H, parts, FIELDS, D]`, and there the count of visible tokens
+    and the first masked slot as channels 0 and 1 of a fourth field. Of keys the sum alone; that of values if they are
+    smoothed, else their largest and smallest lie around 0."""
+    part, head, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    end = tl.minimum(_end(ROWS, head // heads, BLOCK), (part + 1) * STEP)
+    own = OUT + ((side * tl.num_programs(1) + head) * tl.num_programs(0) + part).to(tl.int64) * (FIELDS * D)
+    if side == 0:
+        _gather(K, k_strides, BIAS, own, head, heads, part * STEP, end, N, True, False, D, DP)
+    else:
+        _gather(V, v_strides, BIAS, own, head, heads, part * STEP, end, N, SMOOTH_V, True, D, DP)
 
 
 @triton.jit
 def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
                   SMOOTH_K: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
     """Program (row and head, keys or values): the parts together, `MEAN` `[sides, B * H, D]`, zeros unless smoothed,
-    and what `largest` stands for in each channel around it, `SCALE` alike; `CLEAN` `[B * H]` the first masked slot."""
+    and of values what `largest` stands for in each channel around it, `SCALE` alike; `CLEAN` `[B * H]` the first masked
+    slot."""
     side, d = tl.program_id(1), tl.arange(0, DP)
     head = side * tl.num_programs(0) + tl.program_id(0)
+    of_values = tl.full([CHUNK, DP], side, tl.int32) == 1
+    smooth = tl.where(of_values, SMOOTH_V, SMOOTH_K) == 1
     sums, count, clean = tl.full([DP], 0.0, tl.float32), 0.0, FAR + 0.0
     high, low = tl.full([DP], float("-inf"), tl.float32), tl.full([DP], float("inf"), tl.float32)
     for start in range(0, parts, CHUNK):
         i = start + tl.arange(0, CHUNK)
         own = STATS + (head * parts + i).to(tl.int64) * (FIELDS * D)
         at, there = own[:, None] + d[None, :], (i < parts)[:, None] & (d < D)[None, :]
-        sums += tl.sum(tl.load(at, mask=there, other=0.0), 0)
-        high = tl.maximum(high, tl.max(tl.load(at + D, mask=there, other=float("-inf")), 0))
-        low = tl.minimum(low, tl.min(tl.load(at + 2 * D, mask=there, other=float("inf")), 0))
+        ranged = there & of_values
+        sums += tl.sum(tl.load(at, mask=there & smooth, other=0.0), 0)
+        high = tl.maximum(high, tl.max(tl.load(at + D, mask=ranged, other=float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.load(at + 2 * D, mask=ranged, other=float("inf")), 0))
         count += tl.sum(tl.load(own + 3 * D, mask=i < parts, other=0.0), 0)
         clean = tl.minimum(clean, tl.min(tl.load(own + 3 * D + 1, mask=i < parts, other=FAR), 0))
-    smooth = (SMOOTH_K and side == 0) or (SMOOTH_V and side == 1)
-    mean = tl.where(smooth, sums / tl.maximum(count, 1.0), 0.0)
+    mean = sums / tl.maximum(count, 1.0)
     top = tl.where(count > 0, tl.maximum(high - mean, mean - low), 0.0)
     tl.store(MEAN + head * D + d, mean, mask=d < D)
     tl.store(CLEAN + tl.program_id(0), clean.to(tl.int32))  # the same of both

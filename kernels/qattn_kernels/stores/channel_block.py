@@ -38,6 +38,14 @@ class ChannelBlockStore(OpenStore):
         """The fp32 level that each code stands for."""
         raise NotImplementedError
 
+    def laid(self, packed: torch.Tensor) -> torch.Tensor:
+        """Packed codes in the order of the memory as they lie there."""
+        return packed
+
+    def taken(self, codes: torch.Tensor) -> torch.Tensor:
+        """The inverse."""
+        return codes
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         rows, block = (geo.batch, geo.heads, geo.blocks), window.block
         tokens, groups = block * self.bits // 8, -(-dim // self.group(dim))
@@ -54,11 +62,12 @@ class ChannelBlockStore(OpenStore):
         code, scale = self.encode(padded.unflatten(-1, (-1, group)))
         code = code.flatten(-2)[..., :dim]
         code = code if self.bits == 8 else pack(code, self.bits)
-        write_rows(state["codes"], block.index, block.write, code.transpose(-1, -2) if self.for_values else code)
+        code = code.transpose(-1, -2) if self.for_values else code
+        write_rows(state["codes"], block.index, block.write, self.laid(code))
         write_rows(state["scale"], block.index, block.write, scale.transpose(-1, -2))
 
     def read(self, state: State, blocks: int) -> Operand:
-        codes = state["codes"][:, :, :blocks]
+        codes = self.taken(state["codes"][:, :, :blocks])
         codes = codes.transpose(-1, -2) if self.for_values else codes
         level = self.levels(codes if self.bits == 8 else unpack(codes, self.bits))
         dim = level.shape[-1]

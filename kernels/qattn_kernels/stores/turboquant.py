@@ -40,6 +40,18 @@ class TurboQuantStore(ChannelBlockStore):
     def group(self, dim: int) -> int:
         return min(self.norm_block or dim, dim & -dim)
 
+    def laid(self, packed: torch.Tensor) -> torch.Tensor:
+        """Of four neighbouring bytes the lower halves come first, then the upper ones: what a table looks up at once
+        are the four codes in half a word (`pieces/codebook.py`)."""
+        one, other = packed[..., 0::2], packed[..., 1::2]
+        halves = torch.stack(((one & 15) | (other & 15) << 4, (one >> 4) | (other & 240)), -2)
+        return halves.unflatten(-1, (-1, 2)).transpose(-2, -3).flatten(-3)
+
+    def taken(self, codes: torch.Tensor) -> torch.Tensor:
+        low, high = codes.unflatten(-1, (-1, 2, 2)).transpose(-2, -3).flatten(-2).unbind(-2)
+        one, other = (low & 15) | (high & 15) << 4, (low >> 4) | (high & 240)
+        return torch.stack((one, other), -1).flatten(-2)
+
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         squares = tree_sum(x * x)
         deviation = torch.sqrt(squares * (1 / x.shape[-1]))[..., None]

@@ -1,0 +1,121 @@
+"""`qattn eval`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qattn_hf.cli._common import DeviceOption, ModelOption, load, parse_settings, split_method, write_rows
+from qattn_hf.report import size
+
+if TYPE_CHECKING:
+    from qattn_hf.recipe import Recipe
+
+COLUMNS = ("method", "task", "metric", "value", "stderr", "n", "packed", "bits", "KV bytes", "tokens/s")
+
+
+def evaluate(
+    task: Annotated[list[str] | None, typer.Option("--task", help="Such as gsm8k_cot; may be repeated.")] = None,
+    model: ModelOption = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option("--method", help="Such as turbo or turbo:k_bits=4; may be repeated.", show_default="full, turbo"),
+    ] = None,
+    recipe: Annotated[list[str] | None, typer.Option("--recipe", help="YAML file, or a name; may be repeated.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows of each task, for a trial.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option("--num-fewshot", min=0, help="Shots.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Of each answer.")] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows at once.")] = 8,
+    chunk: Annotated[int | None, typer.Option("--chunk", min=1, help="Tokens of a call, of scored texts.")] = None,
+    data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Local data in place of the hub's.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
+    confirm_run_unsafe_code: Annotated[
+        bool, typer.Option("--confirm-run-unsafe-code", help="Let tasks run the code that the model writes.")
+    ] = False,
+    metadata: Annotated[
+        list[str] | None, typer.Option("--metadata", metavar="KEY=VALUE", help="For tasks, such as lengths=[8192].")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Precision of the model, such as float32.")] = "auto",
+    device: DeviceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON row a metric in place of the table.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", help="JSON file for rows, device and versions.")] = None,
+) -> None:
+    """Score methods on lm-eval's tasks, everything read through the packed cache; needs the extra `eval`.
+
+    Example: qattn eval --task gsm8k_cot --method full --method turbo:k_bits=4,v_bits=2 --limit 50
+    """
+    from qattn_hf.assets import demo_model_dir
+    from qattn_hf.lm_eval import need_lm_eval
+
+    need_lm_eval()
+    if not task:
+        raise ValueError("--task is missing: name a task, such as gsm8k_cot or recall_40")
+    methods = chosen_recipes(method, recipe)
+    from qattn_hf.lm_eval.run import rows
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its notes on every task would bury the table
+    name, lm, tokenizer = load(model, device, dtype)
+    arguments = {"batch_size": batch_size, **({} if chunk is None else {"chunk": chunk})}
+    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat}
+    options |= {"gen_kwargs": {"max_gen_toks": max_new_tokens}} if max_new_tokens else {}
+    options |= {"confirm_run_unsafe_code": confirm_run_unsafe_code}
+    found = []
+    about = {"pretrained": model or str(demo_model_dir()), **parse_settings(metadata, "--metadata")}
+    for row in rows(lm, tokenizer, methods, task, data_dir, about, arguments, options):
+        found.append({"model": name, **row})
+        print(f"{row['method']}: {row['task']}: {row['metric']} {row['value']:.4g}", file=sys.stderr, flush=True)
+        if as_json:
+            print(json.dumps(found[-1]), flush=True)
+    if not as_json:
+        print_table(found)
+    if output is not None:
+        write_rows(found, output)
+
+
+def chosen_recipes(methods: list[str] | None, recipes: list[str] | None) -> dict[str, Recipe | None]:
+    """What to compare, by name; `full` is full precision. Checked before a model loads."""
+    from qattn_hf.lm_eval.arguments import FULL
+    from qattn_hf.recipe import find_recipe, load_recipe
+
+    found: dict[str, Recipe | None] = {}
+    for name in methods or ([] if recipes else [FULL, "turbo"]):
+        method, settings = split_method(name)
+        if method == FULL and settings:
+            raise ValueError(f"--method {name}: full precision has no settings")
+        found[name] = None if method == FULL else find_recipe(method, None, settings)
+    return found | {name: load_recipe(name) for name in recipes or []}
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One line a metric; what a task's caches held stands beside each of its metrics."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in COLUMNS[:3] else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a file has no edge
+    console.print(table)
+    console.print("packed: share of scored tokens, or of answers, that read packed tokens. KV bytes: mean of a batch.")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    metric = row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}"
+    cells = [row["method"], row["task"], metric, f"{row['value']:.4f}"]
+    cells += ["" if row["stderr"] is None else f"{row['stderr']:.4f}", "" if row["n"] is None else str(row["n"])]
+    if "requests" not in row:  # a group
+        return cells + [""] * 4
+    counts = ("scored_through_packed", "scored") if "scored" in row else ("packed_requests", "requests")
+    part, whole = (row[count] for count in counts)
+    bits, speed = row["effective_bits"], row["tokens_per_second"]
+    cells += [f"{part / max(1, whole):.0%}", "" if bits is None else f"{bits:.2f}", size(row["kv_bytes"])]
+    return [*cells, "" if speed is None else f"{speed:.1f}"]

@@ -1,0 +1,47 @@
+"""Our own keys among lm-eval's model arguments: method, recipe, settings, chunk."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+from qattn_hf.chunks import CHUNK
+from qattn_hf.errors import RecipeError
+from qattn_hf.methods import get_method, list_methods
+from qattn_hf.recipe import Recipe, find_recipe, load_recipe
+
+FULL = "full"  # of `method`: nothing is packed, the control beside every method
+
+
+class Arguments(NamedTuple):
+    """`recipe` None: full precision. `rest` is HFLM's."""
+
+    recipe: Recipe | None
+    chunk: int
+    rest: dict[str, Any]
+
+
+def split_arguments(given: dict[str, Any], harness: type) -> Arguments:
+    """Take our keys out of `given`; `harness` is the class whose own arguments stay there.
+
+    Raises:
+        RecipeError: an unknown method or setting, a value out of range, or settings that no method is named for.
+    """
+    known = set().union(*(get_method(name).model_fields for name in list_methods()))
+    known -= set(inspect.signature(harness).parameters)
+    rest = dict(given)
+    method, recipe, chunk = rest.pop("method", None), rest.pop("recipe", None), rest.pop("chunk", CHUNK)
+    settings = {key: rest.pop(key) for key in list(rest) if key in known}
+    if type(chunk) is not int or chunk < 1:
+        raise RecipeError(f"chunk = {chunk!r}: a positive number of tokens")
+    if method in (None, FULL) and recipe is None:
+        if settings:
+            raise RecipeError(f"{', '.join(settings)}: settings of a method; name it, as in method=turbo")
+        return Arguments(None, chunk, rest)
+    if method == FULL:
+        raise RecipeError("method=full packs nothing: leave out recipe, or name its method")
+    return Arguments(find_recipe(method, _read(recipe), settings), chunk, rest)
+
+
+def _read(recipe: Any) -> Recipe | None:
+    return recipe if recipe is None or isinstance(recipe, Recipe) else load_recipe(recipe)

@@ -1,0 +1,119 @@
+"""Data and scores of the tasks that come from a seed and need no download.
+
+The data functions are lm-eval's `custom_dataset`: they get a task's `dataset_kwargs` and all metadata, in which model
+arguments stand too.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qattn_hf import demo_tasks
+from qattn_hf.errors import QAttnError
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+LENGTHS = tuple(1024 << i for i in range(8))  # those that the needle tasks have a metric for
+ANSWER = 32  # tokens of a length that are left for the answer and a first special token
+DEPTHS = (0, 25, 50, 75, 100)  # per cent of the text before the sentence
+
+
+def _splits(**rows: list[dict[str, Any]]) -> Any:
+    from datasets import Dataset, DatasetDict
+
+    return DatasetDict({name: Dataset.from_list(found) for name, found in rows.items()})
+
+
+def sums(**metadata: Any) -> Any:
+    """400 word sums, and eight more for the shots: `question`, `answer` in GSM8K's form."""
+    rng = random.Random(0)
+    rows = [dict(zip(("question", "answer"), demo_tasks.sums(rng), strict=True)) for _ in range(408)]
+    return _splits(train=rows[:8], test=rows[8:])
+
+
+def recall(pairs: int, **metadata: Any) -> Any:
+    """200 lists of `pairs` names with a question for one: `input`, `target`."""
+    rng = random.Random(pairs)
+    return _splits(
+        test=[dict(zip(("input", "target"), demo_tasks.recall(rng, pairs), strict=True)) for _ in range(200)]
+    )
+
+
+def needle(
+    distractors: int,
+    lengths: Sequence[int] = (1024, 2048, 4096),
+    depths: Sequence[int] = DEPTHS,
+    samples: int = 4,
+    **metadata: Any,
+) -> Any:
+    """Sentences with a number in filler text: `samples` rows of each length (tokens) and depth (per cent).
+
+    Raises:
+        QAttnError: a length or depth that the task has no metric for, or no tokenizer to count with.
+    """
+    if other := [n for n in lengths if n not in LENGTHS] + [d for d in depths if d not in DEPTHS]:
+        raise QAttnError(f"needle: {other[0]}: lengths are of {LENGTHS}, depths of {DEPTHS}")
+    count = _counter(metadata)
+    rng = random.Random(distractors)
+    rows = [_hidden(rng, n, d, distractors, count) for n in lengths for d in depths for _ in range(samples)]
+    return _splits(test=rows)
+
+
+def _counter(metadata: dict[str, Any]) -> Callable[[str], int]:
+    from transformers import AutoTokenizer
+
+    source = metadata.get("tokenizer") or metadata.get("pretrained")
+    if not isinstance(source, str):
+        raise QAttnError("needle counts tokens: name a tokenizer, --metadata tokenizer=FOLDER_OR_HUB_NAME")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    return lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _hidden(
+    rng: random.Random, length: int, depth: int, distractors: int, count: Callable[[str], int]
+) -> dict[str, Any]:
+    keys = list(demo_tasks.registry(rng, distractors + 1).items())
+    sentences = [f"The special magic number of {name} is {number}. " for name, number in keys]
+    (asked, number), question = keys[0], f"\nWhat is the special magic number of {keys[0][0]}?\nAnswer:"
+    left = length - ANSWER - count("".join(sentences) + question)
+    lines = [FILLER] * (left // count(FILLER * 8) * 8)
+    lines += [FILLER] * max(0, (left - count("".join(lines))) // count(FILLER))
+    for sentence in sentences[1:]:
+        lines.insert(rng.randint(0, len(lines)), sentence)
+    lines.insert(round(len(lines) * depth / 100), sentences[0])
+    text = "".join(lines) + question
+    return {"input": text, "target": number, "name": asked, "length": length, "depth": depth}
+
+
+def needle_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Whether the first number of the answer is the sentence's, also by depth and by length."""
+    said = re.search(r"\d+", results[0])
+    right = float(said is not None and said.group() == doc["target"])
+    return {"acc": right, f"depth_{doc['depth']}": right, f"tokens_{doc['length']}": right}
+
+
+def drift(lines: int = 480, cycle: int = 12, **metadata: Any) -> Any:
+    """Ten cycles of `cycle` names, begun and to be continued over `lines` numbered lines: `input`, `target`."""
+    rng = random.Random(lines)
+    rows = []
+    for _ in range(10):
+        names = rng.sample(demo_tasks.NAMES, cycle)
+        numbered = [f"{i + 1}: {names[i % cycle]}\n" for i in range(2 * cycle + lines)]
+        rows.append({"input": "".join(numbered[: 2 * cycle]), "target": "".join(numbered[2 * cycle :])})
+    return _splits(test=rows)
+
+
+def drift_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """The share of lines that are right, in all and in each quarter of the list; a line is found by its number."""
+    wanted, said = _numbered(doc["target"]), _numbered(results[0])
+    right = [float(said.get(number) == name) for number, name in wanted.items()]
+    size = -(-len(right) // 4)
+    quarters = [right[i : i + size] for i in range(0, len(right), size)]
+    found = {f"quarter_{i}": sum(part) / len(part) for i, part in enumerate(quarters, 1)}
+    return {"acc": sum(right) / len(right), **found}
+
+
+def _numbered(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^\s*(\d+): *(\w+)", text, re.MULTILINE))

@@ -1,0 +1,218 @@
+"""lm-eval's Hugging Face model with a packed cache: patched on every rank, and read through the cache."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from qattn_hf import patch, unpatch
+from qattn_hf.bench.origin import versions
+from qattn_hf.errors import QAttnError
+from qattn_hf.lm_eval.arguments import split_arguments
+from qattn_hf.lm_eval.scoring import Text, packed_by_row, score
+from qattn_hf.lm_eval.usage import Usage
+from qattn_hf.report import report
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+
+class QAttnLM(HFLM):
+    """HFLM whose generations and scores come through a packed cache.
+
+    Args:
+        pretrained: as HFLM's; a model that was patched before keeps its recipe if none is named here.
+        method, recipe: as in `patch`. `method="full"`, or neither of them, packs nothing: full precision, through
+            transformers' own cache in the same chunks.
+        chunk: tokens of a call while a text is scored.
+        kwargs: settings of the method, as in `patch`, and HFLM's own arguments.
+    """
+
+    def __init__(self, pretrained: Any, **kwargs: Any):
+        named = bool({"method", "recipe"} & set(kwargs))
+        self.recipe, self.chunk, rest = split_arguments(kwargs, HFLM)
+        rest.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(pretrained, **rest)
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None:  # HFLM leaves the ranks out where a process sees one GPU, or none
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        if self.backend != "causal":
+            raise QAttnError("a packed cache serves decoders; this model is an encoder-decoder: use --model hf")
+        if self.recipe is not None:
+            patch(self.model, recipe=self.recipe)
+        elif hasattr(self.model, "_qattn"):
+            if named:  # full precision was asked for
+                unpatch(self.model)
+            else:
+                self.recipe = self.model._qattn.recipe
+        self.usages: dict[str, Usage] = {}
+        self.usage = Usage()
+        log.info("qattn: %s", self.mode)
+
+    @property
+    def packs(self) -> bool:
+        """Whether keys and values are packed."""
+        return self.recipe is not None and self.recipe.settings.packs()
+
+    @property
+    def mode(self) -> str:
+        """What a score of this model was read through; it belongs beside the number."""
+        through = "through the packed cache"
+        if not self.packs:
+            through = "through transformers' own cache, nothing packed"
+        return f"{through}: texts in chunks of {self.chunk} tokens, generations token by token"
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As HFLM's, task by task, through the cache.
+
+        Raises:
+            QAttnError: no scored token of a task could read a packed one, so this would be full precision's score.
+        """
+        return self._by_task(requests, lambda part: super(QAttnLM, self).loglikelihood(part, disable_tqdm))
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """As HFLM's: disjoint windows of `max_length` tokens, each through a cache of its own.
+
+        Raises:
+            QAttnError: as `loglikelihood`.
+        """
+        return self._by_task(requests, lambda part: self._rolling(part, disable_tqdm))
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """As HFLM's, task by task: one `generate`, so one fresh cache, a batch."""
+        return self._by_task(requests, lambda part: super(QAttnLM, self).generate_until(part, disable_tqdm))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """HFLM's, and how these results came to be: mode, recipe, who computed, versions, what each task's caches held.
+
+        `tasks` is of this process, the first of `world_size`.
+        """
+        found: dict[str, Any] = {
+            "mode": self.mode,
+            "method": None if self.recipe is None else self.recipe.method,
+            "recipe": None if self.recipe is None else self.recipe.settings.model_dump(),
+            "recipe_origin": None if self.recipe is None else self.recipe.origin,
+            "impl": None if self.recipe is None or not self.packs else report(self.model).impl,
+            "chunk": self.chunk,
+            "versions": {**versions(), "lm_eval": importlib.metadata.version("lm_eval")},
+            "world_size": self.world_size,
+            "tasks": {name: usage.to_dict() for name, usage in self.usages.items()},
+        }
+        return {**super().get_model_info(), "qattn": found}
+
+    def _by_task(self, requests: list[Any], run: Callable[[list[Any]], list[Answer]]) -> list[Answer]:
+        """Run each task's requests apart, so that what is counted is the task's; answers in the order of `requests`."""
+        places: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            places.setdefault(request.task_name or "", []).append(i)
+        answers: dict[int, Answer] = {}
+        for task, at in places.items():
+            self.usage = self.usages.setdefault(task, Usage())
+            answers.update(zip(at, run([requests[i] for i in at]), strict=True))
+        return [answers[i] for i in range(len(requests))]
+
+    def _rolling(self, requests: list[Any], disable_tqdm: bool) -> list[float]:
+        windows: list[tuple[None, list[int], list[int]]] = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            cut = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1)
+            windows += [(None, *make_disjoint_window(window)) for window in cut]
+            counts.append(len(windows))
+        scores = [value for value, _ in self._loglikelihood_tokens(windows, disable_tqdm)]
+        totals = [sum(scores[a:b]) for a, b in zip([0, *counts], counts, strict=False)]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Score (name, context, continuation) triples; those that differ in their last token only share a row."""
+        shared: dict[tuple[int, ...], list[int]] = {}
+        for i, (_, context, continuation) in enumerate(requests):
+            tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
+            if len(tokens) < len(context + continuation) - 1:
+                log.warning(
+                    "a text of %d tokens is cut on the left to %d", len(context + continuation), len(tokens) + 1
+                )
+            shared.setdefault(tuple(tokens), []).append(i)
+        texts = {tokens: Text(tokens, [requests[i][2] for i in at]) for tokens, at in shared.items()}
+        longest_first = sorted(texts.values(), key=lambda text: -len(text.tokens))
+        size = override_bs or self.batch_size
+        if size == "auto":
+            size = self._detect_batch_size([requests[shared[longest_first[0].tokens][0]]])
+        answers: dict[int, tuple[float, bool]] = {}
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood") as bar:
+            for batch in _batches(longest_first, size):
+                for text, found in zip(batch, self._score(batch), strict=True):
+                    answers.update(zip(shared[text.tokens], found, strict=True))
+                    bar.update(len(found))
+        for i, (name, _, _) in enumerate(requests):
+            if name is not None:  # windows of a rolling text have none
+                self.cache_hook.add_partial("loglikelihood", name, answers[i])
+        return [answers[i] for i in range(len(requests))]
+
+    def _score(self, texts: list[Text]) -> Iterator[list[tuple[float, bool]]]:
+        began = time.perf_counter()
+        with self._autocast():
+            rows, cache = score(self.model, texts, self.chunk, self.tokenizer.pad_token_id or 0, self.softmax_dtype)
+        usage = self.usage
+        usage.seconds += time.perf_counter() - began
+        usage.held(cache)
+        usage.requests += len(texts)
+        usage.tokens += sum(len(text.tokens) for text in texts)
+        usage.scored += sum(text.scored for text in texts)
+        usage.packed_requests += sum(row.through_packed > 0 for row in rows)
+        usage.scored_through_packed += sum(row.through_packed for row in rows)
+        if self.packs and not usage.scored_through_packed:  # the longest come first: none of the others will
+            self._refuse_unpacked(texts)
+        return (row.answers for row in rows)
+
+    def _refuse_unpacked(self, texts: list[Text]) -> None:
+        patched = self.model._qattn
+        least = max(spec.window.span + spec.window.residual for spec in patched.specs)
+        longest = max(len(text.tokens) for text in texts)
+        raise QAttnError(
+            "nothing was packed while the texts of this task were scored, so their score would be full precision's: "
+            f"the longest has {longest} tokens, a block of {patched.recipe.method} closes after {least} and is read by "
+            f"the next chunk (of {self.chunk}). Give longer contexts (--num_fewshot), a smaller chunk, or settings "
+            "with a smaller block or residual; method=full is full precision by name"
+        )
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
+        own = None
+        if not self.packs:  # the cache that `generate` would make, so that its bytes can be counted
+            own = kwargs["past_key_values"] = DynamicCache(config=self.model.config)
+        real = int(kwargs["attention_mask"].sum())
+        began = time.perf_counter()
+        out = super()._model_generate(context, max_length, stop, **kwargs)
+        written = int((out[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum())
+        usage = self.usage
+        usage.seconds += time.perf_counter() - began
+        cache = own if own is not None else self.model._qattn.last.cache
+        usage.held(cache)
+        usage.requests += len(context)
+        usage.packed_requests += sum(count > 0 for count in packed_by_row(cache))
+        usage.tokens += real
+        usage.generated += written
+        return out
+
+    def _autocast(self) -> torch.autocast:
+        dtype = self.mixed_precision_dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def _batches(texts: list[Text], size: int) -> Iterator[list[Text]]:
+    """Batches of one kind; the one with the longest text of all comes first."""
+    kinds = [[text for text in texts if text.short == short] for short in (texts[0].short, not texts[0].short)]
+    for kind in kinds:
+        yield from (kind[i : i + size] for i in range(0, len(kind), size))

@@ -1,0 +1,111 @@
+"""`qattn eval` and `python -m qattn_hf.lm_eval`: what they print and write, and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qattn_hf.assets import demo_model_dir
+from qattn_hf.cli import main
+
+WHY = "lm-eval is not installed: pip install 'qattn-hf[eval]'"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def qattn(capsys, monkeypatch):
+    """Run the command line in this process: `(exit code, stdout, stderr)`; of lm-eval's tasks it finds ours alone."""
+    lm_eval_tasks = pytest.importorskip("lm_eval.tasks", reason=WHY)
+    from qattn_hf.lm_eval import run as evaluation
+
+    few = functools.partial(lm_eval_tasks.TaskManager, include_defaults=False)  # to find all takes 5 seconds
+    monkeypatch.setattr(evaluation, "TaskManager", few)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", *arguments])
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+def test_a_table_of_methods_with_bits_and_bytes(qattn, tmp_path):
+    target = tmp_path / "rows.json"
+    methods = ("--method", "full", "--method", "turbo:k_bits=4,v_bits=2", "--recipe", "turbo_sink")
+    code, out, err = qattn("--task", "recall_10", "--limit", "2", *methods, "--output", str(target))
+    assert code == 0, err
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0][:5] == ["method", "task", "metric", "value", "stderr"]
+    assert [line[0] for line in lines[1:4]] == ["full", "turbo:k_bits=4,v_bits=2", "turbo_sink"]
+    assert all(line[1:4] == ["recall_10", "exact_match,", "first-number"] for line in lines[1:4])
+    written = json.loads(target.read_text())
+    full, turbo, _ = written["rows"]
+    assert full["n"] == 2 and full["effective_bits"] is None and full["kv_share"] == 1 and full["packed_requests"] == 0
+    assert turbo["recipe"]["v_bits"] == 2 and 3 < turbo["effective_bits"] < 4 and turbo["packed_requests"] == 2
+    assert "packed cache" in turbo["mode"] and "nothing packed" in full["mode"]
+    assert written["versions"]["torch"] and written["command"].startswith("qattn")
+
+
+def test_rows_as_json(qattn):
+    arguments = ("--task", "recall_10", "--limit", "1", "--method", "int8", "--max-new-tokens", "2", "--json")
+    code, out, _ = qattn(*arguments)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and len(rows) == 1
+    assert (rows[0]["method"], rows[0]["metric"], rows[0]["generated"]) == ("int8", "exact_match", 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--task is missing"),
+        (("--task", "recall_10", "--method", "turbos"), "did you mean 'turbo'"),
+        (("--task", "recall_10", "--method", "full:bits=4"), "full precision has no settings"),
+        (("--task", "recall_11"), "--task recall_11: no such task"),
+        (("--task", "recall_10", "--data-dir", "nowhere"), "none of these is there"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(qattn, arguments, message):
+    code, out, err = qattn(*arguments)
+    assert code == 1 and out == "" and message in err and err.startswith("qattn: ") and err.count("\n") == 1
+
+
+def test_without_lm_eval_the_command_says_what_to_install(monkeypatch, capsys):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "--task", "gsm8k"])
+    assert ended.value.code == 1 and "pip install 'qattn-hf[eval]'" in capsys.readouterr().err
+
+
+def test_lm_evals_command_line_runs_on_two_processes(tmp_path):
+    """As `accelerate launch` starts it, over gloo: each answers half of the rows, the first writes one result."""
+    pytest.importorskip("lm_eval", reason=WHY)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "-m", "qattn_hf.lm_eval"]
+    model = ["--model", "qattn", "--model_args", f"pretrained={demo_model_dir()},method=turbo,k_bits=4,v_bits=2"]
+    tasks = ["--tasks", "recall_10", "--limit", "3", "--gen_kwargs", "max_gen_toks=6", "--output_path", str(tmp_path)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environment = {**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", *launch, "run", *model, *tasks]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (written,) = tmp_path.rglob("results_*.json")
+    found = json.loads(written.read_text())
+    ours = found["config"]["qattn"]
+    assert (
+        found["n-samples"]["recall_10"]["effective"] == 3
+        and found["results"]["recall_10"]["exact_match,first-number"] == 1
+    )
+    assert ours["world_size"] == 2 and ours["tasks"]["recall_10"]["packed_requests"] == 2
+    assert ours["recipe"]["v_bits"] == 2 and ours["mode"].startswith("through the packed cache")
