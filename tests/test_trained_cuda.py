@@ -3,7 +3,7 @@ are steep where random ones are not, and its heads differ. On a GPU for every me
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,28 +20,33 @@ from qattn_kernels.tally import Tally
 ON_GPU = DEVICE == "cuda"
 TALLY = {f"v_{name}" for name in Tally._fields}  # of sparse V: kernels skip whole tiles, the reference single tokens
 TEXT = "Question: Tom has 7 apples and buys 15 more. He gives 4 to Mary. How many apples has Tom now?\nAnswer: "
-CUTS = (61, 122, 183, 188, 204, 205, 206)  # long calls, calls of several widths, and single tokens
-LIMIT = 0.04  # kernels and reference round queries and weights to 8 bits each in its own way: 0.01 to 0.02 was seen
-COARSE = 0.08  # a channel of a query of 4 bits that falls on the other side of a rounding moves by a seventh: 0.041
+# long calls, calls of several widths, and single tokens
+CUTS = (61, 122, 183, 188, 204, 205, 206) if ON_GPU else (61, 122, 127, 128, 129)
+# Where weights and queries are INT8, the reference's own rounding of them moves a steep row by 0.1 and more. A kernel
+# may err no more than that; and by as much as its products of halves and twins do, where the reference has floats.
+SLACK, FLOOR = 1.25, 2e-3
 
 
 @dataclass
 class Compared:
-    """Runs the kernels, and the reference on a copy of the state; keeps the largest error of each kind of call."""
+    """Runs the kernels, and the reference on copies of the state, with queries and weights as it rounds them and as
+    they are; keeps the errors of both against the latter, and what the state differs in. Queries that are to have 4
+    bits have so everywhere."""
 
     kernels: Any
-    errors: dict[int, float] = field(default_factory=dict)
+    errors: list[tuple[int, float, float]] = field(default_factory=list)
     states: set[str] = field(default_factory=set)
-    limit: float = LIMIT
 
     def __call__(self, query, key, value, span, state, spec, scores, past):
-        copy = {name: tensor.clone() for name, tensor in state.items()}
+        copy, other = ({name: tensor.clone() for name, tensor in state.items()} for _ in range(2))
         out, lse = self.kernels(query, key, value, span, state, spec, scores, past)
         want, _ = reference_step(query, key, value, span, copy, spec, scores)
-        tokens, wrong = query.shape[2], (out.double() - want.double()).norm() / want.double().norm()
-        self.errors[tokens] = max(self.errors.get(tokens, 0.0), wrong.item())
+        decode = spec.compute.decode if spec.compute.decode_levels < 127 else "model"
+        floats = replace(spec, compute=replace(spec.compute, pv="model", decode=decode))
+        exact, _ = reference_step(query, key, value, span, other, floats, scores)
+        ours, theirs = (((x.double() - exact.double()).norm() / exact.double().norm()).item() for x in (out, want))
+        self.errors.append((query.shape[2], ours, theirs))
         self.states |= {name for name in state if name not in TALLY and not torch.equal(state[name], copy[name])}
-        self.limit = COARSE if spec.compute.decode == "int8" and spec.compute.decode_levels < 8 else LIMIT
         return out, lse
 
 
@@ -58,7 +63,10 @@ def test_every_call_of_a_trained_model(case: Case, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fused, "fused_step", compared)
     path = demo_model_dir()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, num_hidden_layers=8 if ON_GPU else 1)
-    patch(model.to(DEVICE).eval(), case[0], **case[1], impl="auto" if ON_GPU else "triton")
+    settings = case[1]
+    if settings.get("softmax") == "sas":  # its cut depends on the parts that a context is read in
+        settings = {**settings, "sas_threshold": -1e9}
+    patch(model.to(DEVICE).eval(), case[0], **settings, impl="auto" if ON_GPU else "triton")
     ids = AutoTokenizer.from_pretrained(path)(TEXT * 12, return_tensors="pt").input_ids[:, : CUTS[-1]].to(DEVICE)
     cache, start = QAttnCache.for_model(model, max_cache_len=512), 0
     with torch.inference_mode():
@@ -68,4 +76,4 @@ def test_every_call_of_a_trained_model(case: Case, monkeypatch: pytest.MonkeyPat
     if not compared.errors:
         pytest.skip(f"there are no kernels for {case_id(case)}")
     assert compared.states == set()
-    assert max(compared.errors.values()) < compared.limit, compared.errors
+    assert all(ours < SLACK * theirs + FLOOR for _, ours, theirs in compared.errors), compared.errors
