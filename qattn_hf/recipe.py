@@ -111,7 +111,8 @@ class Recipe:
 
     def as_yaml(self) -> str:
         """The text of a file that `load_recipe` reads back to the same recipe."""
-        return yaml.safe_dump({"method": self.method, **self.given()}, sort_keys=False, default_flow_style=None)
+        said = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
+        return yaml.safe_dump(said, sort_keys=False, default_flow_style=None)
 
     def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu") -> list[LayerSpec]:
         """What each layer of a model with this config stores, and who computes it on this type of device.
