@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
+from family_tables import families_table
 from fidelity_tables import compare_table, tune_table
 from recorded import Result, load, markdown, origin
 
@@ -302,6 +303,7 @@ def tasks_table(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "methods": methods_table,
+    "families": families_table,
     "report": report_example,
     "kernels": kernels_table,
     "quality": quality_table,

@@ -73,7 +73,7 @@ class QAttnCache(Cache):
         patched = getattr(model, "_qattn", None)
         if patched is not None and method is None and recipe is None and not settings:
             return patched.new_cache(max_cache_len)
-        chosen = find_recipe(method, recipe, settings)
+        chosen = find_recipe(method, recipe, settings).for_model(model.config)
         check_packs(chosen)
         return cls(chosen.layer_specs(model.config, model.device.type), chosen, max_cache_len, model.device.type)
 

@@ -33,7 +33,8 @@ def patch(
         method: a method's name (`list_methods()`), default `turbo`.
         recipe: a YAML file, the name of a recipe of this package, or a `Recipe`.
         settings: settings of the method, by the YAML's names, and `layers`, what some layers have in their place (see
-            `qattn_hf.recipe`); they win over the recipe's.
+            `qattn_hf.recipe`); they win over the recipe's. `family=False`: the method's defaults as they are, not those
+            that the model's family has for it.
 
     Returns:
         the same object.
@@ -44,7 +45,7 @@ def patch(
     """
     check_model(model)
     _compat.warn_if_untested()
-    chosen = find_recipe(method, recipe, settings)
+    chosen = find_recipe(method, recipe, settings).for_model(model.config)
     specs = chosen.layer_specs(model.config, model.device.type)
     decode = resolve_decode(model, chosen.settings.decode) if chosen.settings.packs() else ("stock", STEPS)
     if hasattr(model, "_qattn"):

@@ -11,6 +11,10 @@ A recipe may choose otherwise for some layers, under the key `layers`:
 A choice of the same method stands on the recipe's settings, one of another method on that method's defaults and on
 those of the recipe's settings that every method has. What layers must agree in (`SHARED`) stands in the recipe alone;
 everything else is each layer's own: store, window, sinks, arithmetic. Lists of heads are of the whole model here too.
+
+A method's defaults, which `patch` takes where no recipe is named, are those that the model's family has for this method
+(`qattn_hf.families`). Settings that were given win over them, and `family: false` leaves them out. In a recipe that was
+named nothing but its own settings holds, unless it says `family: true`. A layer's other method has its own defaults.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from transformers import PretrainedConfig
 
 from qattn_hf.assets import configs_dir
 from qattn_hf.errors import RecipeError, UnsupportedError
+from qattn_hf.families import Chosen, find_family
 from qattn_hf.methods import Method, get_method, list_methods
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.support import no_triton, unsupported
@@ -55,11 +60,18 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method with its settings, where they come from, and the layers that have others."""
+    """A method with its settings, where they come from, and the layers that have others.
+
+    Attributes:
+        by_family: whether what was not given is still to be what a model's family has; see the module.
+        family: what that was, once `for_model` found it.
+    """
 
     settings: Method
     origin: str
     choices: tuple[LayerChoice, ...] = ()
+    by_family: bool = False
+    family: Chosen | None = None
 
     @property
     def method(self) -> str:
@@ -71,13 +83,36 @@ class Recipe:
         layers = {choice.where: choice.given for choice in self.choices}
         return {**self.settings.model_dump(exclude_unset=True), **({"layers": layers} if layers else {})}
 
+    def from_family(self) -> dict[str, Any]:
+        """Those of the settings in use that the model's family has."""
+        own = {} if self.family is None else self.family.section.settings
+        return {key: value for key, value in own.items() if getattr(self.settings, key) == value}
+
     def settings_of(self, layer: int) -> Method:
         """The settings that hold in a layer."""
         return next((choice.settings for choice in self.choices if layer in choice.layers), self.settings)
 
+    def for_model(self, config: PretrainedConfig) -> Recipe:
+        """This recipe with the defaults that the model's family has for its method, if it takes them.
+
+        Raises:
+            RecipeError: if they clash with what was given; the message says how to leave them out.
+        """
+        found = find_family(config.get_text_config(decoder=True).model_type, self.method) if self.by_family else None
+        if found is None:
+            return self
+        origin = f"{self.origin} for {found}"
+        try:
+            made = _build(self.method, {**found.section.settings, **self.given()}, origin)
+        except RecipeError as error:
+            ours = ", ".join(f"{k}={v!r}" for k, v in found.section.settings.items() if k not in self.given())
+            raise RecipeError(f"{error} ({ours} is the family's: give it yourself, or family=False)") from None
+        return dataclasses.replace(made, by_family=False, family=found)
+
     def as_yaml(self) -> str:
         """The text of a file that `load_recipe` reads back to the same recipe."""
-        return yaml.safe_dump({"method": self.method, **self.given()}, sort_keys=False, default_flow_style=None)
+        said = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
+        return yaml.safe_dump(said, sort_keys=False, default_flow_style=None)
 
     def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu") -> list[LayerSpec]:
         """What each layer of a model with this config stores, and who computes it on this type of device.
@@ -108,7 +143,7 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
 
     Args:
         source: path of a YAML file, or the name of one of the recipes of this package (`turbo`).
-        overrides: settings that win over the file's, by the YAML's names.
+        overrides: settings that win over the file's, by the YAML's names, and `family`; see the module.
 
     Raises:
         RecipeError: no such file; an unknown key; a wrong type or value; settings that exclude one another. The
@@ -132,7 +167,7 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
     if other := [key for key in read if not isinstance(key, str)]:
         raise RecipeError(f"{path}: keys are names, not {other[0]!r}")
     name = read.pop("method")
-    return _build(name, {**read, **overrides}, str(path) + _suffix(overrides))
+    return _build(name, {"family": False, **read, **overrides}, str(path) + _suffix(overrides))
 
 
 def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any]) -> Recipe:
@@ -142,7 +177,9 @@ def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings
         return _build(name, settings, f"defaults of {name}" + _suffix(settings))
     if isinstance(recipe, Recipe):
         if settings:
-            recipe = _build(recipe.method, {**recipe.given(), **settings}, recipe.origin + _suffix(settings))
+            given = {"family": recipe.by_family, **recipe.given(), **settings}
+            made = _build(recipe.method, given, recipe.origin + _suffix(settings))
+            recipe = dataclasses.replace(made, family=recipe.family)
         found = recipe
     else:
         found = load_recipe(recipe, **settings)
@@ -182,8 +219,12 @@ def _unknown(kind: str, name: str, allowed: list[str]) -> str:
 def _build(name: str, settings: dict[str, Any], origin: str) -> Recipe:
     if not isinstance(name, str):
         raise RecipeError(f"{origin}: method = {name!r}; allowed: {', '.join(list_methods())}")
-    base = _settings(name, {key: value for key, value in settings.items() if key != "layers"}, origin)
-    return Recipe(base, origin, _choices(base, settings.get("layers"), origin))
+    by_family = settings.get("family", True)
+    if not isinstance(by_family, bool):
+        raise RecipeError(f"{origin}: family = {by_family!r}: give true or false")
+    own = {key: value for key, value in settings.items() if key not in ("layers", "family")}
+    base = _settings(name, own, origin)
+    return Recipe(base, origin, _choices(base, settings.get("layers"), origin), by_family)
 
 
 def _settings(name: str, settings: dict[str, Any], origin: str) -> Method:

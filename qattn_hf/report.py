@@ -140,7 +140,8 @@ class Report:
     layers: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Totals and layers. `recipe_layers`: what the recipe chooses otherwise for some of them.
+        """Totals and layers. `recipe_layers`: what the recipe chooses otherwise for some of them. `recipe_family`: what
+        the model's family has in place of the method's defaults, why, and what measured it; None: it says nothing.
 
         `packed_tokens`, `open_tokens`: tokens of all rows, packed in the layer that packed least, and the rest of them.
         `kv_bytes`: all state tensors, spare capacity and ring included; `kv_bytes_full_precision`: the same tokens in
@@ -161,6 +162,7 @@ class Report:
             "recipe": settings.model_dump(),
             "recipe_layers": {choice.where: choice.given for choice in self.recipe.choices},
             "recipe_origin": self.recipe.origin,
+            "recipe_family": None if self.recipe.family is None else self.recipe.family.to_dict(),
             "impl": self.impl,
             "decode": self.decode,
             "decode_reason": self.decode_reason,
@@ -186,6 +188,8 @@ class Report:
         console.print(
             f"{methods} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
         )
+        if said := self._of_family():
+            console.print(f"the model's family: {said}")
         if not self.recipe.settings.packs():
             console.print(
                 "nothing is packed: keys and values stand in transformers' own cache, and calls of more than "
@@ -209,6 +213,14 @@ class Report:
                 )
             console.print(self._table())
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def _of_family(self) -> str:
+        """What the model's family changed and why, and what it advises; nothing where the defaults stand."""
+        if self.recipe.family is None:
+            return ""
+        section, changed = self.recipe.family.section, self.recipe.from_family()
+        settings = ", ".join(f"{key}={value!r}" for key, value in changed.items())
+        return " ".join([*([f"{settings}. {section.why}"] if changed else []), *filter(None, [section.advice])])
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from qattn_hf.families import list_families
+
 ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = sorted(model_type for family in list_families() for model_type in family.model_types)
 FOLDERS = (".ci", "qattn_hf", "kernels", "configs", "eval", "examples", "tests")
 pytestmark = pytest.mark.xdist_group("packaging")  # one process builds, not each
 
@@ -22,6 +25,7 @@ SMOKE = """
 import json, pathlib, sys
 import qattn_hf, qattn_kernels, qattn_kernels.spec
 from qattn_hf.assets import configs_dir, demo_model_dir, tasks_dir
+from qattn_hf.families import list_families
 from transformers import AutoConfig
 print(json.dumps({
     "qattn_hf": qattn_hf.__file__,
@@ -29,6 +33,7 @@ print(json.dumps({
     "version": qattn_hf.__version__,
     "recipe": qattn_hf.load_recipe("turbo").method,
     "configs": sorted(p.name for p in configs_dir().glob("*.yaml")),
+    "families": sorted(t for family in list_families() for t in family.model_types),
     "tasks": sorted(p.name for p in tasks_dir().glob("*.yaml")),
     "layers": AutoConfig.from_pretrained(demo_model_dir()).num_hidden_layers,
     "demo_model": sorted(p.name for p in demo_model_dir().iterdir()),
@@ -87,6 +92,7 @@ def test_installed_wheel_works_from_another_directory(built, fresh_environment, 
     assert found["qattn_hf"].startswith(environment) and found["qattn_kernels"].startswith(environment)
     assert found["recipe"] == "turbo" and found["layers"] >= 1
     assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert found["families"] == FAMILIES
     assert found["tasks"] == sorted(path.name for path in (ROOT / "eval" / "tasks").glob("*.yaml"))
     assert f"qattn_hf-{found['version']}-" in built[1].name
     listed = run(fresh_environment.parent / "qattn", "methods", cwd=tmp_path)
@@ -99,6 +105,7 @@ def test_editable_install_works_from_another_directory(fresh_environment, tmp_pa
     assert Path(found["qattn_hf"]) == ROOT / "qattn_hf" / "__init__.py"
     assert Path(found["qattn_kernels"]) == ROOT / "kernels" / "qattn_kernels" / "__init__.py"
     assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert found["families"] == FAMILIES
     assert found["tasks"] == sorted(path.name for path in (ROOT / "eval" / "tasks").glob("*.yaml"))
 
 

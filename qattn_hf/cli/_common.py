@@ -118,6 +118,15 @@ def chosen_recipe(method: str | None, recipe: Path | None, settings: list[str] |
     return find_recipe(method, recipe, parse_settings(settings))
 
 
+def for_family(recipe: Recipe, model: Any) -> Recipe:
+    """The recipe as this model takes it; what its family changes is told on stderr."""
+    found = recipe.for_model(model.config)
+    if found.family is not None and (changed := found.from_family()):
+        said = " ".join(f"{key}={value}" for key, value in changed.items())
+        print(f"{found.method} has {said} for {found.family}; family=false leaves it out", file=sys.stderr)
+    return found
+
+
 def split_methods(texts: list[str]) -> list[str]:
     """`["turbo:k_bits=4,v_bits=2,kivi"]` -> `["turbo:k_bits=4,v_bits=2", "kivi"]`: what has no `=` begins anew."""
     found: list[str] = []

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name, write_rows
+from qattn_hf.cli._common import DeviceOption, ModelOption, for_family, load, named_recipes, short_name, write_rows
 from qattn_hf.report import size
 
 DEFAULT = ("none", "int8", "turbo", "turbo:bits=mixed", "turbo_sink_k4v2", "kivi", "turboquant")
@@ -63,6 +63,7 @@ def compare(
         need_matplotlib("--picture")  # before the work, not after it
     recipes = named_recipes([*(method or []), *([methods] if methods else [])] or list(DEFAULT))
     name, lm, tokenizer = load(model, device)
+    recipes = {asked: for_family(recipe, lm) for asked, recipe in recipes.items()}
     own_dtype = measured_in(lm, dtype)
     # a token is seldom longer than eight characters of what is made up
     content = made_text(8 * rows * tokens) if text is None else text.read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from qattn_hf.cli._common import (
     RecipeOption,
     SetOption,
     chosen_recipe,
+    for_family,
     load,
 )
 from qattn_hf.report import size
@@ -51,6 +52,7 @@ def demo(
     chosen = chosen_recipe(method, recipe, settings)
     check_packs(chosen)
     loaded = load(model, device)
+    chosen = for_family(chosen, loaded.model)
     prompts = [dataclasses.replace(p, max_new_tokens=min(p.max_new_tokens, max_new_tokens)) for p in demo_prompts()]
     label = cache_label(chosen)
     comparisons = run(loaded, prompts, chosen)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, parse_settings, split_method, write_rows
+from qattn_hf.cli._common import DeviceOption, ModelOption, for_family, load, parse_settings, split_method, write_rows
 from qattn_hf.report import size
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def evaluate(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its notes on every task would bury the table
     name, lm, tokenizer = load(model, device, dtype)
+    methods = {label: recipe and for_family(recipe, lm) for label, recipe in methods.items()}
     arguments = {"batch_size": batch_size, **({} if chunk is None else {"chunk": chunk})}
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat}
     options |= {"gen_kwargs": {"max_gen_toks": max_new_tokens}} if max_new_tokens else {}

@@ -13,6 +13,7 @@ from qattn_hf.cli._common import (
     RecipeOption,
     SetOption,
     chosen_recipe,
+    for_family,
     load,
     summary,
 )
@@ -38,7 +39,7 @@ def generate(
 
     chosen = chosen_recipe(method, recipe, settings)
     _, lm, tokenizer = load(model, device)
-    patch(lm, recipe=chosen)
+    patch(lm, recipe=for_family(chosen, lm))
     if chat:
         message = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(

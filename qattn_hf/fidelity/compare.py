@@ -80,6 +80,7 @@ def compare(
     Raises:
         QAttnError: if a recipe packed nothing of the text.
     """
+    recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
     tokens: dict[str, list[Tokens]] = {name: [] for name in recipes}
     beside = Beside(model, recipes, reading.first)
     held: dict[str, Row] = {}

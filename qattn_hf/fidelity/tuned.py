@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,7 +14,7 @@ from qattn_hf.recipe import Recipe, find_recipe
 
 
 def recipe_of(options: Sequence[Option], candidates: dict[str, Recipe]) -> Recipe:
-    """The recipe that gives each layer its option."""
+    """The recipe that gives each layer its option, and takes nothing from the model's family: it was measured so."""
     lows = [(option.k_low, option.v_low) for option in options]
     wanted = {
         name: settings_with(recipe, lows) if by_head(recipe) else recipe.settings
@@ -30,7 +31,8 @@ def recipe_of(options: Sequence[Option], candidates: dict[str, Recipe]) -> Recip
             layers.setdefault(option.candidate, []).append(i)
     entries = {ranges(where): changes(base, wanted[name]) for name, where in layers.items()}
     given = base.model_dump(exclude_unset=True)
-    return find_recipe(base.name(), None, {**given, **({"layers": entries} if entries else {})})
+    found = find_recipe(base.name(), None, {**given, **({"layers": entries} if entries else {})})
+    return dataclasses.replace(found, by_family=False)
 
 
 def changes(base: Method, wanted: Method) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class QAttnLM(HFLM):
         if self.backend != "causal":
             raise QAttnError("a packed cache serves decoders; this model is an encoder-decoder: use --model hf")
         if self.recipe is not None:
-            patch(self.model, recipe=self.recipe)
+            self.recipe = patch(self.model, recipe=self.recipe)._qattn.recipe
         elif hasattr(self.model, "_qattn"):
             if named:  # full precision was asked for
                 unpatch(self.model)

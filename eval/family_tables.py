@@ -1,0 +1,30 @@
+"""The README's table of families, made of `configs/families/*.yaml`; nothing recorded is needed."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from recorded import markdown
+
+from qattn_hf.families import Family, list_families
+
+
+def families_table(results: Path) -> str:
+    """What each family has in place of a method's defaults, why, and whether that was measured."""
+    header = ["family", "`model_type`", "method", "in place of its defaults", "why", "from", "measured"]
+    return markdown(header, [row for family in list_families() for row in _rows(family)])
+
+
+def _rows(family: Family) -> list[list[str]]:
+    """A row a method; methods of which the same is said share one, and what is refused today comes last."""
+    rows = []
+    for section, same in groupby(family.methods.items(), key=lambda item: item[1]):
+        settings = ", ".join(f"`{key}={value!r}`" for key, value in section.settings.items())
+        why = " ".join(filter(None, [section.why, section.advice]))
+        methods = ", ".join(f"`{method}`" for method, _ in same)
+        rows.append([methods, settings or "they stand", why, section.source, section.measured or "no"])
+    if family.waits is not None:
+        rows.append(["every one", "", family.waits, "", ""])
+    types = ", ".join(f"`{name}`" for name in family.model_types)
+    return [[family.family, types, *row] if i == 0 else ["", "", *row] for i, row in enumerate(rows)]

@@ -1,0 +1,78 @@
+"""Families of models: what a method's defaults become for models of one type, from `configs/families/*.yaml`.
+
+family: Qwen2, Qwen2.5
+model_types: [qwen2]            # `config.model_type` of the decoder
+waits: null                     # which checkpoints are refused today, and for what they wait
+methods:
+  int8:
+    settings: {smooth_k: true}  # in place of the method's defaults; without any they stand
+    why: one or two sentences
+    source: where that is known from
+    advice: null                # what serves this family better than the method can
+    measured: null              # the file of `eval/results/` that shows it for a model of this family
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from qattn_hf.assets import configs_dir
+
+
+class Section(BaseModel):
+    """What a family says of one method; see the module."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    settings: dict[str, Any] = {}
+    why: str = Field(min_length=1)
+    source: str = Field(min_length=1)
+    advice: str | None = None
+    measured: str | None = None
+
+
+class Family(BaseModel):
+    """One file of `configs/families/`; see the module."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    family: str = Field(min_length=1)
+    model_types: list[str] = Field(min_length=1)
+    waits: str | None = None
+    methods: dict[str, Section]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a family says of the method that was asked for."""
+
+    model_type: str
+    section: Section
+
+    def __str__(self) -> str:
+        measured = self.section.measured
+        return f"{self.model_type}, " + ("unmeasured" if measured is None else f"measured in {measured}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For reports: the model type and what the file says."""
+        return {"model_type": self.model_type, **self.section.model_dump()}
+
+
+@functools.cache
+def list_families() -> tuple[Family, ...]:
+    """All families: the files of the folder, by name."""
+    paths = sorted((configs_dir() / "families").glob("*.yaml"))
+    return tuple(Family(**yaml.safe_load(path.read_text(encoding="utf-8"))) for path in paths)
+
+
+def find_family(model_type: str, method: str) -> Chosen | None:
+    """What the family of a model type says of a method, or None."""
+    for family in list_families():
+        if model_type in family.model_types and method in family.methods:
+            return Chosen(model_type, family.methods[method])
+    return None
