@@ -2,12 +2,12 @@
 
     python eval/gpu.py --only tests,decode       # some parts
     python eval/gpu.py --quick --results /tmp/x  # smaller points, written elsewhere
-    python eval/gpu.py --yardstick ../shared     # recipes, quality too: DIR/check/yardstick.py, DIR/models, DIR/data
+    python eval/gpu.py --yardstick ../shared     # recipes, quality, tasks too: DIR/check/yardstick.py, models, data
     python eval/gpu.py --only quality --families sinkq --yardstick ../shared
 
 Each measurement runs in a process of its own, so that one which fails costs no other's result; the exit code says how
 many failed. Those that time nothing (tests, recipes, quality) run side by side, those that do one after another when
-the GPU is theirs. `python eval/tables.py` then makes the README's tables.
+the GPU is theirs. Tasks need lm-eval (extra `eval`). `python eval/tables.py` then makes the README's tables.
 """
 
 from __future__ import annotations
@@ -53,7 +53,23 @@ DECODE_METHODS = (
     "sage2:bits=4",
 )
 PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "turboquant", "sinkq", "sage2", "sage2:bits=4")
-UNTIMED = ("tests", "recipes", "quality")
+TASKS = ("sums", "recall_10", "recall_40", "recall_100", "qattn_wikitext")  # each read through the packed cache
+TASK_METHODS = (
+    "full",
+    "int8",
+    "fp8",
+    "int_flash",
+    "sage2",
+    "kivi:bits=4",
+    "kivi:bits=2,group_size=128,residual_length=32",
+    "sinkq",
+    "turbo",
+    "turbo:bits=mixed",
+    "turbo:v_bits=2,sink_num=3,sink_window=8",
+    "turboquant",
+    "turboquant:k_format=turbo4",
+)
+UNTIMED = ("tests", "recipes", "quality", "tasks")
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
 Part = tuple[str, list[str]]
 
@@ -76,6 +92,7 @@ def parts(options: list[str], yardstick: Path | None, families: list[str]) -> di
     if yardstick is not None:
         models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
         found["recipes"] = [("recipes", ["python", "eval/recipes.py", str(yardstick)])]
+        found["tasks"] = [tasks(yardstick, model) for model in models]
         found["quality"] = [quality(yardstick, model, family) for family in families for model in models]
     return found
 
@@ -85,6 +102,16 @@ def quality(yardstick: Path, model: Path, family: str) -> Part:
     script, data = yardstick / "check" / "yardstick.py", yardstick / "data"
     command = ["python", str(script), str(model), str(data), "--methods", QUALITY_METHODS[family]]
     return f"quality-full-{model.name}-{family}", command
+
+
+def tasks(yardstick: Path, model: Path) -> Part:
+    """Tasks that the small models were trained for, and perplexity, through lm-eval and the packed cache."""
+    chosen = [text for name in TASKS for text in ("--task", name)]
+    chosen += [text for name in TASK_METHODS for text in ("--method", name)]
+    data = ["--data-dir", str(yardstick / "data"), "--dtype", "float32", "--batch-size", "50"]
+    return f"tasks-{model.name}", [
+        "python", "-m", "qattn_hf", "eval", "--json", "--model", str(model), *data, *chosen
+    ]  # fmt: skip
 
 
 def record(part: Part, results: Path) -> tuple[int, str]:
@@ -101,7 +128,7 @@ def record(part: Part, results: Path) -> tuple[int, str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    known = ("tests", "decode", "prefill", "generate", "recipes", "quality")
+    known = ("tests", "decode", "prefill", "generate", "recipes", "quality", "tasks")
     parser = argparse.ArgumentParser(description="Run all GPU tests and benchmarks and record their results.")
     parser.add_argument("--only", default="", help=f"some of {', '.join(known)}, comma between; all by default")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller points in the benchmarks")
@@ -118,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     if strange := set(families) - set(QUALITY_METHODS):
         parser.error(f"--families {', '.join(sorted(strange))}: there are {', '.join(QUALITY_METHODS)}")
     chosen = [name for name in options.only.split(",") if name]
-    asking = {"recipes", "quality"}  # for the yardstick
+    asking = {"recipes", "quality", "tasks"}  # for the yardstick
     chosen = chosen or [name for name in known if name not in asking or options.yardstick]
     if unknown := set(chosen) - set(known):
         parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(known)}")
