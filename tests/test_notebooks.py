@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,21 +17,18 @@ from qattn_hf import patch, report
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+NEEDED = ("nbmake", "ipykernel", "matplotlib", "lm_eval")
 SECONDS = 300  # of one cell, on a busy machine
-
-
-def name(path: Path) -> str:
-    return path.stem
 
 
 def cells(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path: Path):
-    for needed in ("nbmake", "ipykernel", "matplotlib", "lm_eval"):
-        pytest.importorskip(needed, reason=f"notebooks need {needed}: pip install 'qattn-hf[dev]'")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"notebooks need {', '.join(missing)}: pip install 'qattn-hf[dev]'")
     # a session of its own, so that whoever only runs tests needs no plugin; it shows the cell that fails
     options = ["--nbmake", f"--nbmake-timeout={SECONDS}", "-p", "no:cacheprovider", "-q"]
     command = [sys.executable, "-m", "pytest", *options, str(path)]
@@ -39,16 +37,16 @@ def test_notebook_runs_from_top_to_bottom(path: Path):
     assert "1 passed" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_holds_no_outputs(path: Path):
-    """Numbers come from the reader's own run; how to clear them stands in CONTRIBUTING.md."""
+    """Numbers come from the reader's own run; `make format` clears them."""
     run = [cell for cell in cells(path) if cell["cell_type"] == "code"]
     assert run
     assert [cell["source"] for cell in run if cell["outputs"] or cell["execution_count"] is not None] == []
     assert [cell["source"] for cell in run if cell["metadata"]] == []  # as times of execution
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_takes_another_model(path: Path):
     first = next("".join(cell["source"]) for cell in cells(path) if cell["cell_type"] == "code")
     assert first.startswith("MODEL = None")
