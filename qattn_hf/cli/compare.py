@@ -124,7 +124,7 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             [
                 "*" if row["pareto"] else "",
                 row["method"],
-                f"{row['kl']:.6f}{error(row['kl_se'], '.6f')}",
+                f"{round(row['kl'], 6) + 0.0:.6f}{error(row['kl_se'], '.6f')}",  # + 0.0: no sign before a zero
                 f"{row['same_top1']:.4f}",
                 f"{row['rms_change']:.4f}",
                 f"{row['ppl_change_pct']:+.2f} %{error(row['ppl_change_se_pct'], '.2f')}",

@@ -105,7 +105,7 @@ def tune(
         show(found)
         print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
     if trials is not None:
-        write_rows([{"model": short_name(name), **row} for row in found.trials], trials)
+        write_rows(found.trials, trials)
     if picture is not None:
         from qattn_hf.fidelity.picture import draw_sensitivity
 
