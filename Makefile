@@ -36,7 +36,8 @@ lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-format: $(VENV)/.ready ## Put the code into the project's style
+format: $(VENV)/.ready ## Put the code into the project's style, and clear the notebooks' outputs
+	$(VENV)/bin/nbstripout --keep-id examples/*.ipynb
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 

@@ -182,7 +182,8 @@ class Report:
 
     def __str__(self) -> str:
         data = self.to_dict()
-        console = Console(file=io.StringIO(), width=100, color_system=None)
+        # in a notebook rich would show the lines there and leave the text empty
+        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
         why = f" ({data['decode_reason']})" if data["decode_reason"] else ""
         methods = " and ".join(dict.fromkeys([data["method"], *(row["method"] for row in self.layers)]))
         console.print(

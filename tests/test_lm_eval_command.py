@@ -54,6 +54,23 @@ def test_a_table_of_methods_with_bits_and_bytes(qattn, tmp_path):
     assert written["versions"]["torch"] and written["command"].startswith("qattn")
 
 
+def test_lm_evals_own_tasks_are_looked_for_only_where_they_may_be_meant(qattn, monkeypatch):
+    """To find them takes seconds."""
+    from qattn_hf.lm_eval import run as evaluation
+
+    few, looked = evaluation.TaskManager, []
+
+    def manager(include_defaults: bool = True, **options):
+        looked.append(include_defaults)
+        return few(**options)
+
+    monkeypatch.setattr(evaluation, "TaskManager", manager)
+    arguments = ("--task", "recall_10", "--limit", "1", "--method", "int8", "--max-new-tokens", "2")
+    assert qattn(*arguments)[0] == 0 and looked == [False]
+    code, _, err = qattn("--task", "recall_10", "--task", "of_others")
+    assert code != 0 and "of_others" in err and looked == [False, False, True]
+
+
 def test_rows_as_json(qattn):
     arguments = ("--task", "recall_10", "--limit", "1", "--method", "int8", "--max-new-tokens", "2", "--json")
     code, out, _ = qattn(*arguments)

@@ -216,6 +216,38 @@ def test_the_command_writes_a_recipe_that_patch_takes(tmp_path, capsys):
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures that were saved."""
+    figures = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed: pip install matplotlib")
+    found: list[Any] = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda self, *args, **kwargs: found.append(self))
+    return found
+
+
+@pytest.mark.parametrize("heads", [0, 2])
+def test_a_picture_of_trials_has_a_panel_for_heads_only_if_heads_were_tried(drawn, tmp_path, heads: int):
+    from qattn_hf.fidelity.picture import draw_sensitivity
+
+    tried = [("", 0), *((side, head) for side in "kv" for head in range(heads))]
+    rows = [{"layer": i, "candidate": "turbo", "side": s, "head": h, "kl": 0.1 + i} for i in range(3) for s, h in tried]
+    draw_sensitivity(rows, ["turbo"] * 3, tmp_path / "trials.png", "title")
+    titles = [axes.get_title() for axes in drawn[0].axes if axes.get_title()]
+    assert titles == ["KL of the layer alone", "KL that 2 bits in one head add"][: 1 + (heads > 0)]
+
+
+@pytest.mark.parametrize("bits", [(5.0, 5.5), (2.5, 32.0)])
+def test_the_axis_of_bits_has_numbers_however_near_they_are(drawn, tmp_path, bits: tuple[float, ...]):
+    from qattn_hf.fidelity.picture import draw
+
+    layers = {"average": {"relative_l1": 0.1}, "worst": {"relative_l1": 0.2}}
+    shared = {"kl": 0.1, "pareto": True, "at_tokens": 64, "attention": layers}
+    draw([{"method": str(b), "effective_bits_total": b, **shared} for b in bits], tmp_path / "rows.png", "title")
+    axis = drawn[0].axes[0].xaxis
+    low, high = axis.get_view_interval()
+    assert sum(low <= place <= high for place in axis.get_majorticklocs()) >= 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 from qattn_hf.fidelity.compare import Row
 
 FLOOR = 1e-7  # of a KL on a logarithmic axis: below is what the order of sums does to fp32
+WIDE = 4  # times as many bits, from which on their axis is logarithmic
 WHICH = ("average", "worst")
 MARKERS = "os^Dv<>P*"  # not as many as colours, so that both together repeat late
 
@@ -32,7 +33,8 @@ def draw(rows: list[Row], target: Path, title: str) -> None:
     attention.set_ylabel("attention output, relative L1 error")
     for panel in (kl, attention):
         panel.set(xlabel=f"bits a value at {rows[0]['at_tokens']} tokens, everything counted", yscale="log")
-        panel.set_xscale("log", base=2)
+        if max(bits) > WIDE * min(bits):  # else there may be no power of two to write at the axis
+            panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:g}")
         panel.grid(alpha=0.3)
     named = [panel.get_legend_handles_labels() for panel in (kl, attention)]
@@ -63,19 +65,22 @@ def draw_sensitivity(trials: list[Row], chosen: list[str], target: Path, title: 
         for row in trials
         if row["side"]
     }
-    figure = Figure(figsize=(3 + 1.1 * len(names) + 0.35 * len(heads), 2 + 0.25 * len(chosen)), layout="constrained")
+    widths = [1.1 * len(names), *([max(1.0, 0.35 * len(heads))] if heads else [])]
+    figure = Figure(figsize=(3 + sum(widths), 2 + 0.25 * len(chosen)), layout="constrained")
     figure.suptitle(title)
-    widths = [1.1 * len(names), max(1.0, 0.35 * len(heads))]
-    candidates, by_head = figure.subplots(1, 2, width_ratios=widths)
+    candidates, *by_head = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     _heat(figure, candidates, whole, names, len(chosen), "KL of the layer alone")
     for layer, name in enumerate(chosen):
         candidates.add_patch(_frame(names.index(name), layer))
     broken = [name.replace(":", "\n").replace(",", "\n") for name in names]
     candidates.set_xticks(range(len(names)), broken, fontsize="x-small")
-    _heat(figure, by_head, more, heads, len(chosen), "KL that 2 bits in one head add")
     short = {name: chr(ord("a") + i) for i, name in enumerate(dict.fromkeys(head[0] for head in heads))}
-    by_head.set_xticks(range(len(heads)), [f"{short[n]} {s}{h}" for n, s, h in heads], rotation=90, fontsize="x-small")
-    by_head.set_xlabel("\n".join(f"{letter}: {name}" for name, letter in short.items()), fontsize="x-small")
+    for panel in by_head:
+        _heat(figure, panel, more, heads, len(chosen), "KL that 2 bits in one head add")
+        panel.set_xticks(
+            range(len(heads)), [f"{short[n]} {s}{h}" for n, s, h in heads], rotation=90, fontsize="x-small"
+        )
+        panel.set_xlabel("\n".join(f"{letter}: {name}" for name, letter in short.items()), fontsize="x-small")
     figure.savefig(target, dpi=150)
 
 
@@ -84,8 +89,7 @@ def _heat(figure: Any, panel: Any, found: dict[Any, float], columns: list[Any], 
     from matplotlib.colors import LogNorm
 
     grid = [[max(found.get((layer, column), math.nan), FLOOR) for column in columns] for layer in range(layers)]
-    if columns:
-        figure.colorbar(panel.imshow(grid, aspect="auto", norm=LogNorm(), cmap="viridis"), ax=panel)
+    figure.colorbar(panel.imshow(grid, aspect="auto", norm=LogNorm(), cmap="viridis"), ax=panel)
     panel.set(title=title, ylabel="layer")
     panel.set_yticks(range(layers))
 
