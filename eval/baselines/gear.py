@@ -47,9 +47,9 @@ class Gear:
     group: int | None = None
     buffer: int = 64
 
-    def kept(self, x: torch.Tensor, keys: bool) -> torch.Tensor:
-        """`[B, H, S, D]` as attention finds it."""
-        packed = max(0, x.shape[2] - self.buffer) // self.buffer * self.buffer
+    def kept(self, x: torch.Tensor, keys: bool, held: int) -> torch.Tensor:
+        """`[B, H, S, D]` as a call finds it that comes upon `held` tokens and reads its own as they are."""
+        packed = max(0, held - self.buffer) // self.buffer * self.buffer
         if not packed:
             return x
         old = x[:, :, :packed].float()
@@ -63,8 +63,8 @@ class Gear:
         """Causal attention `[B, T, Hq, D]`."""
         if call.scores.softcap or call.scores.window or call.scores.sinks is not None:
             raise ValueError("GEAR's reference knows no softcap, no window and no learned sinks")
-        k, v = self.kept(call.keys, True), self.kept(call.values, False)
-        q = call.query
+        q, held = call.query, call.keys.shape[2] - call.query.shape[2]
+        k, v = self.kept(call.keys, True, held), self.kept(call.values, False, held)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
         weights = (q @ k.mT * call.scores.scale).masked_fill(~seen, -torch.inf).softmax(-1)

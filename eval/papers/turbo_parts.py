@@ -1,8 +1,8 @@
 """TurboAttention, Tables 4 and 5: what FlashQ and SAS cost apart, and how much SAS costs by its threshold.
 
-`SAS` is the approximate softmax over keys and values in model precision. Fails if attention's error is not less with SAS
-alone than with FlashQ's 4 bits alone, as in Table 4; with both than with the two added up; and with SAS at the paper's
-threshold of -6 than at -2.
+`SAS` is the approximate softmax over keys and values in model precision. Fails if attention's error is not less with
+SAS alone than with FlashQ's 4 bits alone, as in Table 4; with both than with the two added up; and with SAS at the
+paper's threshold of -6 than at -2.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ ABOUT = About(
     title="TurboAttention, Tables 4 and 5",
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("aqua_cot",),
-    missing="Table 5 is on top of LLM.int8() and Qserve, whose quantized weights are not part of this project, and which "
-    "of the task's sets PQ is, the paper does not say. Accuracies need the paper's model.",
+    missing="Table 5 is on top of LLM.int8() and Qserve, whose quantized weights are not part of this project, and the "
+    "paper does not say what PQ is. Accuracies need the paper's model.",
 )
 FLASHQ, SAS, BOTH = "FlashQ-4bit", "SAS", "FlashQ-4bit + SAS"
 THRESHOLDS = (-2.0, -4.0, -8.0, -10.0)
