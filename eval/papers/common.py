@@ -35,7 +35,7 @@ Row = dict[str, Any]
 Baseline = Callable[[Call], torch.Tensor]  # the attention output `[B, T, Hq, D]` that a baseline gives
 Way = str | Baseline  # a method with its settings, as `qattn compare` takes it, or a baseline
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries `[1, Hq, S, D]`, keys and values `[1, H, S, D]`
-KEPT = ("kl", "same_top1", "ppl", "ppl_change_pct")
+KEPT = ("kl", "same_top1", "rms_change", "ppl", "ppl_change_pct")
 HELD = ("effective_bits", "skip_rate", "dropped_mass")
 SINKS = "sinkq:sink_skip_layers=0"
 MASS = 0.25  # of the attention that tokens of the smallest keys get: less is no sink
@@ -148,6 +148,8 @@ def scores(run: Run, ways: Mapping[str, Way | None]) -> Iterator[tuple[str, Row]
         settings = {"batch_size": batch}
         for found in rows(run.model, run.tokenizer, {name: recipe}, run.tasks, run.data_dir, about, settings, options):
             yield name, {key: found[key] for key in ("task", "metric", "filter", "value", "stderr", "n")}
+        if recipe is not None:
+            unpatch(run.model)
 
     for name, way in ways.items():
         if callable(way):  # reads rows without padding only

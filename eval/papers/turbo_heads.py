@@ -16,8 +16,9 @@ ABOUT = About(
     title="TurboAttention, Fig. 7b",
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("aqua_cot",),
-    missing="the figure is a plot of AQuA's accuracy and prints no numbers. It ranks 16 heads of K and V together; here "
-    "n of either are ranked apart. Of min-max and variation, the two factors of the priority, nothing is asserted.",
+    missing="the figure is a plot of AQuA's accuracy and prints no numbers. It ranks 16 heads of K and V together; "
+    "here n of either are ranked apart. Of min-max and variation, the two factors of the priority, nothing is "
+    "asserted.",
 )
 MADE, HEADS, TOKENS, DIM = "made, eight heads", 8, 512, 64
 RANKINGS = ("priority", "min_max", "variation", "entropy", "random")
