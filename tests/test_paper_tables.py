@@ -8,8 +8,12 @@ from typing import Any
 import paper
 import pytest
 import torch
+from baselines.evict import FIRST, Evict
 from baselines.gear import Gear
 from papers import common
+
+from qattn_hf.fidelity.observe import Call
+from qattn_kernels.online import Scores
 
 SMALL = ["--model", "demo", "--rows", "1", "--tokens", "320", "--chunk", "160", "--steps", "0"]
 TABLES = paper.tables()
@@ -79,6 +83,7 @@ def test_a_model_that_is_not_here_is_named():
 
 def test_tasks_read_the_packed_cache_and_a_baseline(capsys, monkeypatch):
     """Full precision, a method and a baseline each answer, and their answers stand beside the paper's figures."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qattn-hf[eval]'")
     table = TABLES["turbo_accuracy"]
     monkeypatch.setattr(table, "WAYS", {name: table.WAYS[name] for name in (table.FP, table.KIVI_4, table.GEAR_4)})
     monkeypatch.setattr(table, "broken", lambda rows: [])
@@ -103,3 +108,26 @@ def test_fp22_keeps_thirteen_bits():
     kept = torch.tensor([1 + 2**-13, -3.0, 0.0, 2.0**100])
     assert torch.equal(fp22(kept), kept)
     assert fp22(torch.tensor([1 + 2**-15])).item() == 1
+
+
+def calls(tokens: int, prompt: int) -> tuple[Call, Call]:
+    """A prompt, and one call with what follows it; `out` of both is exact."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, tokens, 16, generator=generator) for heads in (4, 2, 2))
+    out, scores = common.exact(q, k, v).transpose(1, 2), Scores(0.25)
+    first = Call(0, q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt], scores, out[:, :prompt])
+    return first, Call(0, q[:, :, prompt:], k, v, scores, out[:, prompt:])
+
+
+@pytest.mark.parametrize("how", ["streaming", "h2o", "snapkv"])
+def test_evictions_drop_what_they_say_and_nothing_else(how: Any):
+    first, later = calls(120, 100)
+    whole, some = Evict(how, share=1.0), Evict(how)
+    for way in (whole, some):
+        assert torch.equal(way(first), first.out)
+    torch.testing.assert_close(whole(later), later.out)
+    assert (some(later) - later.out).abs().max() > 0.01
+    kept = ~some.dropped[0]
+    assert kept.sum(-1).unique().tolist() == [16]
+    assert kept[..., -8:].all(), "the newest tokens stay"
+    assert how != "streaming" or kept[..., :FIRST].all()

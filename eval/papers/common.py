@@ -101,11 +101,14 @@ def through(run: Run, ways: Mapping[str, Way]) -> dict[str, Row]:
         packed(call)
         skip = max(0, run.reading.first - (call.keys.shape[2] - call.query.shape[2]))
         for name, way in ways.items():
-            if not isinstance(way, str) and skip < call.query.shape[2]:
+            if isinstance(way, str):
+                continue
+            out = way(call)  # of an unscored call too, which may be the prompt that it remembers
+            if skip < call.query.shape[2]:
                 layers = others.setdefault(name, [])
                 if call.layer == len(layers):
                     layers.append(AttentionSums())
-                layers[call.layer].add(call.out[:, skip:], way(call)[:, skip:])
+                layers[call.layer].add(call.out[:, skip:], out[:, skip:])
 
     for ids in run.reading.groups():
         packed.renew()

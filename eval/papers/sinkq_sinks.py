@@ -1,8 +1,8 @@
 """SinkQ, Table 4: how many sinks, and first layers without any.
 
-Read from the text, and on made layers that have two sinks. Fails if there one sink does not lose less than none, or the
-fourth to sixth gain as much as the first three; on a model that has sinks, if one does not lose less than none, or six
-layers without a pool lose less than none without.
+Read from the text, and on made layers that have two sinks. Fails if one sink does not lose less than none on the made
+layers, or if the fourth to sixth gain as much as the first three there; on a model that has sinks, if one does not lose
+less than none, or six layers without a pool lose less than none without.
 """
 
 from __future__ import annotations

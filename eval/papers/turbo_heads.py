@@ -1,6 +1,6 @@
 """TurboAttention, Fig. 7b: which heads get 2 bits, by what ranks them and by how many they are.
 
-Made layers have eight heads, and in every second some channels stand out. Fails if there, with half the heads at 2
+Made layers have eight heads, and in every second some channels stand out. Fails if, with half of these heads at 2
 bits, the paper's priority loses more than entropy or a fixed shuffle, or if it loses less with more such heads.
 """
 
