@@ -17,9 +17,11 @@ from qattn_kernels.online import Scores
 
 SMALL = ["--model", "demo", "--rows", "1", "--tokens", "320", "--chunk", "160", "--steps", "0"]
 TABLES = paper.tables()
-MORE = {"sparse_v_threshold": ["--steps", "4"]}  # a long call reads every value
+MORE = {"sparse_v_threshold": ["--steps", "2"]}  # a long call reads every value
 FEWER: dict[str, tuple[str, Any]] = {
-    "sparse_v_widths": ("FORMATS", ("q8", "turbo4", "turbo3", "turbo2")),
+    "sparse_v_widths": ("FORMATS", ("q8", "turbo4", "turbo2")),
+    "sparse_v_threshold": ("FORMATS", ("q8", "turbo3")),
+    "turbo_heads": ("RANKINGS", ("priority", "entropy", "random")),
     "sinkq_groups": ("PAPER", {group: TABLES["sinkq_groups"].PAPER[group] for group in (32, 128)}),
 }
 
@@ -52,7 +54,8 @@ def reversed_figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each source's figures of ours in the reverse order of its settings that have the same figures."""
     groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
-        groups.setdefault((row["source"], *row["ours"]), []).append(i)
+        figures = [name for name in row["ours"] if name != "effective_bits"]  # baselines pack nothing
+        groups.setdefault((row["source"], *figures), []).append(i)
     turned = list(rows)
     for places in groups.values():
         for i, j in zip(places, reversed(places), strict=True):

@@ -74,9 +74,9 @@ class Sage:
     def __call__(self, call: Call) -> torch.Tensor:
         if call.scores.softcap or call.scores.sinks is not None or call.query.shape[2] != call.keys.shape[2]:
             raise ValueError("this attention knows no softcap and no learned sinks, and reads a text in one call")
-        parts = (x.float() for x in (call.query, call.keys, call.values))
+        parts = (x.float().cpu() for x in (call.query, call.keys, call.values))
         rows = [attend(q, k, v, True, self.setting) for q, k, v in zip(*parts, strict=True)]
-        return torch.stack(rows).transpose(1, 2).to(call.out.dtype)
+        return torch.stack(rows).transpose(1, 2).to(call.out)
 
 
 def measure(run: Run) -> Iterator[Row]:
