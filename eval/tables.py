@@ -301,6 +301,18 @@ def tasks_table(results: Path) -> str:
     return markdown(["task", "what it is"], rows)
 
 
+def papers_table(results: Path) -> str:
+    """The commands of the papers' tables, and the claims that each checks."""
+    from paper import tables  # loads transformers
+
+    rows = []
+    for name, table in tables().items():
+        fails = re.search(r"Fails if,? (.*?)\.(?:\s+[A-Z]|\s*$)", table.__doc__, re.DOTALL)
+        assert fails, f"{name} does not say when it fails"
+        rows.append([f"`{name}`", table.ABOUT.title, " ".join(fails[1].split())])
+    return markdown(["name", "what it shows", "fails if"], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "methods": methods_table,
     "families": families_table,
@@ -312,6 +324,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "claimed": claimed_table,
     "int-flash": int_flash_table,
     "sage2": sage2_table,
+    "papers": papers_table,
     "tasks": tasks_table,
     "compare": compare_table,
     "tune": tune_table,

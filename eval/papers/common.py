@@ -1,0 +1,257 @@
+"""What the papers' tables share: a text read by named methods, made layers with attention sinks, tasks, the print.
+
+A table is a module beside this one with `ABOUT`, `measure(run)`, which yields rows made by `row`, and `broken(rows)`,
+which says which of the paper's claims our own rows contradict. `eval/paper.py` runs it.
+
+Claims about a text are mostly checked on `attention_l1`, the error of each layer's attention alone: KL of a short text
+hangs on few tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qattn_hf.chunks import CHUNK
+from qattn_hf.cli._common import named_recipes, short_name, split_method
+from qattn_hf.errors import QAttnError
+from qattn_hf.fidelity.compare import Beside, full_logits
+from qattn_hf.fidelity.inspection import inspect
+from qattn_hf.fidelity.metrics import AttentionSums, Tokens, over_layers, text_figures, token_figures
+from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.fidelity.texts import Reading
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.methods import get_method
+from qattn_hf.patcher import patch, unpatch
+from qattn_hf.report import report
+from qattn_kernels.online import Scores
+
+Row = dict[str, Any]
+Baseline = Callable[[Call], torch.Tensor]  # the attention output `[B, T, Hq, D]` that a baseline gives
+Way = str | Baseline  # a method with its settings, as `qattn compare` takes it, or a baseline
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries `[1, Hq, S, D]`, keys and values `[1, H, S, D]`
+KEPT = ("kl", "same_top1", "rms_change", "ppl", "ppl_change_pct")
+HELD = ("effective_bits", "skip_rate", "dropped_mass")
+SINKS = "sinkq:sink_skip_layers=0"
+MASS = 0.25  # of the attention that tokens of the smallest keys get: less is no sink
+
+
+@dataclass(frozen=True)
+class About:
+    """What a table is.
+
+    Attributes:
+        title: paper and number.
+        model: the paper's first model, as the hub calls it; "" for tables that need none.
+        tasks: those of lm-eval, or ours, that the paper's figures are of.
+        missing: what cannot be had here, and why.
+    """
+
+    title: str
+    model: str
+    missing: str
+    tasks: tuple[str, ...] = ()
+
+
+@dataclass
+class Run:
+    """A model, what it reads, and the tasks that were asked for with lm-eval's options."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    reading: Reading
+    tasks: list[str] = field(default_factory=list)
+    limit: int | None = None
+    data_dir: Path | None = None
+    source: str = ""
+
+
+def row(source: str, setting: str, paper: Mapping[str, Any], ours: Mapping[str, Any]) -> Row:
+    """One line: `source` is the model or what was made, `paper` its figures there as printed, `ours` what was found."""
+    return {
+        "source": source,
+        "setting": setting,
+        "paper": dict(paper),
+        "ours": {k: rounded(v) for k, v in ours.items()},
+    }
+
+
+def rounded(x: Any) -> Any:
+    return float(f"{x:.4g}") if isinstance(x, float) else x
+
+
+def through(run: Run, ways: Mapping[str, Way]) -> dict[str, Row]:
+    """The text read by each way, through the packed cache where it packs: KL, same top-1, perplexity, `attention_l1`.
+
+    Raises:
+        QAttnError: if a method packed nothing.
+    """
+    tokens: dict[str, list[Tokens]] = {name: [] for name in ways}
+    held: dict[str, Row] = {}
+    recipes = {name: named_recipes([way])[way] for name, way in ways.items() if isinstance(way, str)}
+    packed, others = Beside(run.model, recipes, run.reading.first), dict[str, list[AttentionSums]]()
+
+    def beside(call: Call) -> None:
+        packed(call)
+        skip = max(0, run.reading.first - (call.keys.shape[2] - call.query.shape[2]))
+        for name, way in ways.items():
+            if isinstance(way, str):
+                continue
+            out = way(call)  # of an unscored call too, which may be the prompt that it remembers
+            if skip < call.query.shape[2]:
+                layers = others.setdefault(name, [])
+                if call.layer == len(layers):
+                    layers.append(AttentionSums())
+                layers[call.layer].add(call.out[:, skip:], out[:, skip:])
+
+    for ids in run.reading.groups():
+        packed.renew()
+        with observed(run.model, beside):
+            full = torch.cat(full_logits(run.model, ids, run.reading), 1)[:, :-1]
+        right = ids[:, run.reading.first + 1 :].to(full.device)
+        for name, way in ways.items():
+            found, held[name] = logits(run, way, ids)
+            tokens[name].append({k: x.cpu() for k, x in token_figures(full, found[:, :-1], right).items()})
+    figures = {name: text_figures({k: torch.cat([t[k] for t in of]) for k in of[0]}) for name, of in tokens.items()}
+    sums = packed.sums | others
+    errors = {name: over_layers([layer.figures() for layer in sums[name]])["average"]["relative_l1"] for name in ways}
+    return {name: {"attention_l1": errors[name], **{k: figures[name][k] for k in KEPT}, **held[name]} for name in ways}
+
+
+def logits(run: Run, way: Way, ids: torch.Tensor) -> tuple[torch.Tensor, Row]:
+    """Of the scored tokens, and what the cache held at the end."""
+    if not isinstance(way, str):
+        with observed(run.model, way):
+            return torch.cat(full_logits(run.model, ids, run.reading), 1), {}
+    patch(run.model, recipe=named_recipes([way])[way])
+    try:
+        found = torch.cat(full_logits(run.model, ids, run.reading), 1)
+        held = report(run.model).to_dict()
+    finally:
+        unpatch(run.model)
+    if not held["packed_tokens"]:
+        raise QAttnError(f"{way} packed nothing of {ids.shape[1]} tokens: read longer rows, --tokens")
+    return found, {key: held[key] for key in HELD if held[key] is not None}
+
+
+def scores(run: Run, ways: Mapping[str, Way | None]) -> Iterator[tuple[str, Row]]:
+    """What lm-eval's tasks give each way, None being full precision: its name, and task, metric, value, stderr, n."""
+    if not run.tasks:
+        return
+    from qattn_hf.lm_eval.run import rows
+
+    def ask(name: str, recipe: Any, batch: int) -> Iterator[tuple[str, Row]]:
+        about, options = {"pretrained": run.source}, {"limit": run.limit}
+        settings = {"batch_size": batch}
+        for found in rows(run.model, run.tokenizer, {name: recipe}, run.tasks, run.data_dir, about, settings, options):
+            yield name, {key: found[key] for key in ("task", "metric", "filter", "value", "stderr", "n")}
+        if recipe is not None:
+            unpatch(run.model)
+
+    for name, way in ways.items():
+        if callable(way):  # reads rows without padding only
+            with observed(run.model, way):
+                yield from ask(name, None, 1)
+        else:
+            yield from ask(name, None if way is None else named_recipes([way])[way], 8)
+
+
+def has_sinks(run: Run) -> bool:
+    """Whether the tokens of the smallest keys get a good part of the attention, in the mean of heads and layers."""
+    recipe = named_recipes([SINKS])[SINKS]
+    layers = inspect(run.model, recipe, run.reading.ids[:1])
+    mass = [layer.mass[head, held].sum() for layer in layers for head, held in enumerate(layer.held)]
+    return bool(torch.stack(mass).mean() > MASS)
+
+
+def made_layer(
+    tokens: int = 512, sinks: tuple[int, ...] = (0, 170), heads: int = 4, dim: int = 64, seed: int = 0
+) -> Layer:
+    """A layer as SinkQ's Fig. 1 shows it: channels of large keys, and tokens of small keys that get much attention."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, heads, tokens, dim, generator=g) for _ in range(3))
+    large = torch.rand(1, heads, 1, dim, generator=g).topk(4).indices
+    k.scatter_add_(-1, large.expand(-1, -1, tokens, -1), torch.full((1, heads, tokens, 4), 6.0))
+    q.scatter_add_(-1, large.expand(-1, -1, tokens, -1), torch.full((1, heads, tokens, 4), -2.0))
+    k[:, :, list(sinks)] = torch.randn(1, heads, len(sinks), dim, generator=g) / 4
+    v[:, :, list(sinks)] /= 10
+    return q, k, v
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last queries."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+@torch.inference_mode()
+def layer_error(method: str, layer: Layer, chunk: int = CHUNK) -> dict[str, float]:
+    """Cosine, relative L1 and RMSE of the outputs that a packed layer gives, the prompt's first third left out."""
+    name, settings = split_method(method)
+    q, k, v = layer
+    packed = QAttnLayer(get_method(name)(**settings).last_layer_spec(k.shape[1]))
+    sums, want = AttentionSums(), exact(q, k, v)
+    for start in range(0, q.shape[2], chunk):
+        part = slice(start, min(start + chunk, q.shape[2]))
+        handle, _ = packed.update(k[:, :, part], v[:, :, part])
+        span = torch.tensor([[0, part.stop - start]], dtype=torch.int32)
+        out, _ = packed.attend(q[:, :, part], handle, span, Scores(q.shape[-1] ** -0.5))
+        if start >= q.shape[2] // 3:
+            sums.add(want[:, :, part], out)
+    return sums.figures()
+
+
+def not_below(found: Mapping[str, float], orders: Iterable[tuple[str, str]], what: str) -> list[str]:
+    """Those of `(less, more)` that do not hold."""
+    return [
+        f"{what}: {less} ({found[less]:.4g}) is not below {more} ({found[more]:.4g})"
+        for less, more in orders
+        if not found[less] < found[more]
+    ]
+
+
+def column(rows: list[Row], source: str, figure: str) -> dict[str, float]:
+    """One figure of ours by setting, of one source."""
+    return {row["setting"]: row["ours"][figure] for row in rows if row["source"] == source and figure in row["ours"]}
+
+
+def sources(rows: list[Row], *but: str) -> list[str]:
+    return [source for source in dict.fromkeys(row["source"] for row in rows) if source not in but]
+
+
+def text_rows(run: Run, ways: Mapping[str, Way | None], paper: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
+    """A row a way for the text, then one a way, task and metric; None, full precision, is in the tasks alone."""
+    source = short_name(run.name)
+    for name, found in through(run, {name: way for name, way in ways.items() if way is not None}).items():
+        yield row(source, name, paper.get(name, {}), found)
+    for name, found in scores(run, ways):
+        yield row(f"{source}, {found['task']}", name, paper.get(name, {}), found)
+
+
+def shown(rows: list[Row]) -> str:
+    """The paper's figures beside ours, as Markdown."""
+
+    def words(figures: Mapping[str, Any]) -> str:
+        return ", ".join(f"{key} {value}" for key, value in figures.items() if value is not None)
+
+    lines = [[r["source"], r["setting"], words(r["paper"]), words(r["ours"])] for r in rows]
+    return "\n".join(
+        "| " + " | ".join(line) + " |" for line in [["source", "setting", "paper", "ours"], ["---"] * 4, *lines]
+    )
+
+
+def finish(about: About, rows: Iterable[Row], broken: Callable[[list[Row]], list[str]]) -> list[str]:
+    """Print rows as they come, the table, what is missing; return the claims that do not hold."""
+    found = []
+    for one in rows:
+        found.append(one)
+        print(json.dumps({"table": about.title, **one}), flush=True)
+    print(f"\n{about.title}\n\n{shown(found)}\n\nNot reproduced: {about.missing}")
+    return broken(found)

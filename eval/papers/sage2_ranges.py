@@ -1,0 +1,71 @@
+"""SageAttention2, Figs 4 and 5: channels that stand out in Q, K and V, and INT4 codes of Q before and after smoothing.
+
+Of each layer, made ones and the model's: the mean of a channel by its deviation, largest channel, mean over heads
+(Fig. 4), and the bits of information in the codes of Q, of at most 3.9 with 15 levels (Fig. 5).
+
+Fails if in some made layer, which is biased as in Fig. 4, smoothing does not give the codes more information. Of a
+model's own layers nothing is asserted: where channels are not biased there is nothing to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from papers import sage2
+from papers.common import About, Row, Run, column, not_below, row
+
+from qattn_hf.cli._common import short_name
+from qattn_hf.fidelity.observe import Call, observed
+
+ABOUT = About(
+    title="SageAttention2, Figs 4 and 5",
+    model="meta-llama/Llama-3.1-8B",
+    missing="the figures are plots, of Llama3.1 and CogvideoX, and print no numbers.",
+)
+MEAN, PLAIN, SMOOTH = "mean of layers", "information, plain", "information, smoothed"
+
+
+def bias(x: torch.Tensor) -> float:
+    return (x.mean(-2).abs() / x.std(-2).clamp(min=1e-6)).amax(-1).mean().item()
+
+
+def information(q: torch.Tensor) -> float:
+    """Bits of INT4 codes `[H, S, D]` of a scale a thread, mean over heads."""
+    group = sage2.groups(q.shape[1], "thread", True)
+    top = torch.zeros(len(q), int(group.max()) + 1).scatter_reduce_(
+        1, group.expand(len(q), -1), q.abs().amax(-1), "amax"
+    )
+    codes = torch.round(q / (top / 7).clamp(min=1e-12)[:, group, None]).long() + 7
+    share = torch.stack([torch.bincount(head.flatten(), minlength=15) for head in codes]).double()
+    share = share / share.sum(-1, keepdim=True)
+    return (torch.special.entr(share).sum(-1) / torch.tensor(2.0).log()).mean().item()
+
+
+def of_model(run: Run) -> list[sage2.Layer]:
+    found: list[sage2.Layer] = []
+
+    def keep(call: Call) -> None:
+        found.append((call.query[0].float().cpu(), call.keys[0].float().cpu(), call.values[0].float().cpu()))
+
+    with observed(run.model, keep), torch.inference_mode():
+        run.model(run.reading.ids[:1].to(run.model.device), use_cache=False)
+    return found
+
+
+def measure(run: Run) -> Iterator[Row]:
+    for source, layers in (("made", sage2.made()), (short_name(run.name), of_model(run))):
+        found = []
+        for i, (q, k, v) in enumerate(layers):
+            ours = {"Q": bias(q), "K": bias(k), "V": bias(v), PLAIN: information(q)}
+            found.append({**ours, SMOOTH: information(q - q.mean(-2, keepdim=True))})
+            yield row(source, f"layer {i}", {}, found[-1])
+        yield row(f"{source}, all", MEAN, {}, {key: sum(f[key] for f in found) / len(found) for key in found[0]})
+
+
+def broken(rows: list[Row]) -> list[str]:
+    wrong = []
+    plain, smooth = column(rows, "made", PLAIN), column(rows, "made", SMOOTH)
+    for name in plain:
+        wrong += not_below({"plain": plain[name], "smoothed": smooth[name]}, [("plain", "smoothed")], name)
+    return wrong

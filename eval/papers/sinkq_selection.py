@@ -1,0 +1,74 @@
+"""SinkQ, Fig. 1 with Figs 4 to 6: which tokens to keep in full precision, and which tokens the smallest keys are.
+
+Fig. 1f on made layers with two sinks: error of attention when N tokens are kept by one criterion or another, in the
+statistics of their group or out of them. Fig. 1c: of the N smallest keys, the share that is among the N tokens of most
+attention. Figs 1, 4, 5 and 6 show where keys stand out: of each layer of the model, the attention that its smallest
+three keys get, and their size by the mean. `qattn inspect` draws them.
+
+Fails if, for some N that covers the sinks, the smallest keys are not better than random ones, or the largest are better
+than random ones, or leaving the sinks in the statistics is better; or if the made sinks are not the smallest keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from papers.common import SINKS, About, Row, Run, column, layer_error, made_layer, not_below, row
+
+from qattn_hf.cli._common import named_recipes, short_name
+from qattn_hf.fidelity.inspection import inspect
+
+ABOUT = About(
+    title="SinkQ, Fig. 1, 4, 5 and 6",
+    model="meta-llama/Llama-2-7b-chat-hf",
+    missing="the figures are plots of layer 10, head 17 of LLaMA-2-7B and print no numbers; Fig. 1a, b, d, e and 4 to "
+    "6 are drawn for any model by `qattn inspect --model MODEL --text FILE -o FOLDER`.",
+)
+MADE = "made, two sinks"
+CRITERIA = ("smallest_key", "largest_key", "attention", "random")
+COUNTS = (1, 2, 4, 8)
+
+
+def measure(run: Run) -> Iterator[Row]:
+    layer = made_layer()
+    for n in COUNTS:
+        for select in CRITERIA:
+            for out in (True, False):
+                way = f"sinkq:sink_num={n},sink_select={select},sink_exclude={str(out).lower()},group_size=32"
+                error = layer_error(way, layer)["relative_l1"]
+                yield row(MADE, f"{n} {select}{'' if out else ', in statistics'}", {}, {"relative_l1": error})
+    weights = made_mass(layer[0], layer[1])
+    for n in (2, 8, 32):
+        yield row(MADE, f"overlap of {n}", {}, {"overlap": overlap(layer[1][0].abs().sum(-1), weights, n)})
+    for i, found in enumerate(inspect(run.model, named_recipes([SINKS])[SINKS], run.reading.ids[:1])):
+        small = found.key_norms.topk(3, largest=False).indices
+        mass = found.mass.gather(1, small).sum(1).mean().item()
+        size = (found.key_norms.gather(1, small).mean(1) / found.key_norms.mean(1)).mean().item()
+        ours = {"mass": mass, "size": size, "overlap of 3": overlap(found.key_norms, found.mass, 3)}
+        yield row(short_name(run.name), f"layer {i}, smallest 3 keys", {}, ours)
+
+
+def made_mass(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """What each token of each head gets of the attention of the queries that see it, their mean."""
+    tokens = q.shape[2]
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    weights = (q[0] @ k[0].mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    return weights.sum(1) / torch.arange(tokens, 0, -1)
+
+
+def overlap(norms: torch.Tensor, mass: torch.Tensor, n: int) -> float:
+    """Share of the `n` smallest keys `[H, S]` that are among the `n` tokens of most attention, mean over heads."""
+    small, much = norms.topk(n, largest=False).indices, mass.topk(n).indices
+    return (small[..., None] == much[:, None]).any(-1).float().mean().item()
+
+
+def broken(rows: list[Row]) -> list[str]:
+    error, shared = column(rows, MADE, "relative_l1"), column(rows, MADE, "overlap")
+    wrong = []
+    for n in COUNTS[1:]:
+        small, large, chance = f"{n} smallest_key", f"{n} largest_key", f"{n} random"
+        wrong += not_below(error, [(small, chance), (chance, large), (small, f"{small}, in statistics")], MADE)
+    if shared["overlap of 2"] < 1:
+        wrong.append(f"{MADE}: the smallest keys are not the sinks")
+    return wrong

@@ -1,0 +1,83 @@
+"""Figures of speed and memory: which command makes them on a machine with a GPU, and what was recorded.
+
+TurboAttention Fig. 6 and 7a; SinkQ Fig. 3 and 7; INT-FlashAttention Fig. 2; SageAttention2 Table 12; sparse V 4.2, 4.6,
+4.7, 7.2 and 7.3. `speedup` is the time of the fastest attention of PyTorch by that of the method, from `eval/results/`.
+
+Fails if TurboAttention's recorded decode is not faster than every attention of PyTorch at 32k tokens and a batch of 4,
+where its Fig. 6 has a gain, or if its gain does not grow with the context.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from papers.common import About, Row, Run, column, not_below, row
+
+ABOUT = About(
+    title="Figures of speed",
+    model="",
+    missing="the papers measure an A100, an A800, an RTX4090, an L20, and Apple's M2 and M5; the recorded figures are "
+    "of the GPU that their files name. Whole models of the papers, and the kernels of GEAR and KIVI, are not measured. "
+    "SinkQ's Fig. 7, shares of time inside its attention, has no command.",
+)
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+DECODE, PREFILL, GENERATE = "qattn bench decode", "qattn bench prefill", "qattn bench generate"
+POINTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TurboAttention, Fig. 6, decode": (f"{DECODE} --method turbo", {"speedup, at most": 1.7}),
+    "TurboAttention, Fig. 6, prefill": (f"{PREFILL} --method turbo", {"speedup, at most": 1.8}),
+    "TurboAttention, Fig. 7a": (GENERATE, {"throughput, at most": 2.37}),
+    "SinkQ, Fig. 3": (f"{DECODE} --method sinkq", {"throughput, at most": 2.3, "peak memory, at most": 6.4}),
+    "INT-FlashAttention, Fig. 2": (
+        f"{PREFILL} --method int_flash",
+        {"less time, per cent, 1k to 16k": (31, 52, 66, 72, 73)},
+    ),
+    "SageAttention2, Table 12, Llama3.1": (
+        f"{PREFILL} --method sage2 --method sage2:bits=4",
+        {"48k, RTX4090, s": (9.2, 5.7, 5.6), "100k, L20, s": (39.9, 25.4, 23.2)},  # original, 8b, 4b
+    ),
+    "Sparse V, 4.2, 4.6, 4.7, 7.2 and 7.3": (
+        f"{DECODE} --method turboquant:k_format=turbo3,v_format=turbo3,sparse_v_tau=1e-6",
+        {"decode, per cent, short to 32k": (1.4, 4.0, 7.2, 12.9, 22.8), "prefill at 4k, per cent": 2.8},
+    ),
+}
+WAYS = ("turbo", "sinkq", "int_flash", "sage2", "sage2:bits=4", "turboquant:k_format=turbo3,v_format=turbo3")
+BATCH, LONG, SHORT = 4, 32768, 2048
+
+
+def gains(bench: str, length: str) -> Iterator[Row]:
+    """Of each recorded point and method of the papers, the fastest attention of PyTorch by it."""
+    path = RESULTS / f"speed-{bench}.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
+    best: dict[tuple[int, int], float] = {}
+    for one in found["rows"]:
+        if one["way"].startswith("sdpa") and "packed" not in one["way"] and "ms" in one:
+            point = one["batch"], one[length]
+            best[point] = min(one["ms"], best.get(point, float("inf")))
+    for one in found["rows"]:
+        point = one["batch"], one[length]
+        if one["way"] in WAYS and "ms" in one and point in best:
+            source = f"recorded {bench}, {one['way']}, batch {point[0]}, {found['device']}"
+            yield row(source, f"{point[1]} tokens", {}, {"speedup": best[point] / one["ms"]})
+
+
+def measure(run: Run | None) -> Iterator[Row]:
+    for figure, (command, paper) in POINTERS.items():
+        yield row("papers", figure, paper, {"command": command})
+    yield from gains("decode", "context")
+    yield from gains("prefill", "tokens")
+
+
+def broken(rows: list[Row]) -> list[str]:
+    source = next(
+        (r["source"] for r in rows if r["source"].startswith(f"recorded decode, turbo, batch {BATCH},")), None
+    )
+    if source is None:
+        return ["nothing is recorded: python eval/gpu.py --only decode, on a machine with a GPU"]
+    speedup = {**column(rows, source, "speedup"), "PyTorch's": 1.0}
+    long, short = (f"{tokens} tokens" for tokens in (LONG, SHORT))
+    if missing := {long, short} - set(speedup):
+        return [f"{source}: {', '.join(sorted(missing))} is not recorded"]
+    return not_below(speedup, [("PyTorch's", long), (short, long)], source)
