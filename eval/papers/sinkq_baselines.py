@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from baselines.evict import Evict, ZipCache
 from papers.common import About, Row, Run, Way, column, not_below, sources, text_rows
+from papers.sinkq_accuracy import LONG, TASKS
 
 from qattn_hf.fidelity.texts import Reading
 
@@ -21,18 +22,6 @@ ABOUT = About(
     "references of one text. Table 8's averages are copies of Table 7's. SinkQ's line of "
     "Table 8 is not the one of its Table 1. Of ZipCache, whose other settings are not said, nothing is asserted, "
     "nor of the error of attention alone.",
-)
-LONG = ("qasper", "gov_report", "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p", "average")
-SHORT = (
-    "gsm8k 8",
-    "gsm8k 8 cot",
-    "gsm8k 0 cot",
-    "bbh 3",
-    "bbh 3 cot",
-    "bbh 0 cot",
-    "humaneval 1",
-    "humaneval 10",
-    "avg",
 )
 SINKQ, EVICTIONS = "SinkQ", ("SnapKV", "H2O", "Streaming")
 TABLE_7 = {
@@ -64,7 +53,7 @@ def measure(run: Run) -> Iterator[Row]:
     }
     paper = {name: dict(zip(LONG, figures, strict=True)) for name, figures in TABLE_7.items()}
     for name, figures in TABLE_8.items():
-        paper[name] = {**paper.get(name, {}), **dict(zip(SHORT, figures, strict=True))}
+        paper[name] = {**paper.get(name, {}), **dict(zip(TASKS, figures, strict=True))}
     yield from text_rows(dataclasses.replace(run, reading=reading, tasks=[]), ways, paper)
 
 
