@@ -27,7 +27,9 @@ def script(name: str) -> ModuleType:
     return module
 
 
-record, tables, gpu, gpu_tests, recipes = (script(name) for name in ("record", "tables", "gpu", "gpu_tests", "recipes"))
+record, tables, gpu, gpu_parts, gpu_tests, recipes = (
+    script(name) for name in ("record", "tables", "gpu", "gpu_parts", "gpu_tests", "recipes")
+)
 
 
 def run_record(tmp_path: Path, code: str, *arguments: str, name: str = "sample") -> Path:
@@ -147,7 +149,8 @@ def test_speed_tables_hold_the_rows_of_the_benches(tmp_path):
 def test_one_failing_part_costs_no_other(tmp_path, monkeypatch, capfd):
     """Results of the parts that work are written, the old result of the one that fails stays, the exit code tells."""
     ok, bad = (["python", "-c", code] for code in ("print('{\"ms\": 1}')", "print('{\"ms\": 2}'); raise SystemExit(3)"))
-    monkeypatch.setattr(gpu, "parts", lambda *_: {"tests": [("a", bad)], "decode": [("b", ok)], "prefill": [("c", ok)]})
+    chains = {"tests": [[("a", bad), ("after", ok)]], "decode": [[("b", ok)]], "prefill": [[("c", ok)]]}
+    monkeypatch.setattr(gpu, "parts", lambda *_: chains)
     old = tmp_path / "a.json"
     old.write_text("old")
     with pytest.raises(SystemExit) as ended:
@@ -155,26 +158,46 @@ def test_one_failing_part_costs_no_other(tmp_path, monkeypatch, capfd):
     assert ended.value.code == 1 and old.read_text() == "old"
     assert json.loads((tmp_path / "b.json").read_text())["rows"] == [{"ms": 1}]
     assert not (tmp_path / "c.json").exists(), "only what was chosen runs"
+    assert not (tmp_path / "after.json").exists(), "what needs the failed one does not run"
     said = capfd.readouterr().out
     assert "== a" in said and "a: FAILED" in said and "b: recorded" in said
 
 
 def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
     (tmp_path / "models" / "net").mkdir(parents=True)
-    parts = gpu.parts(["--quick"], tmp_path, list(gpu.QUALITY_METHODS))
-    [(name, command)] = parts["prefill"]
+    (tmp_path / "data" / "books").mkdir(parents=True)
+    (tmp_path / "data" / "books" / "heldout.txt").write_text("one\ntwo\nthree\n")
+    found = gpu_parts.parts(["--quick"], tmp_path, list(gpu_parts.QUALITY_METHODS), tmp_path)
+    assert set(found) == set(gpu.KNOWN)
+    [[(name, command)]] = found["prefill"]
     assert name == "speed-prefill" and command[:6] == ["python", "-m", "qattn_hf", "bench", "prefill", "--json"]
-    assert command[-3:] == ["--method", gpu.PREFILL_METHODS[-1], "--quick"]
-    for name, command in parts["quality"]:
+    assert command[-3:] == ["--method", gpu_parts.PREFILL_METHODS[-1], "--quick"]
+    for [(name, command)] in found["quality"]:
         result = name.replace("net", "tiny-llama-28m") + ".json"
         recorded = json.loads((ROOT / "eval" / "results" / result).read_text())["command"]
         assert name.startswith("quality-full-net-") and command[-2:] == recorded.split()[-2:]
-    assert len(parts["quality"]) == len(gpu.QUALITY_METHODS)
+    assert len(found["quality"]) == len(found["tasks"]) == len(gpu_parts.QUALITY_METHODS)
+    [[(name, tune), (_, compare)]] = found["compare"]
+    recipe = tune[tune.index("--output") + 1]
+    assert name == "tune-net" and compare[-1].endswith(f",{recipe}"), "what was tuned is compared"
+    assert (tmp_path / "first-half.txt").read_text() + (tmp_path / "second-half.txt").read_text() == "one\ntwo\nthree\n"
+    names = {name for [(name, _)] in found["tables"]}
+    assert "table-sinkq_sinks-net" in names and "table-turbo_sas-net" not in names, "that one reads no model"
     for arguments in (["--only", "speed"], ["--only", "quality"]):
         with pytest.raises(SystemExit):
             gpu.main(arguments)
     said = capsys.readouterr().err
-    assert "the parts are tests, decode" in said and "needs --yardstick" in said
+    assert "the parts are tests, recipes" in said and "needs --yardstick" in said
+
+
+@pytest.mark.parametrize("family", ["kivi", "8bit"])
+def test_settings_of_quality_are_those_of_the_tasks(tmp_path, family):
+    """Every setting that the yardstick reads is asked for in lm-eval's tasks, as the command understands it."""
+    from qattn_hf.cli.eval import chosen_recipes
+
+    _, command = gpu_parts.tasks(tmp_path, tmp_path / "net", family)
+    asked = [command[i + 1] for i, text in enumerate(command) if text == "--method"]
+    assert len(chosen_recipes(asked, None)) == 3 and ("full" in asked) == (family == "8bit")
 
 
 def test_gpu_tests_are_found_by_name(tmp_path, monkeypatch):

@@ -1,0 +1,123 @@
+"""What `eval/gpu.py` measures: the settings, and the command of each part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from qattn_hf.cli._common import split_methods
+
+# Settings whose quality is recorded, by the yardstick and in lm-eval's tasks: a result for each family and model, so
+# that a new method needs no run of all.
+QUALITY_METHODS = {
+    "8bit": "fp,int8,fp8",
+    "kivi": "kivi:bits=4,kivi:bits=2,kivi:bits=2,group_size=128,residual_length=32",
+    "turbo": "turbo,turbo:bits=mixed,turbo:bits=2,turbo:softmax=sas",
+    "sinkq": "sinkq,sinkq:sink_skip_layers=0",
+    "turbo_sink": "turbo:sink_num=3,sink_window=8,turbo:bits=mixed,sink_num=3,sink_window=8",
+    "sage2": "sage2,sage2:bits=4,sage2:bits=4,smooth_q=none,sage2:bits=4,smooth_k=false,sage2:version=1",
+    "turboquant": (
+        "turboquant,turboquant:k_format=turbo4,turboquant:k_format=q4,v_format=q4,"
+        "turboquant:k_format=turbo3,v_format=turbo3,turboquant:k_format=turbo2,v_format=turbo2"
+    ),
+    "int_flash": "int_flash,int_flash:mode=half,int_flash:bits=4,int_flash:bits=4,rotate=hadamard",
+}
+DECODE_METHODS = (
+    "turbo",
+    "int8",
+    "fp8",
+    "int_flash",
+    "none",
+    "kivi:bits=4,group_size=128",
+    "kivi:bits=2,group_size=128,residual_length=32",
+    "sinkq",
+    "turbo:sink_num=3",
+    "turboquant",
+    "turboquant:k_format=turbo4",
+    "turboquant:k_format=turbo3,v_format=turbo3",
+    "sage2",
+    "sage2:bits=4",
+)
+PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "turboquant", "sinkq", "sage2", "sage2:bits=4")
+TASKS = ("sums", "recall_10", "recall_40", "recall_100", "qattn_wikitext")  # each read through the packed cache
+COMPARED = (
+    "none,int8,fp8,int_flash,sage2,sage2:bits=4,kivi:bits=4,kivi:bits=2,sinkq,turbo,turbo:bits=mixed,turbo:bits=2,"
+    "turbo_sink,turbo_sink_k4v2,turboquant,turboquant:k_format=turbo4"
+)
+TUNED_BITS = "3.25"
+TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
+Part = tuple[str, list[str]]
+Chain = list[Part]  # parts of which each needs the one before
+
+
+def bench(name: str, *options: str) -> list[str]:
+    return ["python", "-m", "qattn_hf", "bench", name, "--json", *options]
+
+
+def parts(options: list[str], yardstick: Path | None, families: list[str], kept: Path) -> dict[str, list[Chain]]:
+    """What each part records: names of results, with the commands that print their rows; `kept` is for files."""
+    methods, prefilled = (
+        [text for method in found for text in ("--method", method)] for found in (DECODE_METHODS, PREFILL_METHODS)
+    )
+    found = {
+        "tests": [[("gpu-tests", ["python", "eval/gpu_tests.py", "-n", str(TEST_PROCESSES), "--dist", "worksteal"])]],
+        "decode": [[("speed-decode", bench("decode", *methods, *options))]],
+        "prefill": [[("speed-prefill", bench("prefill", *prefilled, *options))]],
+        "generate": [[("speed-generate", bench("generate", "--way", "all", *options))]],
+    }
+    if yardstick is not None:
+        models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
+        pairs = [(family, model) for family in families for model in models]
+        found["recipes"] = [[("recipes", ["python", "eval/recipes.py", str(yardstick)])]]
+        found["quality"] = [[quality(yardstick, model, family)] for family, model in pairs]
+        found["tasks"] = [[tasks(yardstick, model, family)] for family, model in pairs]
+        found["tables"] = [[paper(yardstick, model, name)] for name in paper_tables() for model in models]
+        found["compare"] = [fidelity(yardstick, model, kept) for model in models]
+    return found
+
+
+def quality(yardstick: Path, model: Path, family: str) -> Part:
+    """The full run of the yardstick over one model, for one family of settings."""
+    script, data = yardstick / "check" / "yardstick.py", yardstick / "data"
+    command = ["python", str(script), str(model), str(data), "--methods", QUALITY_METHODS[family]]
+    return f"quality-full-{model.name}-{family}", command
+
+
+def tasks(yardstick: Path, model: Path, family: str) -> Part:
+    """Tasks that the small models were trained for, and perplexity, through lm-eval and the packed cache."""
+    settings = ("full" if text == "fp" else text for text in split_methods([QUALITY_METHODS[family]]))
+    chosen = [text for name in TASKS for text in ("--task", name)]
+    chosen += [text for name in settings for text in ("--method", name)]
+    data = ["--data-dir", str(yardstick / "data"), "--dtype", "float32", "--batch-size", "50"]
+    command = ["python", "-m", "qattn_hf", "eval", "--json", "--model", str(model), *data, *chosen]
+    return f"tasks-{model.name}-{family}", command
+
+
+def paper_tables() -> list[str]:
+    """Those of `eval/paper.py` that read a model; the others need no GPU."""
+    from paper import tables
+
+    return [name for name, table in tables().items() if table.ABOUT.model]
+
+
+def paper(yardstick: Path, model: Path, name: str) -> Part:
+    """A paper's table with one model; recorded if the paper's claims hold on it."""
+    text = ["--text", str(yardstick / "data" / "books" / "heldout.txt")]
+    return f"table-{name}-{model.name}", ["python", "eval/paper.py", name, "--model", str(model), *text]
+
+
+def fidelity(yardstick: Path, model: Path, kept: Path) -> Chain:
+    """Tuned on the first half of a book collection, then beside the methods on the second."""
+    lines = (yardstick / "data" / "books" / "heldout.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    halves = kept / "first-half.txt", kept / "second-half.txt"
+    for path, half in zip(halves, (lines[: len(lines) // 2], lines[len(lines) // 2 :]), strict=True):
+        path.write_text("".join(half), encoding="utf-8")
+    recipe, picture = (kept / name for name in (f"tuned-{model.name}.yaml", f"{model.name}.png"))
+    same = ["--model", str(model), "--dtype", "float32", "--json"]
+    tune = ["--text", str(halves[0]), "--bits", TUNED_BITS, "--check-rows", "12", "--output", str(recipe)]
+    beside = ["--text", str(halves[1]), "--rows", "12", "--tokens", "1024", "--steps", "64", "--picture", str(picture)]
+    beside += ["--methods", f"{COMPARED},{recipe}"]
+    return [
+        (f"tune-{model.name}", ["python", "-m", "qattn_hf", "tune", *same, *tune]),
+        (f"compare-{model.name}", ["python", "-m", "qattn_hf", "compare", *same, *beside]),
+    ]
