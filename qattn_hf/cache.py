@@ -14,6 +14,7 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.pool import Pool
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
+from qattn_hf.share import share_of
 from qattn_kernels.spec import LayerSpec
 
 
@@ -75,7 +76,8 @@ class QAttnCache(Cache):
             return patched.new_cache(max_cache_len)
         chosen = find_recipe(method, recipe, settings).for_model(model.config)
         check_packs(chosen)
-        return cls(chosen.layer_specs(model.config, model.device.type), chosen, max_cache_len, model.device.type)
+        specs = chosen.layer_specs(model.config, model.device.type, share_of(model))
+        return cls(specs, chosen, max_cache_len, model.device.type)
 
     @property
     def device(self) -> torch.device:

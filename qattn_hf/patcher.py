@@ -15,6 +15,7 @@ from qattn_hf.capture import resolve_decode
 from qattn_hf.errors import QAttnError
 from qattn_hf.over_cache import STEPS
 from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.share import share_of
 from qattn_hf.support import check_model, check_selected
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -46,7 +47,7 @@ def patch(
     check_model(model)
     _compat.warn_if_untested()
     chosen = find_recipe(method, recipe, settings).for_model(model.config)
-    specs = chosen.layer_specs(model.config, model.device.type)
+    specs = chosen.layer_specs(model.config, model.device.type, share_of(model))
     decode = resolve_decode(model, chosen.settings.decode) if chosen.settings.packs() else ("stock", STEPS)
     if hasattr(model, "_qattn"):
         unpatch(model)

@@ -34,6 +34,7 @@ from qattn_hf.assets import configs_dir
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import Chosen, find_family
 from qattn_hf.methods import Method, get_method, list_methods
+from qattn_hf.share import ALL, Share, own_part
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.support import no_triton, unsupported
 
@@ -114,8 +115,10 @@ class Recipe:
         said = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
         return yaml.safe_dump(said, sort_keys=False, default_flow_style=None)
 
-    def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu") -> list[LayerSpec]:
+    def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu", share: Share = ALL) -> list[LayerSpec]:
         """What each layer of a model with this config stores, and who computes it on this type of device.
+
+        Of a model that is split over processes, the part of this one.
 
         Raises:
             RecipeError: if a setting does not fit the model, as a list of heads of another length, or Triton kernels
@@ -131,6 +134,7 @@ class Recipe:
         try:
             for i in range(layers):
                 spec = self.settings_of(i).layer_spec(i, layers, heads)
+                spec = own_part(spec, heads, share)
                 reason = no_triton(device_type) or unsupported(spec, heads, text.num_attention_heads, dim, dim)
                 specs.append(dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason)))
         except ValueError as error:

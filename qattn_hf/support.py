@@ -6,6 +6,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.share import splits
 
 OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate")
 
@@ -58,7 +59,9 @@ def _check_untouched(model: PreTrainedModel) -> None:
     ours = hasattr(model, "_qattn")
     found = [] if ours else [name for name in OVERRIDES if name in vars(model)]
     for name, module in model.named_modules():
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's dispatch is no patch
+        own = vars(module).get("forward")
+        # accelerate's dispatch is no patch, nor is tensor parallelism
+        if own is not None and not hasattr(module, "_hf_hook") and not splits(own):
             found.append(f"{name or type(module).__name__}.forward")
     if found:
         raise UnsupportedError(

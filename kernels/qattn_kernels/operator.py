@@ -132,9 +132,10 @@ def attend(
         from qattn_kernels.fused import fused_step
         from qattn_kernels.rotate import launch
 
-        query, key, value = _turned(query, key, value, layer.compute, launch.rotate)
-        out, lse = fused_step(query, key, value, span, named, layer, scores, past)
-        return out if layer.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
+        with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
+            query, key, value = _turned(query, key, value, layer.compute, launch.rotate)
+            out, lse = fused_step(query, key, value, span, named, layer, scores, past)
+            return out if layer.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
         query, key, value = _turned(query, key, value, layer.compute, partial(map, rotate))
         out, lse = reference_step(query, key, value, span, named, layer, scores)

@@ -63,7 +63,8 @@ def over(
     if layer.impl == "triton":
         from qattn_kernels.prefill.launch import prefill  # Triton is loaded when it is first used
 
-        return prefill(query, _panel(key, value, key_mask, rows, layer), layer, scores)
+        with torch.cuda.device_of(query):  # as in `operator.attend`
+            return prefill(query, _panel(key, value, key_mask, rows, layer), layer, scores)
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
         return _reference(query, key, value, key_mask, rows, layer, scores)
 

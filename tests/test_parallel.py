@@ -1,0 +1,91 @@
+"""Models that are split over processes by tensor parallelism: each packs its own heads."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import random_ids, tiny_llama
+
+from qattn_hf import patch, report
+from qattn_hf.methods import get_method
+from qattn_hf.share import Share, own_part
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENS = 200
+LISTS = {"bits": "mixed", "k_low_heads": [[0, 1], [2]], "v_low_heads": [[3], []]}
+
+
+def split(folder: Path, method: str, settings: dict[str, Any], processes: int = 2) -> dict[str, Any]:
+    """What `split_model.py` found, in as many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+    script = [str(ROOT / "tests" / "split_model.py"), str(folder), method, json.dumps(settings), str(TOKENS)]
+    paths = os.pathsep.join(
+        [*(str(ROOT / name) for name in (".", "kernels", "tests")), os.environ.get("PYTHONPATH", "")]
+    )
+    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, *launch, *script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def whole(model: Any, method: str, settings: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits and report of the same model in one process."""
+    patch(model, method, **settings)
+    wanted = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    out = model.generate(random_ids(2, TOKENS).to(model.device), **wanted)
+    return torch.stack(out.logits).cpu(), report(model).to_dict()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    four_heads().save_pretrained(path)
+    return path
+
+
+def four_heads() -> Any:
+    return tiny_llama(num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_parallel_cuda.py does this on GPUs")
+@pytest.mark.parametrize("settings", [{}, LISTS], ids=["4 bits", "lists of heads"])
+def test_a_split_model_computes_what_the_whole_one_does(folder: Path, settings: dict[str, Any]):
+    found = split(folder, "turbo", settings)
+    logits, held = whole(four_heads(), "turbo", settings)
+    assert found["world_size"] == 2 and found["packed_tokens"] == held["packed_tokens"] > 0
+    assert abs(found["kv_bytes"] / held["kv_bytes"] - 0.5) < 0.05, "each process holds its own heads"
+    assert found["decode_reason"] is not None
+    # sums over processes are added in another order, and codes may fall to the other side of a rounding
+    torch.testing.assert_close(torch.tensor(found["logits"]), logits, atol=2e-3, rtol=0)
+    for part, all_heads in zip(found["bits_per_head"], held["layers"], strict=True):
+        assert part == {side: [row[:2] for row in bits] for side, bits in all_heads["bits_per_head"].items()}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says nothing of a GPU")
+def test_what_does_not_divide_is_refused(folder: Path):
+    assert "do not divide among 2 processes" in split(folder, "turbo", {"bits": "mixed", "n_h": 1})["refused"]
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_a_part_counts_its_heads_anew(smooth: bool):
+    settings = get_method("turbo")(**LISTS, smooth_k=smooth)
+    first, second = (own_part(settings.layer_spec(0, 2, 4), 4, Share(rank, 2)) for rank in (0, 1))
+    assert first.k.core.low_heads == (0, 1) and second.k.core.low_heads == ()
+    assert first.v.core.low_heads == () and second.v.core.low_heads == (1,)
+    assert [spec.k.core.n_low for spec in (first, second)] == [2, 0]
+    assert first.window == settings.window() and type(first.k) is type(second.k)
+    counted = own_part(get_method("turbo")(bits="mixed", smooth_k=smooth).layer_spec(0, 2, 4), 4, Share(1, 2))
+    assert counted.k.core.n_low == counted.v.core.n_low == 1
+    with pytest.raises(ValueError, match="4 KV heads do not divide among 3"):
+        own_part(settings.layer_spec(0, 2, 4), 4, Share(0, 3))
