@@ -22,13 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from gpu_parts import QUALITY_METHODS, Chain, Part, parts
+from gpu_parts import QUALITY_METHODS, RESULTS, Part, parts
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
-KNOWN = ("tests", "recipes", "quality", "tasks", "tables", "compare", "decode", "prefill", "generate")
-ASKING = KNOWN[1:6]  # for the yardstick
-TIMED = KNOWN[6:]
+KNOWN = ("tests", "recipes", "quality", "tasks", "tables", "tune", "compare", "decode", "prefill", "generate")
+ASKING = KNOWN[1:7]  # for the yardstick
+TIMED = KNOWN[7:]
 MANY_GPUS = ("tests", "recipes")  # spread themselves over all of them
 
 
@@ -46,28 +45,17 @@ def record(part: Part, results: Path, gpu: int | None = None) -> tuple[int, str]
     return code, f"{name}: {verdict}, {time.perf_counter() - began:.0f} s"
 
 
-def record_all(chain: Chain, results: Path, gpu: int | None) -> list[tuple[int, str]]:
-    """The parts of a chain one after another, up to one that fails."""
-    found = []
-    for part in chain:
-        found.append(record(part, results, gpu))
-        if found[-1][0]:
-            break
-    return found
-
-
-def run(chosen: dict[str, list[Chain]], results: Path) -> list[tuple[int, str]]:
+def run(chosen: dict[str, list[Part]], results: Path) -> list[tuple[int, str]]:
     """Everything, side by side what times nothing, as many at once as there are cores."""
     gpus = torch.cuda.device_count()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         begun = []
         for name in (name for name in chosen if name not in TIMED):
-            for i, chain in enumerate(chosen[name]):
+            for i, part in enumerate(chosen[name]):
                 gpu = None if gpus < 2 or name in MANY_GPUS else i % gpus
-                begun.append(pool.submit(record_all, chain, results, gpu))
-        summary = [line for chain in begun for line in chain.result()]
-    timed = [chain for name in TIMED for chain in chosen.get(name, [])]
-    return summary + [line for chain in timed for line in record_all(chain, results, None)]
+                begun.append(pool.submit(record, part, results, gpu))
+        summary = [part.result() for part in begun]
+    return summary + [record(part, results) for name in TIMED for part in chosen.get(name, [])]
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
+import yaml
+
 from qattn_hf.cli._common import split_methods
 
+RESULTS = Path(__file__).resolve().parent / "results"
 # Settings whose quality is recorded, by the yardstick and in lm-eval's tasks: a result for each family and model, so
 # that a new method needs no run of all.
 QUALITY_METHODS = {
@@ -47,32 +51,33 @@ COMPARED = (
 TUNED_BITS = "3.25"
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
 Part = tuple[str, list[str]]
-Chain = list[Part]  # parts of which each needs the one before
 
 
 def bench(name: str, *options: str) -> list[str]:
     return ["python", "-m", "qattn_hf", "bench", name, "--json", *options]
 
 
-def parts(options: list[str], yardstick: Path | None, families: list[str], kept: Path) -> dict[str, list[Chain]]:
+def parts(options: list[str], yardstick: Path | None, families: list[str], kept: Path) -> dict[str, list[Part]]:
     """What each part records: names of results, with the commands that print their rows; `kept` is for files."""
     methods, prefilled = (
         [text for method in found for text in ("--method", method)] for found in (DECODE_METHODS, PREFILL_METHODS)
     )
     found = {
-        "tests": [[("gpu-tests", ["python", "eval/gpu_tests.py", "-n", str(TEST_PROCESSES), "--dist", "worksteal"])]],
-        "decode": [[("speed-decode", bench("decode", *methods, *options))]],
-        "prefill": [[("speed-prefill", bench("prefill", *prefilled, *options))]],
-        "generate": [[("speed-generate", bench("generate", "--way", "all", *options))]],
+        "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", str(TEST_PROCESSES), "--dist", "worksteal"])],
+        "decode": [("speed-decode", bench("decode", *methods, *options))],
+        "prefill": [("speed-prefill", bench("prefill", *prefilled, *options))],
+        "generate": [("speed-generate", bench("generate", "--way", "all", *options))],
     }
     if yardstick is not None:
         models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
         pairs = [(family, model) for family in families for model in models]
-        found["recipes"] = [[("recipes", ["python", "eval/recipes.py", str(yardstick)])]]
-        found["quality"] = [[quality(yardstick, model, family)] for family, model in pairs]
-        found["tasks"] = [[tasks(yardstick, model, family)] for family, model in pairs]
-        found["tables"] = [[paper(yardstick, model, name)] for name in paper_tables() for model in models]
-        found["compare"] = [fidelity(yardstick, model, kept) for model in models]
+        found["recipes"] = [("recipes", ["python", "eval/recipes.py", str(yardstick)])]
+        found["quality"] = [quality(yardstick, model, family) for family, model in pairs]
+        found["tasks"] = [tasks(yardstick, model, family) for family, model in pairs]
+        found["tables"] = [paper(yardstick, model, name) for name in paper_tables() for model in models]
+        first, second = halves(yardstick, kept)
+        found["tune"] = [tune(model, first, kept) for model in models]
+        found["compare"] = [compare(model, second, kept) for model in models]
     return found
 
 
@@ -106,18 +111,31 @@ def paper(yardstick: Path, model: Path, name: str) -> Part:
     return f"table-{name}-{model.name}", ["python", "eval/paper.py", name, "--model", str(model), *text]
 
 
-def fidelity(yardstick: Path, model: Path, kept: Path) -> Chain:
-    """Tuned on the first half of a book collection, then beside the methods on the second."""
-    lines = (yardstick / "data" / "books" / "heldout.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    halves = kept / "first-half.txt", kept / "second-half.txt"
-    for path, half in zip(halves, (lines[: len(lines) // 2], lines[len(lines) // 2 :]), strict=True):
-        path.write_text("".join(half), encoding="utf-8")
-    recipe, picture = (kept / name for name in (f"tuned-{model.name}.yaml", f"{model.name}.png"))
-    same = ["--model", str(model), "--dtype", "float32", "--json"]
-    tune = ["--text", str(halves[0]), "--bits", TUNED_BITS, "--check-rows", "12", "--output", str(recipe)]
-    beside = ["--text", str(halves[1]), "--rows", "12", "--tokens", "1024", "--steps", "64", "--picture", str(picture)]
-    beside += ["--methods", f"{COMPARED},{recipe}"]
-    return [
-        (f"tune-{model.name}", ["python", "-m", "qattn_hf", "tune", *same, *tune]),
-        (f"compare-{model.name}", ["python", "-m", "qattn_hf", "compare", *same, *beside]),
-    ]
+def halves(yardstick: Path, kept: Path) -> tuple[Path, Path]:
+    """A book collection cut in the middle: to tune on, and to compare on."""
+    text = (yardstick / "data" / "books" / "heldout.txt").read_text(encoding="utf-8")
+    found = kept / "first-half.txt", kept / "second-half.txt"
+    for path, half in zip(found, (text[: len(text) // 2], text[len(text) // 2 :]), strict=True):
+        path.write_text(half, encoding="utf-8")
+    return found
+
+
+def tune(model: Path, text: Path, kept: Path) -> Part:
+    """The recipe of fewest losses in `TUNED_BITS`, beside others, on rows that it has not seen."""
+    recipe = kept / f"tuned-{model.name}.yaml"
+    budget = ["--bits", TUNED_BITS, "--check-rows", "12", "--output", str(recipe)]
+    command = ["python", "-m", "qattn_hf", "tune", "--json", "--model", str(model), "--dtype", "float32"]
+    return f"tune-{model.name}", [*command, "--text", str(text), *budget]
+
+
+def compare(model: Path, text: Path, kept: Path) -> Part:
+    """Methods beside full precision, and the recipe that was tuned for this model, if that is recorded."""
+    methods, recorded = COMPARED, RESULTS / f"tune-{model.name}.json"
+    if recorded.is_file():
+        recipe = kept / f"tuned-{model.name}.yaml"
+        row = next(row for row in json.loads(recorded.read_text(encoding="utf-8"))["rows"] if row["method"] == "tuned")
+        recipe.write_text(yaml.safe_dump(row["recipe"]), encoding="utf-8")
+        methods += f",{recipe}"
+    command = ["python", "-m", "qattn_hf", "compare", "--json", "--model", str(model), "--dtype", "float32"]
+    read = ["--text", str(text), "--rows", "12", "--tokens", "1024", "--steps", "64"]
+    return f"compare-{model.name}", [*command, *read, "--methods", methods]

@@ -20,6 +20,7 @@ from unittest import mock
 from family_tables import families_table
 from fidelity_tables import compare_table, tune_table
 from recorded import Result, load, markdown, origin
+from task_tables import scores_table, tasks_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -290,17 +291,6 @@ def report_example(results: Path) -> str:
     return f"```text\n{printed.getvalue().rstrip()}\n```"
 
 
-def tasks_table(results: Path) -> str:
-    """The task files, each by the comment that it begins with."""
-    rows = []
-    for path in sorted((ROOT / "eval" / "tasks").glob("*.yaml")):
-        text = path.read_text(encoding="utf-8")
-        about = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
-        name = re.search(r"^(?:group|task): (\S+)$", text, re.MULTILINE)
-        rows.append([f"`{name[1] if name else path.stem}`", about])
-    return markdown(["task", "what it is"], rows)
-
-
 def papers_table(results: Path) -> str:
     """The commands of the papers' tables, and the claims that each checks."""
     from paper import tables  # loads transformers
@@ -326,6 +316,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sage2": sage2_table,
     "papers": papers_table,
     "tasks": tasks_table,
+    "scores": scores_table,
     "compare": compare_table,
     "tune": tune_table,
     "decode": partial(speed_table, bench="decode"),

@@ -149,8 +149,7 @@ def test_speed_tables_hold_the_rows_of_the_benches(tmp_path):
 def test_one_failing_part_costs_no_other(tmp_path, monkeypatch, capfd):
     """Results of the parts that work are written, the old result of the one that fails stays, the exit code tells."""
     ok, bad = (["python", "-c", code] for code in ("print('{\"ms\": 1}')", "print('{\"ms\": 2}'); raise SystemExit(3)"))
-    chains = {"tests": [[("a", bad), ("after", ok)]], "decode": [[("b", ok)]], "prefill": [[("c", ok)]]}
-    monkeypatch.setattr(gpu, "parts", lambda *_: chains)
+    monkeypatch.setattr(gpu, "parts", lambda *_: {"tests": [("a", bad)], "decode": [("b", ok)], "prefill": [("c", ok)]})
     old = tmp_path / "a.json"
     old.write_text("old")
     with pytest.raises(SystemExit) as ended:
@@ -158,7 +157,6 @@ def test_one_failing_part_costs_no_other(tmp_path, monkeypatch, capfd):
     assert ended.value.code == 1 and old.read_text() == "old"
     assert json.loads((tmp_path / "b.json").read_text())["rows"] == [{"ms": 1}]
     assert not (tmp_path / "c.json").exists(), "only what was chosen runs"
-    assert not (tmp_path / "after.json").exists(), "what needs the failed one does not run"
     said = capfd.readouterr().out
     assert "== a" in said and "a: FAILED" in said and "b: recorded" in said
 
@@ -169,25 +167,30 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
     (tmp_path / "data" / "books" / "heldout.txt").write_text("one\ntwo\nthree\n")
     found = gpu_parts.parts(["--quick"], tmp_path, list(gpu_parts.QUALITY_METHODS), tmp_path)
     assert set(found) == set(gpu.KNOWN)
-    [[(name, command)]] = found["prefill"]
+    [(name, command)] = found["prefill"]
     assert name == "speed-prefill" and command[:6] == ["python", "-m", "qattn_hf", "bench", "prefill", "--json"]
     assert command[-3:] == ["--method", gpu_parts.PREFILL_METHODS[-1], "--quick"]
-    for [(name, command)] in found["quality"]:
+    for name, command in found["quality"]:
         result = name.replace("net", "tiny-llama-28m") + ".json"
         recorded = json.loads((ROOT / "eval" / "results" / result).read_text())["command"]
         assert name.startswith("quality-full-net-") and command[-2:] == recorded.split()[-2:]
     assert len(found["quality"]) == len(found["tasks"]) == len(gpu_parts.QUALITY_METHODS)
-    [[(name, tune), (_, compare)]] = found["compare"]
-    recipe = tune[tune.index("--output") + 1]
-    assert name == "tune-net" and compare[-1].endswith(f",{recipe}"), "what was tuned is compared"
+    assert found["compare"][0][1][-1] == gpu_parts.COMPARED, "nothing is tuned for this model"
     assert (tmp_path / "first-half.txt").read_text() + (tmp_path / "second-half.txt").read_text() == "one\ntwo\nthree\n"
-    names = {name for [(name, _)] in found["tables"]}
+    names = {name for name, _ in found["tables"]}
     assert "table-sinkq_sinks-net" in names and "table-turbo_sas-net" not in names, "that one reads no model"
     for arguments in (["--only", "speed"], ["--only", "quality"]):
         with pytest.raises(SystemExit):
             gpu.main(arguments)
     said = capsys.readouterr().err
     assert "the parts are tests, recipes" in said and "needs --yardstick" in said
+
+
+def test_a_tuned_recipe_is_compared_as_it_was_recorded(tmp_path):
+    [recorded] = {path.stem.removeprefix("tune-") for path in gpu_parts.RESULTS.glob("tune-*28m.json")}
+    _, command = gpu_parts.compare(tmp_path / recorded, tmp_path / "text", tmp_path)
+    recipe = Path(command[-1].rpartition(",")[2])
+    assert recipe.parent == tmp_path and find_recipe(None, recipe, {}).choices, "it differs from layer to layer"
 
 
 @pytest.mark.parametrize("family", ["kivi", "8bit"])

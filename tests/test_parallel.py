@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def four_heads() -> Any:
-    return tiny_llama(num_attention_heads=8, num_key_value_heads=4, head_dim=16)
+    return tiny_llama(num_attention_heads=8, num_key_value_heads=4, head_dim=16, vocab_size=98)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_parallel_cuda.py does this on GPUs")

@@ -46,7 +46,7 @@ def test_layers_on_other_gpus_than_the_current_one(case: Case):
 
 @pytest.mark.parametrize("settings", [{}, LISTS], ids=["4 bits", "lists of heads"])
 def test_a_model_split_by_tensor_parallelism(tmp_path: Path, settings: dict[str, Any]):
-    model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=98)
     model.save_pretrained(tmp_path)
     found = split(tmp_path, "turbo", settings)
     logits, held = whole(model.cuda(), "turbo", settings)

@@ -95,6 +95,8 @@ def row_weights(x, unit, carry, at, n, see, BN: tl.constexpr, MASK: tl.constexpr
     PARTS: tl.constexpr = BN // min(BN, C.BLOCK)
     b = tl.load(column + n)
     a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n))
+    if C.Q_LEVELS < LEVELS:
+        a = short_scale(a)
     mask = tl.where(b == NEGATIVE, NEGATIVE, 0.0)
     if C.PLAIN:  # the interpreter rounds the product before it is summed
         s = (x - ROUNDER) * a[None, :] + mask[None, :]
