@@ -26,8 +26,8 @@ CUTS = (61, 122, 183, 188, 204, 205, 206) if ON_GPU else (61, 122, 127, 128, 129
 # may err no more than that, in the mean of all calls of a width (of one token, whose few rows are steep or not, each
 # may round either way); and by as much as its products of halves and twins do, where the reference has floats.
 SLACK, FLOOR = 1.25, 2e-3
-# Sinks in an INT8 panel have the scale of their block, and so few of its levels, since they are small; a head that looks
-# at them alone shows it. The reference has them by scales of their own. KL is the same (0.00174 of a trained model).
+# Sinks in an INT8 panel have the scale of their block, and so few of its levels, since they are small; a head that
+# looks at them alone shows it. The reference has them by their own scales. KL is the same (0.00174 of a trained model).
 POOL_SLACK = 4.0
 
 
