@@ -292,15 +292,18 @@ def report_example(results: Path) -> str:
 
 
 def papers_table(results: Path) -> str:
-    """The commands of the papers' tables, and the claims that each checks."""
+    """The commands of the papers' tables, the claims that each checks, and the models on which they are recorded."""
     from paper import tables  # loads transformers
 
     rows = []
     for name, table in tables().items():
         fails = re.search(r"Fails if,? (.*?)\.(?:\s+[A-Z]|\s*$)", table.__doc__, re.DOTALL)
         assert fails, f"{name} does not say when it fails"
-        rows.append([f"`{name}`", table.ABOUT.title, " ".join(fails[1].split())])
-    return markdown(["name", "what it shows", "fails if"], rows)
+        prefix = f"table-{name}-"
+        held = ", ".join(path.stem.removeprefix(prefix) for path in sorted(results.glob(f"{prefix}*.json")))
+        on = held if table.ABOUT.model else "needs no model"
+        rows.append([f"`{name}`", table.ABOUT.title, " ".join(fails[1].split()), on])
+    return markdown(["name", "what it shows", "fails if", "recorded on"], rows)
 
 
 TABLES: dict[str, Callable[[Path], str]] = {

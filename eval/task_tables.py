@@ -42,8 +42,14 @@ def scores_table(results: Path) -> str:
             [_name(name), *_cells(found)] for name, found in sorted(scored.items(), key=lambda item: item[0] != "full")
         ]
         header = ["cache", *(f"{title}" for *_, title, _ in SCORES), "read packed", "bits, closed blocks", "KV"]
-        parts.append(f"**{model}**\n\n{markdown(header, rows)}\n\nHow: {' '.join(map(origin, recorded))}")
+        how = dict.fromkeys(origin({**result, "command": _every_method(result["command"])}) for result in recorded)
+        parts.append(f"**{model}**\n\n{markdown(header, rows)}\n\nHow: {' '.join(how)}")
     return "\n\n".join(parts) or "Not measured yet."
+
+
+def _every_method(command: str) -> str:
+    """The same for the families of settings, each of which was run apart."""
+    return f"{command.partition(' --method ')[0]} --method ..."
 
 
 def _name(method: str) -> str:

@@ -116,6 +116,27 @@ def test_tables_without_results_say_so(tmp_path):
     assert tables.fill(README, tmp_path).count("Not measured yet.") == 2
 
 
+def test_scores_stand_beside_full_precision_first(tmp_path):
+    (tmp_path / "results").mkdir()
+    head = {"date": "2030-01-02", "device": "GPU", "versions": {"torch": "9.9"}}
+    held = {"scored": 200, "scored_through_packed": 190, "effective_bits": 3.25, "kv_share": 0.2}
+    for family, method in (("a", "turbo:bits=mixed,softmax=sas"), ("b", "full")):
+        sums = {"task": "sums", "metric": "exact_match", "filter": "strict-match", "value": 0.5, "stderr": 0.01}
+        words = {"task": "wikitext", "metric": "word_perplexity", "filter": "none", "value": 99.96, "stderr": None}
+        words |= held if family == "a" else {**held, "effective_bits": None}
+        rows = [{"model": "../models/net", "method": method, **row} for row in (sums, words)]
+        command = f"python measure.py --task sums --method {method}"
+        recorded = {"name": f"tasks-net-{family}", "command": command, **head, "rows": rows}
+        (tmp_path / "results" / f"tasks-net-{family}.json").write_text(json.dumps(recorded))
+    text = tables.TABLES["scores"](tmp_path / "results")
+    lines = [line for line in text.splitlines() if line.startswith(("| full", "| `turbo`"))]
+    assert lines == [
+        "| full precision | 0.500 (0.010) |  |  |  | 100.0 |  |  |  |",
+        "| `turbo` (bits mixed, softmax sas) | 0.500 (0.010) |  |  |  | 100.0 | 95% | 3.250 | 0.20x |",
+    ]
+    assert "**net**" in text and text.count("`python measure.py --task sums --method ...`, 2030-01-02, GPU") == 1
+
+
 def test_claims_of_papers_stand_beside_recorded_bits(tmp_path):
     (tmp_path / "results").mkdir()
     rows = [
