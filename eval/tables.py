@@ -19,19 +19,13 @@ from unittest import mock
 
 from family_tables import families_table
 from fidelity_tables import compare_table, tune_table
-from recorded import Result, load, markdown, origin
+from overview_table import overview_table
+from recorded import Result, load, markdown, origin, settings
 from task_tables import scores_table, tasks_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 README = ROOT / "README.md"
-
-# What the quality measurement reports of a method; every other key of a row is one of the method's settings.
-FIGURES = {
-    "model", "method", "kl", "same_top1", "ppl", "ppl_change_pct", "se_pct", "packed_tokens", "effective_bits",
-    "effective_bits_total", "kv_bytes", "impl", "sums", "recall", "sums_lost_won", "recall_lost_won", "head_dim",
-    "kv_heads", "tokens",
-}  # fmt: skip
 
 # How many times smaller a cache gets by a paper: where it says so, the figure, its setting, ours as `label` names it,
 # and why the two differ. All of head dim 128, as most of the papers' models have.
@@ -67,8 +61,8 @@ def label(row: dict[str, Any]) -> str:
     """`turbo`, or `turbo (k_bits 4, v_bits 2)`."""
     if row["method"] == "fp":
         return "full precision"
-    settings = ", ".join(f"{key} {value}" for key, value in row.items() if key not in FIGURES)
-    return f"`{row['method']}`" + (f" ({settings})" if settings else "")
+    given = ", ".join(f"{key} {value}" for key, value in settings(row).items())
+    return f"`{row['method']}`" + (f" ({given})" if given else "")
 
 
 def recipes_table(results: Path) -> str:
@@ -307,6 +301,7 @@ def papers_table(results: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
+    "overview": overview_table,
     "methods": methods_table,
     "families": families_table,
     "report": report_example,

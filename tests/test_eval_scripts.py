@@ -137,6 +137,27 @@ def test_scores_stand_beside_full_precision_first(tmp_path):
     assert "**net**" in text and text.count("`python measure.py --task sums --method ...`, 2030-01-02, GPU") == 1
 
 
+def test_the_overview_joins_what_was_recorded_of_a_setting(tmp_path):
+    (tmp_path / "results").mkdir()
+
+    def record_rows(name: str, *rows: dict) -> None:
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps({"name": name, "rows": rows}))
+
+    held = {"head_dim": 128, "kv_heads": 8, "tokens": 32768, "effective_bits": 4.2}
+    turbo, int8 = {"method": "turbo", "bits": 2}, {"method": "int8"}
+    record_rows("bits", {**int8, **held, "effective_bits_total": 8.25}, {**turbo, **held, "effective_bits_total": 2.29})
+    losses = ({"model": "net", **turbo, "kl": 0.02}, {"model": "net", **int8, "kl": 0.0002})
+    record_rows("quality-full-net", {"model": "net", "method": "fp", "ppl": 9.0}, *losses)
+    point = {"batch": 16, "context": 32768, "room": 1}
+    ways = {"sdpa flash": 3.0, "sdpa cudnn": 2.0, "sdpa flash packed": 0.1, "int8": 1.0}
+    crowded = {**point, "room": 4, "way": "int8", "ms": 9.0}
+    record_rows("speed-decode", *({**point, "way": way, "ms": ms} for way, ms in ways.items()), crowded)
+    assert tables.TABLES["overview"](tmp_path / "results").splitlines()[2:] == [
+        "| `turbo:bits=2` | 2.29 | 0.02000 |  |  |",
+        "| `int8` | 8.25 | 0.00020 | 2.00x |  |",
+    ]
+
+
 def test_claims_of_papers_stand_beside_recorded_bits(tmp_path):
     (tmp_path / "results").mkdir()
     rows = [
