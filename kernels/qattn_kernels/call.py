@@ -99,7 +99,7 @@ def make_call(
     asks = scores.softcap != 0, scores.window != 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
-    k, v = (side_tensors(state, side, store) for side, store in (("k", spec.k), ("v", spec.v)))
+    k, v = (side_tensors(state, side, store, heads) for side, store in (("k", spec.k), ("v", spec.v)))
     sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5
     if spec.sink_pool.num:
         table = Table(*(state[f"sink.{name}"] for name in Table._fields))

@@ -7,11 +7,14 @@ import os
 import triton
 import triton.language as tl
 
+from qattn_kernels.sizes import Low
+
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of a float
 LOG2E = tl.constexpr(1.4426950408889634)
 TWIN_TOP = tl.constexpr(32512.0)  # the largest number that twins are made of: 127 times 256
 LN2 = tl.constexpr(0.6931471805599453)
+NONE, ALL, LISTED, RANKED = (tl.constexpr(int(kind)) for kind in Low)  # of a side's heads have 2 bits
 
 
 @triton.jit

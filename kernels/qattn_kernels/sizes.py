@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,20 +16,29 @@ LEAST_COLUMNS = 8  # of a tensor core tile
 MOST_COLUMNS = 32  # of one program; more queries of a short call go to more programs
 
 
+class Low(IntEnum):
+    """Which heads of a side have 2 bits: none, all, those of a recipe's list, or those that each row ranks lowest."""
+
+    NONE = 0
+    ALL = 1
+    LISTED = 2
+    RANKED = 3
+
+
 class Sizes(NamedTuple):
     """Attributes are compile-time constants inside kernels.
 
     `H` KV heads, `G` query heads of each, `D` head dim, `DP` the power of two that holds it; `BLOCK`, `SPAN`,
-    `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` 2-bit heads,
-    `K_MASK`, `V_MASK` which, one bit a head, or -1 where each row ranks its own; `K_BITS`, `V_BITS` bits of a code
-    where all heads have as many; `K_CHANNELS`, `V_CHANNELS` how many of a token share a scale in stores where
-    not all do, else 0; `PARTS` of a packed block, which take turns in a tile of scores, `FOURS` whether a thread has
-    four neighbours of each; `OPEN` parts of a decode that are no packed blocks (ring, sinks); `ENTRIES` of the table
-    of sinks (0: there is none), `SINKS` in the pool, `EVICTED` in the window, `UNDOABLE` blocks by a crop;
-    `Q` queries of a decode program and their `N` columns, twice as many if they are 8-bit twins, `ONE` a call of one
-    token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH` keys are coded around a mean, `K_GROUP`
-    which share a scale; `SAS`, `CAP`, `LOCAL`, `SPARSE` whether that softmax, a soft cap, a local window, sparse V is
-    used; `PLAIN` the interpreter runs, which knows no assembly.
+    `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` which heads
+    have 2 bits (`Low`; how many is no constant, so that layers with other heads need no kernels of their own);
+    `K_BITS`, `V_BITS` bits of a code where all heads have as many; `K_CHANNELS`, `V_CHANNELS` how many of a token
+    share a scale in stores where not all do, else 0; `PARTS` of a packed block, which take turns in a tile of
+    scores, `FOURS` whether a thread has four neighbours of each; `OPEN` parts of a decode that are no packed blocks
+    (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in the pool, `EVICTED` in the window,
+    `UNDOABLE` blocks by a crop; `Q` queries of a decode program and their `N` columns, twice as many if they are
+    8-bit twins, `ONE` a call of one token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH`
+    keys are coded around a mean, `K_GROUP` which share a scale; `SAS`, `CAP`, `LOCAL`, `SPARSE` whether that
+    softmax, a soft cap, a local window, sparse V is used; `PLAIN` the interpreter runs, which knows no assembly.
     """
 
     H: int
@@ -41,8 +51,6 @@ class Sizes(NamedTuple):
     RING: int
     K_LOW: int
     V_LOW: int
-    K_MASK: int
-    V_MASK: int
     K_BITS: int
     V_BITS: int
     K_CHANNELS: int
@@ -80,7 +88,6 @@ def sizes_of(
     """For a call of `tokens` new tokens, with a soft cap or a local window or neither."""
     at = spec.window
     columns = min(MOST_COLUMNS, max(LEAST_COLUMNS, power_of_two(tokens * group) * (1 + int8)))
-    (k_low, k_mask), (v_low, v_mask) = (_low_heads(store, heads) for store in (spec.k, spec.v))
     parts = max(_parts(store, heads) for store in (spec.k, spec.v))
     return Sizes(
         H=heads,
@@ -91,10 +98,8 @@ def sizes_of(
         SPAN=at.span,
         RESIDUAL=at.residual,
         RING=at.ring if spec.k.windowed else 0,
-        K_LOW=k_low,
-        V_LOW=v_low,
-        K_MASK=k_mask,
-        V_MASK=v_mask,
+        K_LOW=int(low_heads(spec.k, heads)),
+        V_LOW=int(low_heads(spec.v, heads)),
         K_BITS=_bits(spec.k, heads),
         V_BITS=_bits(spec.v, heads),
         K_CHANNELS=_group(spec.k, dim),
@@ -121,15 +126,14 @@ def sizes_of(
     )
 
 
-def _low_heads(store: Store, heads: int) -> tuple[int, int]:
-    """How many heads get 2 bits, and which, one bit a head; -1: each row ranks its own."""
+def low_heads(store: Store, heads: int) -> Low:
+    """Which heads get 2 bits."""
     store = store.core
-    if not isinstance(store, FlashQStore):
-        return 0, 0
-    low = store.low(heads)
-    if store.low_heads is not None:
-        return low, sum(1 << head for head in store.low_heads)
-    return low, -1 if 0 < low < heads else 0
+    if not isinstance(store, FlashQStore) or not store.low(heads):
+        return Low.NONE
+    if store.low(heads) == heads:
+        return Low.ALL
+    return Low.RANKED if store.low_heads is None else Low.LISTED
 
 
 def _bits(store: Store, heads: int) -> int:
@@ -144,7 +148,7 @@ def _bits(store: Store, heads: int) -> int:
 def _parts(store: Store, heads: int) -> int:
     """Into how many part tiles packed bytes come apart; codes that become levels first do in two steps."""
     store = store.core
-    bits = 2 if _low_heads(store, heads)[0] else _bits(store, heads)
+    bits = 2 if low_heads(store, heads) else _bits(store, heads)
     return 1 if bits not in (2, 3, 4) else 4 if bits == 2 and not isinstance(store, ChannelBlockStore) else 2
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import feed, make_layer, random_qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qattn_hf.methods import get_method
 from qattn_kernels.state import side_of
 from qattn_kernels.stores.base import Operand, int8_tokens, pack, unpack
 from qattn_kernels.stores.flashq import head_priority, stage_one, stage_two
@@ -149,3 +152,16 @@ def test_universal_scale_of_a_short_first_call_waits_for_a_block():
 
 def test_operand_undoes():
     assert Operand(torch.tensor([[2, -3]], dtype=torch.int8), torch.tensor([0.5])).undone().tolist() == [[1.0, -1.5]]
+
+
+def test_other_lists_of_heads_need_no_other_kernels():
+    """A tuned recipe lists other heads in each layer; which and how many they are is no constant of a kernel."""
+    pytest.importorskip("triton")
+    from qattn_kernels.sizes import sizes_of
+
+    def sizes(low: list[int]) -> Any:
+        settings = {"bits": "mixed", "k_low_heads": [low], "v_low_heads": [[0]]}
+        return sizes_of(get_method("turbo")(**settings).layer_spec(0, 1, 4), 4, 2, 64, 1, True, False, False)
+
+    assert sizes([0]) == sizes([1, 3]) == sizes([0, 1, 3]) != sizes([])
+    assert sizes([0, 1, 2, 3]) not in (sizes([0]), sizes([]))

@@ -300,8 +300,8 @@ def undo_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, MEAN, PANEL, NB, slo
         tl.store(PANEL[4] + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
         if h == 0:
             tl.store(PANEL[5] + b.to(tl.int64) * slots + slot, tl.load(BLOCK_POS + b * NB + index) + t)
-        k_place, _ = K_LOCATE(K, b, h, C.K_LOW, C)
-        v_place, _ = V_LOCATE(V, b, h, C.V_LOW, C)
+        k_place, _, _ = K_LOCATE(K, b, h, C.K_LOW, C)
+        v_place, _, _ = V_LOCATE(V, b, h, C.V_LOW, C)
         k, k_scale = K_GET(K, b, h, index, NB, k_place, False, C)
         v, v_scale = V_GET(V, b, h, index, NB, v_place, True, C)
         if C.SMOOTH and (PANEL[0].dtype.element_ty != tl.int8):

@@ -11,7 +11,7 @@ from qattn_kernels.call import Call
 from qattn_kernels.panel import Panel
 from qattn_kernels.pieces import pieces_of
 from qattn_kernels.rows import region_blocks
-from qattn_kernels.sizes import Sizes, power_of_two
+from qattn_kernels.sizes import Low, Sizes, power_of_two
 from qattn_kernels.stores.flashq import FlashQStore
 from qattn_kernels.support import PRIORITIES
 
@@ -27,8 +27,8 @@ def codes(size: Sizes, most: int = 64 * 128) -> dict[str, int]:
 def rank(call: Call) -> None:
     """Decide which heads get 2 bits, in rows whose first block the call closes; nothing where no row decides."""
     kinds = [
-        PRIORITIES.index(store.priority) if isinstance(store, FlashQStore) and mask < 0 else -1
-        for store, mask in ((call.spec.k, call.sizes.K_MASK), (call.spec.v, call.sizes.V_MASK))
+        PRIORITIES.index(store.priority) if isinstance(store, FlashQStore) and low == Low.RANKED else -1
+        for store, low in ((call.spec.k, call.sizes.K_LOW), (call.spec.v, call.sizes.V_LOW))
     ]
     if max(kinds) < 0:
         return

@@ -34,14 +34,14 @@ def _priority(S, code, scale, keep, pos, old, bh, SEEN: tl.constexpr, KIND: tl.c
 
 
 @triton.jit
-def _places(S, priority, b, LOW: tl.constexpr, C: tl.constexpr):
+def _places(S, priority, b, C: tl.constexpr):
     """Heads of lowest priority to the 2-bit places behind the others, ties to the lower head."""
     n = tl.arange(0, triton.next_power_of_2(C.H))
     real = n < C.H
     same = priority[None, :] == priority[:, None]
     less = (priority[None, :] < priority[:, None]) | (same & (n[None, :] < n[:, None]))
     rank = tl.sum((less & real[None, :]).to(tl.int32), 1)
-    low = (rank < LOW).to(tl.int32)
+    low = (rank < S.low).to(tl.int32)
     low_row = tl.sum(tl.where(n[:, None] == n[None, :], low[:, None], 0), 0)
     before = (low_row[None, :] < low[:, None]) | ((low_row[None, :] == low[:, None]) & (n[None, :] < n[:, None]))
     place = tl.sum((before & real[None, :]).to(tl.int32), 1)
@@ -81,6 +81,6 @@ def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
                 found = _priority(V, code, scale, keep, pos, old, b * C.H + h, V_SEEN, V_KIND, True, C)
                 v_priority = tl.where(n == h, found, v_priority)
         if K_KIND >= 0:
-            _places(K, k_priority, b, C.K_LOW, C)
+            _places(K, k_priority, b, C)
         if V_KIND >= 0:
-            _places(V, v_priority, b, C.V_LOW, C)
+            _places(V, v_priority, b, C)

@@ -11,8 +11,10 @@ import triton.language as tl
 
 from qattn_kernels.decode.weights import NOTHING, known_mass, may_skip, seen_by, soft_cap, weigh
 from qattn_kernels.jit import (
+    ALL,
     LN2,
     LOG2E,
+    NONE,
     commit_row,
     load_row,
     packed_since,
@@ -215,18 +217,17 @@ def packed_by_width(K, V, dropped, MOVED, block_pos, block_len, row, p, query, s
                     lost, read, skipped, begin, end, b, h, NB, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr,
                     SCORES: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` with a loop of its own for each pair of widths: loads inside a branch are not pipelined."""
-    k_place, k_head = K_LOCATE(K, b, h, C.K_LOW, C)
-    v_place, v_head = V_LOCATE(V, b, h, C.V_LOW, C)
+    _, k_head, k_low = K_LOCATE(K, b, h, C.K_LOW, C)
+    _, v_head, v_low = V_LOCATE(V, b, h, C.V_LOW, C)
     head, k_head, v_head = (b * C.H + h).to(tl.int64) * NB, k_head * NB, v_head * NB
-    if (C.K_LOW % C.H == 0) and (C.V_LOW % C.H == 0):
+    if C.K_LOW <= ALL and C.V_LOW <= ALL:
         m, l, acc, lost, read, skipped = packed_part(
             K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, limits, known, m, l, acc,
             lost, read, skipped, begin, end, head, k_head, v_head, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C,
         )  # fmt: skip
     else:
-        k_low, v_low = k_place >= C.H - C.K_LOW, v_place >= C.H - C.V_LOW
         for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
-            if (C.K_LOW if pair % 2 else C.H - C.K_LOW) > 0 and (C.V_LOW if pair // 2 else C.H - C.V_LOW) > 0:
+            if (C.K_LOW > NONE if pair % 2 else C.K_LOW != ALL) and (C.V_LOW > NONE if pair // 2 else C.V_LOW != ALL):
                 if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
                     m, l, acc, lost, read, skipped = packed_part(
                         K, V, dropped, MOVED, b * C.H + h, block_pos, block_len, row, p, query, scores_of, limits,

@@ -1,15 +1,16 @@
 """What kernels know of each store: jit functions in a file named like the store, found by that name.
 
-Every file offers the same functions, and `Tensors`, the state of one side by name, which they take as `S`. `low` is the
-number of 2-bit heads, `at` the block's index among all blocks of all heads, `index` that among the blocks of heads of
-its width, `place` where a head's codes live.
+Every file offers the same functions, and `Tensors`, the state of one side by name, which they take as `S`. `LOW` says
+which heads have 2 bits (`sizes.Low`), `at` is the block's index among all blocks of all heads, `index` that among the
+blocks of heads of its width, `place` where a head's codes live.
 
 `open(x)` codes and scales of new tokens; `seen(...)` those of a full block as its codes will say them, by the scale of
 the tokens to `keep`, for a prefill also of an unfinished one where open tokens have none but the panel is INT8;
-`place(...)` where a head's codes go, decided when its row's first block closes, and `locate(...)` where they are;
-`put(...)` writes codes into the arenas; `get(...)` a block in panel form; `scores(...)`, `values(...)` the two products
-of a decode step over one block of `BITS`-bit codes, whose tokens stand in `token_order` since packed bytes hold several
-part tiles; `channels(C)` the channels of the rows of what `values` sums.
+`place(...)` where a head's codes go, decided when its row's first block closes, and `locate(...)` where they are, and
+whether in 2 bits; `head_numbers(...)`, if there, what `Tensors` has that is not of the state; `put(...)` writes codes
+into the arenas; `get(...)` a block in panel form; `scores(...)`, `values(...)` the two products of a decode step over
+one block of `BITS`-bit codes, whose tokens stand in `token_order` since packed bytes hold several part tiles;
+`channels(C)` the channels of the rows of what `values` sums.
 
 Queries are the columns: with the tokens as rows a tensor core tile wastes 8 columns at most, where the other way round
 it wastes 16 rows.
@@ -37,10 +38,12 @@ def pieces_of(store: Store) -> ModuleType:
     return importlib.import_module(f"qattn_kernels.pieces.{store.core.name}")
 
 
-def side_tensors(state: State, side: str, store: Store) -> tuple:
+def side_tensors(state: State, side: str, store: Store, heads: int) -> tuple:
     """The tensors of one side as its jit functions take them."""
-    tensors = pieces_of(store).Tensors
-    return tensors(*(state[f"{side}.{name}"] for name in tensors._fields))
+    pieces = pieces_of(store)
+    numbers = pieces.head_numbers(store.core, heads) if hasattr(pieces, "head_numbers") else {}
+    found = {name: state[f"{side}.{name}"] for name in pieces.Tensors._fields if name not in numbers}
+    return pieces.Tensors(**found, **numbers)
 
 
 class Sinks(NamedTuple):

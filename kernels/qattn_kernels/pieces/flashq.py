@@ -1,4 +1,4 @@
-"""FlashQ in kernels: `stores/flashq.py` is the specification. `LOW` is the number of 2-bit heads."""
+"""FlashQ in kernels: `stores/flashq.py` is the specification."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit import TWIN_TOP, divide, round_even, twin
+from qattn_kernels.jit import ALL, LISTED, NONE, RANKED, TWIN_TOP, divide, round_even, twin
 from qattn_kernels.pieces.int8 import quantize, token_values
 from qattn_kernels.pieces.int8_ring import ring_scores as ring_scores
 from qattn_kernels.pieces.packing import code_scores, code_values, read_codes, write_codes
+from qattn_kernels.stores.flashq import FlashQStore
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """Of one side of a layer, by the names of its state; `low` heads have 2 bits, those of a list a bit in `mask`."""
 
     codes4: Any
     codes2: Any
@@ -24,10 +25,17 @@ class Tensors(NamedTuple):
     s: Any
     ring: Any
     ring_scale: Any
+    low: Any
+    mask: Any
 
 
 TWINS = True
 LEVELS = tl.constexpr(119)
+
+
+def head_numbers(store: FlashQStore, heads: int) -> dict[str, int]:
+    """What kernels take beside the state."""
+    return {"low": store.low(heads), "mask": sum(1 << head for head in store.low_heads or ())}
 
 
 @triton.jit
@@ -36,16 +44,29 @@ def open(x):
 
 
 @triton.jit
+def _wide(S, LOW: tl.constexpr, C: tl.constexpr):
+    """Heads with 4 bits: their places are the first."""
+    if LOW == NONE:
+        return C.H
+    elif LOW == ALL:
+        return 0
+    else:
+        return C.H - S.low
+
+
+@triton.jit
 def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
-    """The place of head `h` in the arenas, 4-bit places first, and its index among those of its width."""
-    place = h
-    if (LOW > 0) and (LOW < C.H):
+    """The place of head `h` in the arenas, 4-bit places first, its index among those of its width, and whether that is
+    2 bits."""
+    if LOW <= ALL:
+        return h, (b * C.H + h).to(tl.int64), (h < 0) if LOW == NONE else (h >= 0)
+    else:
         n = tl.arange(0, triton.next_power_of_2(C.H))
         there = tl.load(S.head_of + b * C.H + n, mask=n < C.H, other=-1)
         place = tl.sum(tl.where(there == h, n, 0), 0)
-    wide = b * (C.H - LOW) + place
-    narrow = b * LOW + place - (C.H - LOW)
-    return place, tl.where(place < C.H - LOW, wide, narrow).to(tl.int64)
+        wide = C.H - S.low
+        index = tl.where(place < wide, b * wide + place, b * S.low + place - wide)
+        return place, index.to(tl.int64), place >= wide
 
 
 @triton.jit
@@ -61,14 +82,16 @@ def seen(code, scale, keep):
 def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
     """Where head `h` lives; noted when the row's `first` block closes, unless the ranking kernel did."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
-    MASK: tl.constexpr = C.V_MASK if VALUES else C.K_MASK
-    if MASK < 0:
-        found, _ = locate(S, b, h, LOW, C)
+    if LOW == RANKED:
+        found, _, _ = locate(S, b, h, LOW, C)
     else:
-        n = tl.arange(0, triton.next_power_of_2(C.H))
-        low, own = (MASK >> n.to(tl.int64)) & 1, (MASK >> h.to(tl.int64)) & 1
-        before = (n < C.H) & ((low < own) | ((low == own) & (n < h)))
-        found = tl.sum(before.to(tl.int32), 0)
+        found = h
+        if LOW == LISTED:
+            n = tl.arange(0, triton.next_power_of_2(C.H))
+            mask = tl.full(n.shape, 0, tl.int64) + S.mask
+            low, own = (mask >> n.to(tl.int64)) & 1, (mask >> h.to(tl.int64)) & 1
+            before = (n < C.H) & ((low < own) | ((low == own) & (n < h)))
+            found = tl.sum(before.to(tl.int32), 0)
         if first:
             tl.store(S.head_of + b * C.H + found, h)
     return found
@@ -78,8 +101,8 @@ def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """Stage two: a full block in 4 or 2 bits a channel, in integers."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
-    d = tl.arange(0, C.DP)
-    levels = tl.where(place >= C.H - LOW, 3, 15)
+    d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
+    levels = tl.where(place >= wide, 3, 15)
     some = tl.max(keep.to(tl.int32), 0) > 0
     low = tl.where(some, tl.min(tl.where(keep[:, None], code, 127.0), 0), 0.0).to(tl.int32)
     high = tl.where(some, tl.max(tl.where(keep[:, None], code, -127.0), 0), 0.0).to(tl.int32)
@@ -92,13 +115,12 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     zero, step = zero.to(tl.float32), step.to(tl.float32)
     code = round_even(divide(code - zero[None, :], step[None, :]))
     code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
-    if LOW < C.H:
-        if place < C.H - LOW:
-            at4 = (b * (C.H - LOW) + place).to(tl.int64) * NB + index
-            write_codes(S.codes4, code, at4, 4, False, VALUES, C)
-    if LOW > 0:
-        if place >= C.H - LOW:
-            at2 = (b * LOW + place - (C.H - LOW)).to(tl.int64) * NB + index
+    if LOW != ALL:
+        if place < wide:
+            write_codes(S.codes4, code, (b * wide + place).to(tl.int64) * NB + index, 4, False, VALUES, C)
+    if LOW != NONE:
+        if place >= wide:
+            at2 = (b * (C.H - wide) + place - wide).to(tl.int64) * NB + index
             write_codes(S.codes2, code, at2, 2, False, VALUES, C)
 
 
@@ -106,17 +128,18 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """Stage two undone: INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
-    d = tl.arange(0, C.DP)
+    d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
     at = (b * C.H + h).to(tl.int64) * NB + index
     step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
     zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
     code = tl.full([C.BLOCK, C.DP], 0, tl.int32)
-    if LOW < C.H:
-        if place < C.H - LOW:
-            code = read_codes(S.codes4, (b * (C.H - LOW) + place).to(tl.int64) * NB + index, 4, False, VALUES, C)
-    if LOW > 0:
-        if place >= C.H - LOW:
-            code = read_codes(S.codes2, (b * LOW + place - (C.H - LOW)).to(tl.int64) * NB + index, 2, False, VALUES, C)
+    if LOW != ALL:
+        if place < wide:
+            code = read_codes(S.codes4, (b * wide + place).to(tl.int64) * NB + index, 4, False, VALUES, C)
+    if LOW != NONE:
+        if place >= wide:
+            at2 = (b * (C.H - wide) + place - wide).to(tl.int64) * NB + index
+            code = read_codes(S.codes2, at2, 2, False, VALUES, C)
     x1 = code * step[None, :] + zero[None, :]
     return x1.to(tl.int8), tl.load(S.s + at) + tl.full([C.BLOCK], 0, tl.float32)
 

@@ -62,7 +62,7 @@ def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
-    return h, (b * C.H + h).to(tl.int64)
+    return h, (b * C.H + h).to(tl.int64), h < 0
 
 
 @triton.jit
