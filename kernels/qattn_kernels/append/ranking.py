@@ -7,6 +7,7 @@ import triton.language as tl
 
 from qattn_kernels.append.kernel import chosen_bits, new_tokens, row_before, with_ring
 from qattn_kernels.jit import slot_bits
+from qattn_kernels.pieces.flashq import number
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _places(S, priority, b, C: tl.constexpr):
     same = priority[None, :] == priority[:, None]
     less = (priority[None, :] < priority[:, None]) | (same & (n[None, :] < n[:, None]))
     rank = tl.sum((less & real[None, :]).to(tl.int32), 1)
-    low = (rank < S.low).to(tl.int32)
+    low = (rank < number(S.low)).to(tl.int32)
     low_row = tl.sum(tl.where(n[:, None] == n[None, :], low[:, None], 0), 0)
     before = (low_row[None, :] < low[:, None]) | ((low_row[None, :] == low[:, None]) & (n[None, :] < n[:, None]))
     place = tl.sum((before & real[None, :]).to(tl.int32), 1)

@@ -34,8 +34,15 @@ LEVELS = tl.constexpr(119)
 
 
 def head_numbers(store: FlashQStore, heads: int) -> dict[str, int]:
-    """What kernels take beside the state."""
-    return {"low": store.low(heads), "mask": sum(1 << head for head in store.low_heads or ())}
+    """What kernels take beside the state, as `number` reads it."""
+    listed = sum(1 << head for head in store.low_heads or ())
+    return {name: 2 * value + 3 for name, value in (("low", store.low(heads)), ("mask", listed))}
+
+
+@triton.jit
+def number(x):
+    """One of `head_numbers`: odd and above 1, since Triton compiles apart what is 1 or a multiple of 16."""
+    return (x >> 1) - 1
 
 
 @triton.jit
@@ -51,7 +58,7 @@ def _wide(S, LOW: tl.constexpr, C: tl.constexpr):
     elif LOW == ALL:
         return 0
     else:
-        return C.H - S.low
+        return C.H - number(S.low)
 
 
 @triton.jit
@@ -64,8 +71,8 @@ def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
         n = tl.arange(0, triton.next_power_of_2(C.H))
         there = tl.load(S.head_of + b * C.H + n, mask=n < C.H, other=-1)
         place = tl.sum(tl.where(there == h, n, 0), 0)
-        wide = C.H - S.low
-        index = tl.where(place < wide, b * wide + place, b * S.low + place - wide)
+        wide = C.H - number(S.low)
+        index = tl.where(place < wide, b * wide + place, b * (C.H - wide) + place - wide)
         return place, index.to(tl.int64), place >= wide
 
 
@@ -88,7 +95,7 @@ def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
         found = h
         if LOW == LISTED:
             n = tl.arange(0, triton.next_power_of_2(C.H))
-            mask = tl.full(n.shape, 0, tl.int64) + S.mask
+            mask = tl.full(n.shape, 0, tl.int64) + number(S.mask)
             low, own = (mask >> n.to(tl.int64)) & 1, (mask >> h.to(tl.int64)) & 1
             before = (n < C.H) & ((low < own) | ((low == own) & (n < h)))
             found = tl.sum(before.to(tl.int32), 0)
