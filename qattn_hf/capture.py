@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.share import share_of
 
 Result = TypeVar("Result")
 
@@ -46,13 +47,13 @@ def refusal(reason: str) -> str:
 
 def why_not(model: PreTrainedModel) -> str | None:
     """What stands against capturing the decode steps of a model, as far as it shows before it runs."""
+    if share_of(model).size > 1:
+        return "the model is split over several processes, each of which packs and reports its own heads"
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1 or {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) - devices:
         return "its weights are on several devices"
     if model.device.type != "cuda":
         return f"the model is on the {model.device.type}"
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        return "the model is split over several processes"
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
         return "its quantized weights cannot be captured"
