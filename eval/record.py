@@ -2,7 +2,8 @@
 
 The command prints one JSON object a line; other lines are shown and dropped. All rows go to `eval/results/NAME.json`
 with the command, the date, the versions and the device. `eval/tables.py` makes the README's tables of them.
-A command that fails or prints no row leaves the old file as it is.
+A command that fails or prints no row leaves the old file as it is; with `--failed` what a failing one printed is kept
+too, beside its exit code: of tests the rows say which failed.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def portable_value(value: Any) -> Any:
     return portable(value) if isinstance(value, str) else value
 
 
-def run(command: list[str]) -> list[dict[str, Any]]:
-    """Run `command` with its output shown as it comes; return the JSON objects among its lines.
+def run(command: list[str], failed: bool = False) -> tuple[list[dict[str, Any]], int]:
+    """Run `command` with its output shown as it comes; return the JSON objects among its lines and its exit code. One
+    that fails ends this script too, unless `failed`.
 
     `python` means the interpreter that runs this script, so that the recorded versions are those of the command.
     """
@@ -57,11 +59,11 @@ def run(command: list[str]) -> list[dict[str, Any]]:
                 continue
             if isinstance(row, dict):
                 rows.append(row)
-    if process.returncode:
+    if process.returncode and not failed:
         sys.exit(f"record: the command ended with {process.returncode}; nothing was written")
     if not rows:
         sys.exit("record: the command printed no JSON row; nothing was written")
-    return rows
+    return rows, process.returncode
 
 
 def as_text(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -75,18 +77,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("name", help="name of the result, for instance quality-tiny-llama-28m")
     parser.add_argument("command", nargs="+", help="the command, after --")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    parser.add_argument("--failed", action="store_true", help="record what a failing command printed, and fail like it")
     options = parser.parse_args(arguments)
     if not re.fullmatch(r"[\w.-]+", options.name):
         parser.error(f"NAME is a file name of letters, digits, '.', '_' and '-', not {options.name!r}")
-    rows = run(options.command)
+    rows, code = run(options.command, options.failed)
     from qattn_hf.bench.origin import origin  # takes seconds, which a command that fails need not wait for
 
     command = [Path(options.command[0]).name, *options.command[1:]]
-    head = {"name": options.name, **origin(portable(" ".join(command)))}
+    head = {"name": options.name, **origin(portable(" ".join(command))), **({"exit_code": code} if code else {})}
     options.results.mkdir(parents=True, exist_ok=True)
     target = options.results / f"{options.name}.json"
     target.write_text(as_text(head, portable_value(rows)), encoding="utf-8")
     print(f"record: {len(rows)} rows in {portable(str(target))}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,11 @@ record, tables, gpu, gpu_parts, gpu_tests, recipes = (
 )
 
 
-def run_record(tmp_path: Path, code: str, *arguments: str, name: str = "sample") -> Path:
-    record.main([name, "--results", str(tmp_path / "results"), "--", "python", "-c", code, *arguments])
+def run_record(tmp_path: Path, code: str, *arguments: str, name: str = "sample", wanted: int = 0, **options) -> Path:
+    given = [f"--{option}" for option in options]
+    with pytest.raises(SystemExit) as ended:
+        record.main([name, "--results", str(tmp_path / "results"), *given, "--", "python", "-c", code, *arguments])
+    assert ended.value.code == wanted, ended.value.code
     return tmp_path / "results" / f"{name}.json"
 
 
@@ -63,15 +66,19 @@ def test_record_writes_no_absolute_path(tmp_path, monkeypatch):
 def test_record_of_a_failure_keeps_the_old_result(tmp_path, code):
     target = run_record(tmp_path, "print('{\"kl\": 1}')")
     before = target.read_text()
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(AssertionError, match="nothing was written"):
         run_record(tmp_path, code)
-    assert "nothing was written" in str(stopped.value)
     assert target.read_text() == before
 
 
+def test_record_of_failed_tests_says_that_they_failed(tmp_path):
+    code = 'print(\'{"test": "a", "outcome": "failed"}\'); raise SystemExit(3)'
+    result = json.loads(run_record(tmp_path, code, wanted=3, failed=True).read_text())
+    assert result["exit_code"] == 3 and result["rows"][0]["outcome"] == "failed"
+
+
 def test_record_refuses_a_name_that_is_a_path(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run_record(tmp_path, "print('{}')", name="../outside")
+    run_record(tmp_path, "print('{}')", name="../outside", wanted=2)
     assert "../outside" in capsys.readouterr().err
 
 
@@ -201,6 +208,16 @@ def test_one_failing_part_costs_no_other(tmp_path, monkeypatch, capfd):
     assert not (tmp_path / "c.json").exists(), "only what was chosen runs"
     said = capfd.readouterr().out
     assert "== a" in said and "a: FAILED" in said and "b: recorded" in said
+
+
+def test_parts_go_to_all_gpus_in_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    code = "import json, os; print(json.dumps({'gpu': os.environ.get('CUDA_VISIBLE_DEVICES')}))"
+    chosen = {"quality": [(name, ["python", "-c", code]) for name in "abc"], "tests": [("d", ["python", "-c", code])]}
+    assert [code for code, _ in gpu.run(chosen, tmp_path)] == [0] * 4
+    found = [json.loads((tmp_path / f"{name}.json").read_text())["rows"][0]["gpu"] for name in "abcd"]
+    assert found == ["0", "1", "0", None], "tests spread themselves"
 
 
 def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
