@@ -21,6 +21,7 @@ MOST_GROUP = 8
 FP8_CAPABILITY = (8, 9)
 LEAST_GROUP = 32  # channels that a product of integers takes at once
 CODED = ("int_group",)  # stores that hold codes of integers, though a prefill makes its own
+LISTED = 61  # heads that a recipe's list may name: kernels take it as bits of an integer (`pieces.flashq.head_numbers`)
 PRIORITIES = ("priority", "min_max", "variation")  # `append.ranking` knows them by their index
 
 
@@ -102,6 +103,9 @@ def _unsupported_format(store: Store, side: str, dim: int) -> str | None:
     if isinstance(store, FlashQStore):
         if store.buffer_scale != "token":
             return f"buffer_scale is {store.buffer_scale!r}; the kernels scale the buffer by token"
+        last = max(store.low_heads or (0,))
+        if last >= LISTED:
+            return f"head {last} is listed; the kernels know lists of the first {LISTED} heads"
         if store.bits == "mixed" and store.low_heads is None and store.priority not in PRIORITIES:
             return f"priority is {store.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
     if isinstance(store, KiviStore) and (store.bits == 3 or store.per_token != (side == "v")):

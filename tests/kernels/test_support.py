@@ -18,6 +18,8 @@ REASONS = [
     ("turbo", {"p_scale": "tile"}, (2, 4, 64), "p_scale is 'tile'"),
     ("turbo", {"buffer_scale": "universal"}, (2, 4, 64), "buffer_scale is 'universal'"),
     ("turbo", {"bits": "mixed", "priority": "entropy"}, (2, 4, 64), "priority is 'entropy'"),
+    ("turbo", {"bits": "mixed", "k_low_heads": [[60]]}, (64, 64, 64), None),
+    ("turbo", {"bits": "mixed", "k_low_heads": [[0, 61]]}, (64, 64, 64), "head 61 is listed"),
     ("turbo", {"sparse_v_tau": 1e-3}, (2, 4, 64), None),
     ("none", {"compute": "int8"}, (2, 4, 64), "no integers"),
     ("kivi", {"compute": "int8"}, (2, 4, 64), "no integers"),
