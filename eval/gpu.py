@@ -6,8 +6,9 @@
     python eval/gpu.py --only quality,tasks --families sinkq --yardstick ../shared
 
 Each measurement runs in a process of its own, so that one which fails costs no other's result; the exit code says how
-many failed. Those that time nothing run side by side, on all GPUs in turn, those that do one after another when the
-machine is theirs. Tasks need lm-eval (extra `eval`). `python eval/tables.py` then makes the README's tables.
+many failed. What trained models show times nothing and runs side by side, on all GPUs in turn; then tests and
+benchmarks one after another, since some take most of a GPU's memory and the others its time. Tasks need lm-eval (extra
+`eval`). `python eval/tables.py` then makes the README's tables.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ from gpu_parts import QUALITY_METHODS, RESULTS, Part, parts
 
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = ("tests", "recipes", "quality", "tasks", "tables", "tune", "compare", "decode", "prefill", "generate")
-ASKING = KNOWN[1:7]  # for the yardstick
-TIMED = KNOWN[7:]
-MANY_GPUS = ("tests", "recipes")  # spread themselves over all of them
+TRAINED = KNOWN[1:7]  # what trained models show: they need the yardstick's folder
 
 
 def record(part: Part, results: Path, gpu: int | None = None) -> tuple[int, str]:
@@ -47,16 +46,16 @@ def record(part: Part, results: Path, gpu: int | None = None) -> tuple[int, str]
 
 
 def run(chosen: dict[str, list[Part]], results: Path) -> list[tuple[int, str]]:
-    """Everything, side by side what times nothing, as many at once as there are cores."""
+    """Everything: what trained models show side by side, as many at once as there are cores, then the rest alone."""
     gpus = torch.cuda.device_count()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         begun = []
-        for name in (name for name in chosen if name not in TIMED):
+        for name in (name for name in chosen if name in TRAINED):
             for i, part in enumerate(chosen[name]):
-                gpu = None if gpus < 2 or name in MANY_GPUS else i % gpus
+                gpu = None if gpus < 2 or name == "recipes" else i % gpus  # which spreads itself over all of them
                 begun.append(pool.submit(record, part, results, gpu))
         summary = [part.result() for part in begun]
-    return summary + [record(part, results) for name in TIMED for part in chosen.get(name, [])]
+    return summary + [record(part, results) for name in chosen if name not in TRAINED for part in chosen[name]]
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -66,7 +65,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="for the benchmarks, such as cpu; a GPU by default")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     parser.add_argument(
-        "--yardstick", type=Path, help=f"folder with check/yardstick.py, models/ and data/, for {', '.join(ASKING)}"
+        "--yardstick", type=Path, help=f"folder with check/yardstick.py, models/ and data/, for {', '.join(TRAINED)}"
     )
     parser.add_argument(
         "--families",
@@ -78,10 +77,10 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     if strange := set(options.families) - set(QUALITY_METHODS):
         parser.error(f"--families {', '.join(sorted(strange))}: there are {', '.join(QUALITY_METHODS)}")
     chosen = [name for name in options.only.split(",") if name]
-    options.only = chosen or [name for name in KNOWN if name not in ASKING or options.yardstick]
+    options.only = chosen or [name for name in KNOWN if name not in TRAINED or options.yardstick]
     if unknown := set(options.only) - set(KNOWN):
         parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(KNOWN)}")
-    if options.yardstick is None and (needy := [name for name in ASKING if name in options.only]):
+    if options.yardstick is None and (needy := [name for name in TRAINED if name in options.only]):
         parser.error(f"the part {needy[0]} needs --yardstick DIR")
     return options
 

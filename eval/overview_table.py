@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recorded import Result, asked, load, markdown
+from recorded import asked, load, markdown
+
+from qattn_hf.bench.tables import gains
 
 CONTEXT, BATCH, PROMPT, HEAD_DIM = 32768, 16, 16384, 128
 
@@ -20,13 +22,8 @@ def overview_table(results: Path) -> str:
     losses: dict[str, dict[str, float]] = {}
     for row in (row for result in load(results, "quality-full-") for row in result["rows"] if "kl" in row):
         losses.setdefault(row["model"], {})[asked(row)] = row["kl"]
-    decode, prefill = (
-        _gains(load(results, f"speed-{bench}"), point)
-        for bench, point in (
-            ("decode", {"batch": BATCH, "context": CONTEXT}),
-            ("prefill", {"batch": 1, "tokens": PROMPT}),
-        )
-    )
+    decode = _gains(results, "decode", {"batch": BATCH, "context": CONTEXT, "room": 1})
+    prefill = _gains(results, "prefill", {"batch": 1, "tokens": PROMPT})
     known = [
         name for name in sorted(bits, key=lambda name: bits[name]) if all(name in found for found in losses.values())
     ]
@@ -43,9 +40,7 @@ def overview_table(results: Path) -> str:
     return markdown(header, rows) if rows and losses else "Not measured yet."
 
 
-def _gains(found: list[Result], point: dict[str, int]) -> dict[str, float]:
+def _gains(results: Path, bench: str, point: dict[str, int]) -> dict[str, float]:
     """At one point, how many times faster a way is than the fastest attention of PyTorch there."""
-    rows = [row for result in found for row in result["rows"] if "ms" in row and row.get("room", 1) == 1]
-    here = {row["way"]: row["ms"] for row in rows if all(row[key] == value for key, value in point.items())}
-    best = min((ms for way, ms in here.items() if way.startswith("sdpa") and "packed" not in way), default=0.0)
-    return {way: best / ms for way, ms in here.items() if not way.startswith("sdpa")}
+    rows = [row for result in load(results, f"speed-{bench}") for row in result["rows"]]
+    return gains(rows, *point).get(tuple(point.values()), {})

@@ -41,7 +41,7 @@ def scores_table(results: Path) -> str:
         rows = [
             [_name(name), *_cells(found)] for name, found in sorted(scored.items(), key=lambda item: item[0] != "full")
         ]
-        header = ["cache", *(f"{title}" for *_, title, _ in SCORES), "read packed", "bits, closed blocks", "KV"]
+        header = ["cache", *(title for *_, title, _ in SCORES), "read packed", "bits, closed blocks", "KV"]
         how = dict.fromkeys(origin({**result, "command": _every_method(result["command"])}) for result in recorded)
         parts.append(f"**{model}**\n\n{markdown(header, rows)}\n\nHow: {' '.join(how)}")
     return "\n\n".join(parts) or "Not measured yet."
@@ -54,12 +54,10 @@ def _every_method(command: str) -> str:
 
 def _name(method: str) -> str:
     """`turbo (bits mixed)` of `turbo:bits=mixed`, as the other tables write it."""
-    name, _, settings = method.partition(":")
-    return (
-        "full precision"
-        if method == "full"
-        else f"`{name}`" + (f" ({settings.replace('=', ' ').replace(',', ', ')})" if settings else "")
-    )
+    name, _, given = method.partition(":")
+    if method == "full":
+        return "full precision"
+    return f"`{name}`" + (f" ({given.replace('=', ' ').replace(',', ', ')})" if given else "")
 
 
 def _cells(found: dict[tuple[str, str, str], dict[str, Any]]) -> list[str]:

@@ -16,6 +16,8 @@ from typing import Any
 
 from papers.common import About, Row, Run, column, not_below, row
 
+from qattn_hf.bench.tables import gains
+
 ABOUT = About(
     title="Figures of speed",
     model="",
@@ -47,27 +49,22 @@ WAYS = ("turbo", "sinkq", "int_flash", "sage2", "sage2:bits=4", "turboquant:k_fo
 BATCH, LONG, SHORT = 4, 32768, 2048
 
 
-def gains(bench: str, length: str) -> Iterator[Row]:
-    """Of each recorded point and method of the papers, the fastest attention of PyTorch by it."""
+def recorded(bench: str, *point: str) -> Iterator[Row]:
+    """Of each recorded point, by batch and tokens, and method of the papers, the fastest attention of PyTorch by it."""
     path = RESULTS / f"speed-{bench}.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
-    best: dict[tuple[int, int], float] = {}
-    for one in found["rows"]:
-        if one["way"].startswith("sdpa") and "packed" not in one["way"] and "ms" in one:
-            point = one["batch"], one[length]
-            best[point] = min(one["ms"], best.get(point, float("inf")))
-    for one in found["rows"]:
-        point = one["batch"], one[length]
-        if one["way"] in WAYS and "ms" in one and point in best:
-            source = f"recorded {bench}, {one['way']}, batch {point[0]}, {found['device']}"
-            yield row(source, f"{point[1]} tokens", {}, {"speedup": best[point] / one["ms"]})
+    tight = [one for one in found["rows"] if one.get("room", 1) == 1]
+    for (batch, tokens), ways in gains(tight, *point).items():
+        for way in (way for way in WAYS if way in ways):
+            source = f"recorded {bench}, {way}, batch {batch}, {found['device']}"
+            yield row(source, f"{tokens} tokens", {}, {"speedup": ways[way]})
 
 
 def measure(run: Run | None) -> Iterator[Row]:
     for figure, (command, paper) in POINTERS.items():
         yield row("papers", figure, paper, {"command": command})
-    yield from gains("decode", "context")
-    yield from gains("prefill", "tokens")
+    yield from recorded("decode", "batch", "context")
+    yield from recorded("prefill", "batch", "tokens")
 
 
 def broken(rows: list[Row]) -> list[str]:

@@ -27,6 +27,15 @@ def by_point(rows: Iterable[Row], *keys: str) -> dict[tuple, list[Row]]:
     return points
 
 
+def gains(rows: Iterable[Row], *keys: str) -> dict[tuple, dict[str, float]]:
+    """At each point of `keys`, how many times faster each packed way is than the fastest stock one there."""
+    found = {}
+    for point, here in by_point(rows, *keys).items():
+        if best := best_stock(here):
+            found[point] = {row["way"]: best["ms"] / row["ms"] for row in here if row["packed"] and "ms" in row}
+    return found
+
+
 def decode_table(rows: list[Row]) -> Table:
     """Milliseconds of a step; beside each packed one how many times faster it is than the best SDPA.
 

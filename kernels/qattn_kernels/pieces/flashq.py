@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import triton
@@ -33,6 +34,7 @@ TWINS = True
 LEVELS = tl.constexpr(119)
 
 
+@lru_cache(maxsize=1024)
 def head_numbers(store: FlashQStore, heads: int) -> dict[str, int]:
     """What kernels take beside the state, as `number` reads it."""
     listed = sum(1 << head for head in store.low_heads or ())
