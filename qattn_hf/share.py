@@ -52,9 +52,9 @@ def own_part(spec: LayerSpec, heads: int, share: Share) -> LayerSpec:
         ValueError: if the heads, or how many of them get 2 bits, do not divide among the processes.
     """
     own = share.of(heads)
-    return (
-        spec if share.size == 1 else dataclasses.replace(spec, k=_part(spec.k, own, share), v=_part(spec.v, own, share))
-    )
+    if share.size == 1:
+        return spec
+    return dataclasses.replace(spec, k=_part(spec.k, own, share), v=_part(spec.v, own, share))
 
 
 def _part(store: Store, own: range, share: Share) -> Store:
