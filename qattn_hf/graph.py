@@ -84,15 +84,16 @@ class GraphedCall:
         if signature not in steps:
             steps[signature] = None
             return self._warm_up(inputs, cache)
-        step = steps[signature]
-        if step is not None:
-            cache.count(1)
-        else:
-            step = steps[signature] = self._capture(inputs, cache)
-            if step is None:
-                return self.model(**inputs)
-        cache.ran("graph")
-        return step.run(tensors, cache)
+        with self.pool.lock:  # steps share memory: another thread's would overwrite what this one computed
+            step = steps[signature]
+            if step is not None:
+                cache.count(1)
+            else:
+                step = steps[signature] = self._capture(inputs, cache)
+            if step is not None:
+                cache.ran("graph")
+                return step.run(tensors, cache)
+        return self.model(**inputs)
 
     def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
         """A step as it is, the model's first one watched."""
@@ -106,16 +107,19 @@ class GraphedCall:
         return out
 
     def _capture(self, inputs: dict[str, Any], cache: QAttnCache) -> Step | None:
-        """The captured step, which the Python code of the layers has counted once; None if it cannot be captured."""
+        """The captured step, counted once on the host for its first replay; None if it cannot be captured."""
+        marks = cache.marks()
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
             static = _map_tensors(inputs, lambda x: x.clone(memory_format=torch.contiguous_format))
         try:
             run = functools.partial(self.model, **static)
             replay, out = self.pool.allocate(record, run, cache.device, self.pool.graphs)
         except RuntimeError as error:
-            # Layers that had counted the token stand one too high, which the next `reserve` near the end corrects.
+            cache.recall(marks)
             self._refuse(f"capturing it failed ({_first_line(error)})", cache, error)
             return None
+        cache.recall(marks)
+        cache.count(1)
         leaves, spec = tree_flatten(out)
         leaves = [CACHE if x is cache else x for x in leaves]
         return Step(list(tensors_of(static)), replay, leaves, spec)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,15 +57,15 @@ class Patched:
         return attention.register() if self.recipe.settings.packs() else over_cache.register(self.specs[0])
 
     def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
-        """A fresh cache by this patch's recipe."""
+        """A fresh cache by this patch's recipe, the last one from here on."""
         check_packs(self.recipe)
         cache = QAttnCache(self.specs, self.recipe, max_cache_len, self.device_type, self.pool)
-        self.last.cache = cache
+        self.last.record(cache)
         return cache
 
     def release(self) -> None:
         """Let go of all memory that is kept for later calls."""
-        self.last.cache = None
+        self.last.clear()
         self.pool.clear()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -97,6 +98,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     _check_cache(cache, len(patched.specs))
     kwargs["use_cache"] = True
     if not torch.compiler.is_compiling():
+        cache.check_whole(config.get_text_config(decoder=True).num_hidden_layers)
         inputs = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
         tokens = max((x.shape[1] for x in inputs if x is not None), default=0)
         _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
@@ -181,13 +183,16 @@ def prepare_cache(
         check_mask(mask, 0, mask.shape[1])
         if not bool(mask[:, -1].all()):
             raise UnsupportedError("generate needs padding on the left; this attention_mask has it on the right")
-    cache = model_kwargs.get("past_key_values")
+    cache, last = model_kwargs.get("past_key_values"), model._qattn.last
+    last.pass_over(False)
     if cache is None:
         cache = model_kwargs["past_key_values"] = model._qattn.new_cache()
     else:
         _check_cache(cache, len(model._qattn.specs))
+        cache.check_whole()
         cache._is_user_defined = True
-        model._qattn.last.cache = cache
+        last.record(cache)
+    last.pass_over(generation_config.guidance_scale not in (None, 1))  # which has a cache of its own, made by a forward
     cache.ran("eager", _why_eager(model._qattn, generation_mode))
     drafted = 0
     if generation_mode == GenerationMode.ASSISTED_GENERATION:  # drafts overshoot, and verification takes them back
@@ -248,6 +253,24 @@ def generate_masks(
     return create_masks_for_generate(**cached, **kwargs)
 
 
+class Method:
+    """A function bound to one model, which it does not keep alive: a model that nobody uses any more is gone at once,
+    and its memory with it. Copies and pickles of the model have their own."""
+
+    def __init__(self, function: Callable, model: PreTrainedModel):
+        self.function, self._model = function, weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self._model(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Method:
+        model: Any = self._model()
+        return Method(self.function, memo.get(id(model), model))
+
+    def __reduce__(self) -> Any:
+        return Method, (self.function, self._model())
+
+
 def install(model: PreTrainedModel, patched: Patched) -> None:
     """Hooks on the model and its decoder, overrides on the instance; none of these where transformers has the cache."""
     packs = patched.recipe.settings.packs()
@@ -257,8 +280,8 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         patched.hook_ids.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).id)
     if not packs:
         return
-    model._prepare_cache_for_generation = functools.partial(prepare_cache, model)
-    model.get_compiled_call = functools.partial(compiled_call, model)
+    model._prepare_cache_for_generation = Method(prepare_cache, model)
+    model.get_compiled_call = Method(compiled_call, model)
     if not hasattr(type(model), "create_masks_for_generate"):  # else the model has masks of its own kind
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         model.create_masks_for_generate = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))

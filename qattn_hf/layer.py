@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from qattn_hf import changes
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
 from qattn_kernels.crop import crop
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.online import Scores
 from qattn_kernels.operator import attend, state_names
-from qattn_kernels.ring import resize_ring
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import layer_tensors
 from qattn_kernels.support import unsupported
 
 
-def bucket(blocks: int) -> int:
-    """Capacity for `blocks` blocks: quarter steps between powers of two, the same however a cache got there."""
+def with_room(blocks: int) -> int:
+    """Capacity of a layer that grows to hold `blocks` blocks: quarter steps between powers of two, so that a cache
+    which grows token by token is seldom copied."""
     step = max(1, 1 << max(0, (blocks - 1).bit_length() - 3))
     return -(-blocks // step) * step
+
+
+def capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph instead of running."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class QAttnLayer(CacheLayerMixin):
@@ -45,11 +51,17 @@ class QAttnLayer(CacheLayerMixin):
         super().__init__()
         self.spec, self.max_cache_len, self.device_type = spec, max_cache_len, device_type
         self.planned = max_cache_len is not None  # the capacity is known to suffice, so it stays as it is
-        self.blocks = bucket(self._blocks_for(max_cache_len or 1))
-        self.state: State = {"seen": torch.zeros((), dtype=torch.int64)}
+        self.blocks = self._blocks_for(max_cache_len or 1)
+        with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+            self.state: State = {"seen": torch.zeros((), dtype=torch.int64)}
         self._text = spec.encode()
         self.moves = 0  # how often tensors took another place, which ends what was captured over them
-        self._used = 0  # upper bound of the slots any row uses, kept on the host so that no step waits for the device
+        self.edits, self.torn = 0, False  # changes of the state so far, and whether one began and never ended
+        # Upper bound of the slots any row uses, kept on the host so that no step waits for the device. None: steps may
+        # have run that Python did not see, so the device is asked before the bound is used; always, once somebody else
+        # than `graph.GraphedCall`, which counts its replays, has captured steps over these tensors.
+        self._used: int | None = 0
+        self.replayed_by_others = False
 
     # The contract of transformers' caches
 
@@ -96,8 +108,8 @@ class QAttnLayer(CacheLayerMixin):
         return handle, handle
 
     def get_seq_length(self) -> torch.Tensor:
-        """Columns seen, padding included, as a live 0-d int64 tensor."""
-        return self.state["seen"]
+        """Columns seen so far, padding included: a 0-d int64 tensor of the caller's own, on the layer's device."""
+        return self.state["seen"].clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.capacity, 0
@@ -111,24 +123,19 @@ class QAttnLayer(CacheLayerMixin):
         """Forget everything; the tensors stay."""
         for tensor in self.state.values():
             tensor.zero_()
-        self._used = 0
+        self._used, self.edits, self.torn = 0, 0, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes the old row `beam_idx[i]`, in place."""
-        if self.is_initialized:
-            for tensor, dim in self.state_tensors().values():
-                if dim is not None:
-                    tensor.copy_(tensor.index_select(dim, beam_idx.to(tensor.device)))
+        """Row i becomes the old row `beam_idx[i]`, in place; see `changes.reorder`."""
+        changes.reorder(self, beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` `[n]`, in that order."""
-        if self.is_initialized:
-            self._replace_rows(lambda t, dim: t.index_select(dim, indices.to(t.device)))
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows `indices`, in that order; see `changes.selected`."""
+        self.take(changes.selected(self, indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after another."""
-        if self.is_initialized:
-            self._replace_rows(lambda t, dim: t.repeat_interleave(repeats, dim))
+        self.take(changes.repeated(self, repeats))
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Remove tokens from the end of every row: -n the last n, 0 none; n > 0 all but the first n columns.
@@ -147,10 +154,11 @@ class QAttnLayer(CacheLayerMixin):
             return self.reset()
         if seen - drop < int(self.state["padded"]):
             raise UnsupportedError(
-                f"cannot crop {drop} columns: some belong to a call with padding, whose columns do not map to tokens "
-                "of a row. Crop less, or start from a fresh cache"
+                f"cannot crop {drop} columns: some are padding or stand before padding, where columns do not map to "
+                "tokens of a row. Crop less, or start from a fresh cache"
             )
-        crop(self.state, self.spec, drop)
+        with self.editing():
+            crop(self.state, self.spec, drop)
         self._used = self._slots_used()
 
     def activate_past_recording(self) -> None:
@@ -176,23 +184,21 @@ class QAttnLayer(CacheLayerMixin):
         Returns:
             output `[B, Hq, T, Dv]`, zeros for padding, and fp32 log-sum-exp `[B, Hq, T]`.
         """
-        if query.shape[0] != self.state["length"].shape[0]:
-            raise UnsupportedError(
-                f"the cache holds {self.state['length'].shape[0]} rows and the call has {query.shape[0]}; "
-                "use a fresh cache, or batch_repeat_interleave / batch_select_indices"
-            )
-        past = self.blocks
-        if not torch.compiler.is_compiling():
-            self.reserve(query.shape[2])
-            past = self._blocks_for(self._used)
-            self.count(query.shape[2])
-        tensors = list(self.state.values())
-        return attend(
+        self._check_call(query, handle)
+        tokens, past, counts = query.shape[2], self.blocks, True
+        if torch.compiler.is_compiling():
+            self._used, counts = None, False
+        elif capturing():
+            self.replayed_by_others, counts = True, False
+        else:
+            past = self._blocks_for(self.reserve(tokens))
+            self.torn = True  # until the call has ended
+        result = attend(
             query,
             handle.key,
             handle.value,
             span,
-            tensors,
+            list(self.state.values()),
             self._text,
             scores.scale,
             scores.softcap,
@@ -200,6 +206,9 @@ class QAttnLayer(CacheLayerMixin):
             scores.sinks,
             past,
         )
+        if counts:
+            self.count(tokens)
+        return result
 
     def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
         """Every tensor of the layer by name, with its batch dimension (None: shared by all rows)."""
@@ -207,22 +216,28 @@ class QAttnLayer(CacheLayerMixin):
             return {}
         return {name: (self.state[name], spec.batch_dim) for name, spec in self.tensor_specs().items()}
 
-    def reserve(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> int:
         """Make room for `tokens` more columns, outside any captured step.
+
+        Returns:
+            an upper bound of the slots that any row uses before them.
 
         Raises:
             CapacityError: if the layer may not grow; nothing was written.
         """
-        if self._used + tokens > self.capacity:
-            self._used = self._slots_used()
-        if self._used + tokens > self.capacity:
+        used = self._used
+        if used is None or self.replayed_by_others or used + tokens > self.capacity:
+            used = self._used = self._slots_used()
+        if used + tokens > self.capacity:
             if self.max_cache_len is not None:
                 raise CapacityError(
-                    f"the cache holds {self.capacity} tokens a row, {self._used} are taken and {tokens} more came; "
+                    f"the cache holds {self.capacity} tokens a row, {used} are taken and {tokens} more came; "
                     "nothing was written. Use a larger max_cache_len, or none so that the cache grows"
                 )
-            self._grow(bucket(self._blocks_for(self._used + tokens)))
+            blocks = self._blocks_for(used + tokens)
+            self._grow(with_room(blocks) if self.is_initialized else blocks)
             self.planned = False
+        return used
 
     def plan(self, tokens: int) -> None:
         """Grow to `tokens` columns in all, which the caller knows to be the most: the capacity then stays fixed.
@@ -230,10 +245,10 @@ class QAttnLayer(CacheLayerMixin):
         Raises:
             CapacityError: if the layer may not grow and they would not fit; nothing was changed.
         """
-        self._used = self._slots_used()
-        slack = max(0, self._used - int(self.state["seen"]))  # slots lost to short blocks
+        used = self._used = self._slots_used()
+        slack = max(0, used - int(self.state["seen"]))  # slots lost to short blocks
         if self.max_cache_len is None:
-            self._grow(max(self.blocks, bucket(self._blocks_for(tokens + slack))))
+            self._grow(max(self.blocks, self._blocks_for(tokens + slack)))
             self.planned = True
         elif tokens + slack > self.capacity:
             raise CapacityError(
@@ -243,18 +258,30 @@ class QAttnLayer(CacheLayerMixin):
 
     def raise_horizon(self, tokens: int) -> None:
         """Let `crop` take back `tokens` tokens bit for bit from here on."""
-        if tokens <= self.spec.window.horizon:
-            return
-        old = self.spec
-        self.spec = replace(old, window=replace(old.window, horizon=tokens))
-        self._text = self.spec.encode()
-        if self.is_initialized:
-            resize_ring(self.state, old, self.spec)
-            self._fix_addresses()
+        self.take(changes.with_horizon(self, tokens))
 
     def count(self, tokens: int) -> None:
         """Note on the host that `tokens` more columns are written; `reserve` made room for them."""
+        assert self._used is not None
         self._used += tokens
+        self.edits, self.torn = self.edits + 1, False
+
+    def take(self, moved: changes.Change | None) -> None:
+        """Become what a function of `changes` made; None: stay as it is."""
+        if moved is None:
+            return
+        self.spec, self._text = moved.spec, moved.spec.encode()
+        if moved.geometry is not None:
+            self.geometry, self.blocks = moved.geometry, moved.geometry.blocks
+            self.state.update(moved.state)
+            self._fix_addresses()
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Around a change in place: one that never ends, as by an exception, leaves the layer torn."""
+        self.torn = True
+        yield
+        self.edits, self.torn = self.edits + 1, False
 
     def geometry_of(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Geometry:
         """Sizes of a layer of this capacity that holds such keys and values."""
@@ -271,35 +298,44 @@ class QAttnLayer(CacheLayerMixin):
         return layer_tensors(self.geometry, self.spec)
 
     def _slots_used(self) -> int:
-        """Slots that the fullest row uses, short blocks' dead ones included; asks the device."""
+        """Slots that the fullest row uses, short blocks' dead ones included; asks the device.
+
+        Raises:
+            CapacityError: if steps that Python did not see ran past the capacity.
+        """
         if not self.is_initialized:
             return 0
         s = self.state
-        return int((s["closed"] * self.spec.window.block + s["length"] - s["open_start"]).max())
+        used = s["closed"] * self.spec.window.block + s["length"] - s["open_start"]
+        slots, lost = torch.stack([used.max(), s["overflow"].max()]).tolist()
+        if lost:
+            raise CapacityError(
+                f"compiled steps ran past the {self.capacity} tokens that a row of the cache holds: {lost} are lost, "
+                "and what was generated since is wrong. Start from a fresh cache with a larger max_cache_len"
+            )
+        return slots
 
     def _grow(self, blocks: int) -> None:
         """Larger arenas with the old content; if memory runs out the layer is as it was."""
-        if blocks == self.blocks or not self.is_initialized:
-            self.blocks = blocks
-            return
-        geometry = replace(self.geometry, blocks=blocks)
-        grown = {}
-        with torch.inference_mode(False):
-            for name, spec in layer_tensors(geometry, self.spec).items():
-                if spec.block_dim is not None:
-                    grown[name] = spec.empty_state(self.device)
-                    grown[name].narrow(spec.block_dim, 0, self.blocks).copy_(self.state[name])
-        self.blocks, self.geometry = blocks, geometry
-        self.state.update(grown)
-        self._fix_addresses()
+        if self.is_initialized and blocks != self.blocks:
+            self.take(changes.with_blocks(self, blocks))
+        self.blocks = blocks
 
-    def _replace_rows(self, move: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        with torch.inference_mode(False):
-            for name, (tensor, dim) in self.state_tensors().items():
-                if dim is not None:
-                    self.state[name] = move(tensor, dim).clone()
-        self.geometry = replace(self.geometry, batch=self.state["length"].shape[0])
-        self._fix_addresses()
+    def _check_call(self, query: torch.Tensor, handle: Handle) -> None:
+        """Refuse a call of another batch, or of another model than the cache was made for."""
+        geo, key, value = self.geometry, handle.key, handle.value
+        if query.shape[0] != geo.batch:
+            raise UnsupportedError(
+                f"the cache holds {geo.batch} rows and the call has {query.shape[0]}; "
+                "use a fresh cache, or batch_repeat_interleave / batch_select_indices"
+            )
+        held, came = (geo.heads, geo.k_dim, geo.v_dim), (key.shape[1], key.shape[3], value.shape[3])
+        if held != came or key.device != self.device:
+            raise UnsupportedError(
+                f"the cache holds {held[0]} KV heads of {held[1]} and {held[2]} channels on {self.device}, the model "
+                f"has {came[0]} of {came[1]} and {came[2]} on {key.device}: it was made for another model. "
+                "Pass QAttnCache.for_model(model), or none"
+            )
 
     def _fix_addresses(self) -> None:
         """Tell compiled steps that the state stays where it is, and captured ones that it was elsewhere."""

@@ -6,6 +6,7 @@ import io
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -14,6 +15,8 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe
+from qattn_kernels.rows import bits_to_bool
+from qattn_kernels.sink_pool.table import at_slots
 from qattn_kernels.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.state import side_of
 from qattn_kernels.support import no_triton, unsupported
@@ -74,7 +77,8 @@ def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
         "effective_bits_total": 8 * row["bytes"] / (tokens * values) if tokens else None,
         "capacity": layer.capacity,
         "short_blocks": int(((state["block_len"] > 0) & (state["block_len"] < spec.window.block)).sum()),
-        "nonfinite": int(state["nonfinite"].sum()),
+        "nonfinite": _nonfinite(layer),
+        "lost": int(state["overflow"].sum()),
         "sinks": _sinks(layer),
         "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
         "bits_per_head": {side: _bits(layer, side) for side in "kv"},
@@ -95,11 +99,22 @@ def _skipped(layer: QAttnLayer) -> dict[str, float]:
     }
 
 
+def _in_pool(layer: QAttnLayer) -> torch.Tensor:
+    """Which entries of the table of sinks stand for a token that is out of the codes: bool `[B, H, entries]`."""
+    return (layer.state["sink.born"] > 0) & (layer.state["sink.written"] == 0)
+
+
 def _sinks(layer: QAttnLayer) -> int:
     """Tokens that the sink pool keeps out of the codes, of all rows and heads."""
-    if not layer.spec.sink_pool.num:
-        return 0
-    return int(((layer.state["sink.born"] > 0) & (layer.state["sink.written"] == 0)).sum())
+    return int(_in_pool(layer).sum()) if layer.spec.sink_pool.num else 0
+
+
+def _nonfinite(layer: QAttnLayer) -> int:
+    """Tokens of all rows that are masked in some KV head, because their key or value there is not finite."""
+    masked = bits_to_bool(layer.state["dropped"]).flatten(2)
+    if layer.spec.sink_pool.num:  # its tokens are masked too, where they stand in the blocks
+        masked = masked & ~at_slots(_in_pool(layer), layer.state["sink.slot"], masked.shape[2])
+    return int(masked.any(1).sum())
 
 
 def _why_reference(layer: QAttnLayer) -> str | None:
@@ -274,7 +289,12 @@ def _notes(row: dict[str, Any]) -> str:
 
 MEANS = ("effective_bits", "effective_bits_total", "skip_rate", "dropped_mass")
 OWN = ("layer", "sinks")  # of a row; how many sinks are kept differs from layer to layer
-NOTES = {"short_blocks": "short blocks", "nonfinite": "tokens not finite, masked", "clamped": "values clamped"}
+NOTES = {
+    "short_blocks": "short blocks",
+    "nonfinite": "tokens not finite, masked",
+    "clamped": "values clamped",
+    "lost": "tokens beyond the capacity, lost",
+}
 
 
 def _number(value: float | None) -> str:

@@ -61,7 +61,7 @@ def test_the_next_call_replays_at_once(fake, model):
     try:
         first, where = model.generate(IDS, **GREEDY), addresses(model._qattn.last.cache)
         assert (fake.captured, fake.replayed) == (1, 10)
-        other = random_ids(2, 75, seed=5)  # same bucket of capacity
+        other = random_ids(2, 75, seed=5)  # as many blocks
         second = model.generate(other, **GREEDY)
     finally:
         gc.enable()
@@ -78,7 +78,7 @@ def test_a_cache_that_somebody_holds_is_left_alone(fake, model):
     assert not set(addresses(held)) & set(addresses(model._qattn.last.cache))
     assert all(torch.equal(a, t) for a, (t, _) in zip(before, held.state_tensors().values(), strict=True))
     assert fake.captured == 2
-    assert model._qattn.pool.idle == []
+    assert not model._qattn.pool.idle
     del held
     assert len(model._qattn.pool.idle) == 1
 
@@ -101,11 +101,11 @@ def test_memory_is_released(fake, model, how):
     want = model.generate(IDS, **GREEDY)
     model.generate(random_ids(1, 70), **GREEDY)
     patched = model._qattn
-    layers = weakref.WeakSet(layer for _, found in patched.pool.idle for layer in found)
+    layers = weakref.WeakSet(layer for found in patched.pool.idle for layer in found)
     layers.update(patched.last.cache.layers)
     assert len(layers) == 4 and len(patched.pool.graphs) == 2
     how(model)
-    assert (len(layers), len(patched.pool.graphs), patched.pool.idle, patched.last.cache) == (0, 0, [], None)
+    assert (len(layers), len(patched.pool.graphs), len(patched.pool.idle), patched.last.cache) == (0, 0, 0, None)
     if how is release:
         assert torch.equal(model.generate(IDS, **GREEDY), want) and fake.captured == 3
 
@@ -354,4 +354,4 @@ def test_idle_memory_goes_before_a_capture_fails(fake, model, monkeypatch):
     record = graph.record
     monkeypatch.setattr(graph, "record", lambda *args: no_memory() if model._qattn.pool.idle else record(*args))
     assert torch.equal(model.generate(IDS, **GREEDY), held.sequences)
-    assert path(model) == ("graph", None) and fake.captured == 3 and model._qattn.pool.idle == []
+    assert path(model) == ("graph", None) and fake.captured == 3 and not model._qattn.pool.idle

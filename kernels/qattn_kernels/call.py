@@ -15,7 +15,7 @@ from qattn_kernels.sink_pool.kernel import Table
 from qattn_kernels.sizes import Sizes, sizes_of
 from qattn_kernels.spec import SHORT_CALL, LayerSpec
 
-ROW_STATE = ("length", "closed", "open_start", "longest", "seen", "padded")
+ROW_STATE = ("length", "closed", "open_start", "longest", "seen", "padded", "overflow")
 
 
 class Call(NamedTuple):

@@ -77,8 +77,14 @@ def exp2_sas(x, threshold):
 
 
 @triton.jit
+def broken(x, axis: tl.constexpr):
+    """Which vectors of fp32 `x` are not finite. A maximum would drop a NaN, so that counts as infinity."""
+    return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis) > 3.4028234663852886e38
+
+
+@triton.jit
 def load_row(rows, b):
-    """A row as it was before the call, and what the call brings: the columns of `Panel.rows`."""
+    """A row as it was before the call, and what the call brings: six columns of `Panel.rows`."""
     r = rows + b * 8
     return tl.load(r), tl.load(r + 1), tl.load(r + 2), tl.load(r + 3), tl.load(r + 4), tl.load(r + 5)
 
@@ -105,13 +111,17 @@ def commit_row(ROWS, STATE, row, b, B, columns, BP: tl.constexpr, C: tl.constexp
     tl.store(STATE[1] + b, closed + closing)
     tl.store(STATE[2] + b, open_start + closing * C.BLOCK)
     tl.store(STATE[3] + b, tl.maximum(tl.load(STATE[3] + b), length + count))
+    lost = tl.load(ROWS + b * 8 + 6)
+    if lost > 0:
+        tl.store(STATE[6] + b, tl.load(STATE[6] + b) + lost)
     if b == 0:
-        seen = tl.load(STATE[4]) + columns
-        tl.store(STATE[4], seen)
-        n = tl.arange(0, BP)
+        seen, n = tl.load(STATE[4]), tl.arange(0, BP)
+        tl.store(STATE[4], seen + columns)
+        starts = tl.load(ROWS + n * 8 + 4, mask=n < B, other=0)
         counts = tl.load(ROWS + n * 8 + 5, mask=n < B, other=columns)
-        if tl.min(counts, 0) < columns:
-            tl.store(STATE[5], seen)
+        padding = tl.max(tl.where(starts + counts < columns, columns, starts), 0)  # to the end of the last one
+        if padding > 0:
+            tl.store(STATE[5], seen + padding)
 
 
 @triton.jit

@@ -39,7 +39,8 @@ class Scores:
 
 
 class Attended(NamedTuple):
-    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen); of sparse V its `tally`."""
+    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen); of sparse V its `tally`. A query that
+    is not finite has an `out` of NaN, and the `lse` of a query of zeros."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -164,4 +165,6 @@ def attend(
     out = out / torch.where(total == 0, 1.0, total)[..., None]
     if tiles.v.mean is not None:  # what smoothing took off, once
         out = torch.where(total[..., None] == 0, 0.0, out + tiles.v.mean[:, :, None, None, 0, 0])
-    return Attended(out.flatten(1, 2), (last + total.log()).flatten(1, 2), tally)
+    broken = q.broken & (q_pos >= 0)[:, None]
+    out = out.flatten(1, 2).masked_fill(broken[..., None], torch.nan)
+    return Attended(out, (last + total.log()).flatten(1, 2), tally)

@@ -13,7 +13,7 @@ from qattn_kernels.layout import Geometry, State
 from qattn_kernels.online import Scores
 from qattn_kernels.prefill.reference import packed_past, prefill
 from qattn_kernels.rotate.reference import rotate, rotate_back
-from qattn_kernels.rows import build_region, columns_back, real_first
+from qattn_kernels.rows import build_region, columns_back, fitting, real_first
 from qattn_kernels.sink_pool.mass import given
 from qattn_kernels.sink_pool.reference import compete
 from qattn_kernels.sink_pool.table import settle
@@ -37,7 +37,7 @@ def state_names(spec: LayerSpec) -> tuple[str, ...]:
 
 def _check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
     """Refuse what would overflow. Elsewhere than on a CPU a step must not wait for lengths: there the caller keeps an
-    upper bound, as `QAttnLayer` does, and what went past it all the same is not written.
+    upper bound, as `QAttnLayer` does, and what went past it all the same is not written but counted (`overflow`).
     """
     if span.device.type != "cpu":
         return
@@ -61,8 +61,10 @@ def reference_step(
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole step in plain PyTorch; arguments as in `attend`."""
-    span = span.expand(q.shape[0], 2)
+    asked = span.expand(q.shape[0], 2)
+    span = fitting(state, spec.window, asked)
     count = span[:, 1].contiguous()
+    state["overflow"].add_(asked[:, 1] - count)
     tokens = torch.arange(q.shape[2], device=q.device)
     q_pos = torch.where(tokens < count[:, None], state["length"][:, None] + tokens, -1).int()
     q, k, v = (real_first(x, span) for x in (q, k, v))
@@ -73,7 +75,7 @@ def reference_step(
         if spec.sink_pool.select == "attention":
             region = region._replace(given=given(q, q_pos, state, spec.window, region, scores))
         region = compete(state, spec, region)
-    append(state, spec, region, count, q.shape[2])
+    append(state, spec, region, span, q.shape[2])
     if past is None:
         result = decode(q, q_pos, state, spec, region, scores)
     else:

@@ -28,7 +28,8 @@ def attend_over(
 
     Args:
         query: `[B, Hq, T, D]`. key, value: `[B, Hkv, S, D]`, the new tokens in the columns from `offset` on.
-        key_mask: bool `[B, S]`, false for columns that hold no token; those behind the new ones count as such.
+        key_mask: bool `[B, S]`, false for columns that hold no token; those behind the new ones count as such, and
+            those whose key or value is not finite, which would be in the scales and means of all others.
         offset: column of the first query, one for all rows or `[B]`.
         spec: of stores in the model's precision; `spec.impl` computes.
 
@@ -58,7 +59,8 @@ def over(
     """`attend_over` as an operator: `offset` int32 `[B]`, `spec` encoded, the rest as in `Scores`."""
     layer, scores, tokens = decode_spec(spec), Scores(scale, softcap, window, sinks), query.shape[2]
     columns = torch.arange(key.shape[2], device=key.device)
-    key_mask = key_mask & (columns < offset[:, None] + tokens)
+    finite = torch.stack([bound(x, (1, 3)) for x in (key, value) for bound in (torch.amin, torch.amax)]).isfinite()
+    key_mask = key_mask & (columns < offset[:, None] + tokens) & finite.all(0)
     rows = _rows(key_mask, offset, tokens)
     if layer.impl == "triton":
         from qattn_kernels.prefill.launch import prefill  # Triton is loaded when it is first used

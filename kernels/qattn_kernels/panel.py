@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-ROW_FIELDS = 8  # columns of `Panel.rows`, of which six are used
+ROW_FIELDS = 8  # columns of `Panel.rows`, of which seven are used
 
 
 class Panel(NamedTuple):
@@ -17,7 +17,8 @@ class Panel(NamedTuple):
     `v`: INT8 TRANSPOSED `[B, Hkv, Dv, N]` with fp32 `v_scale` `[B, Hkv, N]`, or the model's dtype `[B, Hkv, N, Dv]`.
     `bias`: fp32 `[B, Hkv, N]`, added to every score: 0, or -inf for slots that hold no token or a masked one.
     `pos`: int32 `[B, N]` row positions. `rows`: int32 `[B, ROW_FIELDS]`: length, closed, open_start, closing, first
-    real column and count of the new tokens. Slots past a row's end hold anything but NaN, with bias -inf.
+    real column and count of the new tokens, and how many more there were that do not fit. Slots past a row's end hold
+    anything but NaN, with bias -inf.
 
     What `prefill.coded` makes codes of may have fewer slots than `bias`, where none beyond is seen, and any strides but
     the last: a cache's own tensors (`over.py`).

@@ -13,32 +13,43 @@ from qattn_kernels.stores.base import int8_tokens
 
 
 class Queries(NamedTuple):
-    """`exact` fp32 `[B, Hq, T, D]`, scaled; `coded` the same in INT8 with a scale a token, or None; `mean` what
-    smoothing took off before, like `exact`, or None."""
+    """`exact` fp32 `[B, Hq, T, D]`, scaled; `coded` the same in INT8 with a scale a token, or None; `broken` bool
+    `[B, Hq, T]`, queries that are not finite: they stand as zeros, so that no other's scale or mean meets them, and
+    their own output is NaN; `mean` what smoothing took off before, like `exact`, or None."""
 
     exact: torch.Tensor
     coded: Operand | None
+    broken: torch.Tensor
     mean: torch.Tensor | None = None
 
     def part(self, start: int, end: int) -> Queries:
         """The queries `start` to `end`."""
         coded = None if self.coded is None else self.coded.map(lambda x: x[:, :, start:end])
-        return Queries(self.exact[:, :, start:end], coded, None if self.mean is None else self.mean[:, :, start:end])
+        mean = None if self.mean is None else self.mean[:, :, start:end]
+        return Queries(self.exact[:, :, start:end], coded, self.broken[:, :, start:end], mean)
+
+
+def _finite(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`exact` and `broken` of `q` `[B, Hq, T, D]`."""
+    broken = ~q.isfinite().all(-1)
+    return torch.where(broken[..., None], 0.0, q.float() * scale), broken
 
 
 def short_queries(q: torch.Tensor, scale: float, compute: Compute) -> Queries:
     """Of a call that decodes: each has a scale of its own, and none is smoothed, since one alone is its own mean."""
-    exact = q.float() * scale
-    return Queries(exact, int8_tokens(exact, compute.decode_levels) if compute.decode == "int8" else None)
+    exact, broken = _finite(q, scale)
+    return Queries(exact, int8_tokens(exact, compute.decode_levels) if compute.decode == "int8" else None, broken)
 
 
 def long_queries(q: torch.Tensor, scale: float, compute: Compute, real: torch.Tensor) -> Queries:
     """Of a prefill, by `compute`; `real` bool `[B, T]` says which are, those first."""
-    exact = torch.where(real[:, None, :, None], q.float() * scale, 0.0)  # padding must not raise a scale
+    exact, broken = _finite(q, scale)
+    exact = torch.where(real[:, None, :, None], exact, 0.0)  # padding must not raise a scale
     if compute.prefill != "int8":
-        return Queries(exact, None)
+        return Queries(exact, None, broken)
     mean = query_mean(exact, compute.smooth_q, real)
-    return Queries(exact, quantize_queries(exact if mean is None else exact - mean, compute), mean)
+    around = exact if mean is None else torch.where(broken[..., None], 0.0, exact - mean)
+    return Queries(exact, quantize_queries(around, compute), broken, mean)
 
 
 def query_mean(q: torch.Tensor, smooth: str, real: torch.Tensor) -> torch.Tensor | None:

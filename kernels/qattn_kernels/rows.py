@@ -54,6 +54,19 @@ def real_first(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
     return pick(x, (tokens + span[:, :1]).clamp(max=x.shape[2] - 1))
 
 
+def fitting(state: State, window: Window, span: torch.Tensor) -> torch.Tensor:
+    """`span` int32 `[B, 2]` (first real column, count) with no more tokens than a row has room for."""
+    room = state["block_len"].shape[1] * window.block - state["closed"] * window.block
+    room = room - state["length"] + state["open_start"]
+    return torch.stack([span[:, 0], torch.minimum(span[:, 1], room)], 1).int()
+
+
+def padding_end(span: torch.Tensor, columns: int) -> torch.Tensor:
+    """0-d: how many of a call's `columns` reach to the end of its last padding, in the row where that is farthest."""
+    first, count = span.unbind(1)
+    return torch.where(first + count < columns, columns, first).max()
+
+
 def columns_back(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
     """The inverse of `real_first`: padded columns get zeros."""
     tokens = torch.arange(x.shape[2], device=x.device) - span[:, :1]

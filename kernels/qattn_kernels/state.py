@@ -15,12 +15,13 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     `length` real tokens; `closed` blocks; `open_start` row position of the first open token; `origin` row position
     where the present run of full blocks began (moved by far crops); `longest` length since then, for the horizon;
     `ring_from` oldest row position that the ring is known to hold, if it is not too far back anyway;
-    `seen` columns, padding included; `padded` columns up to the last call that had padding;
+    `overflow` tokens that did not fit the capacity and were not written, which only a call can meet whose caller does
+    not ask the device first; `seen` columns, padding included; `padded` columns up to the end of the last padding;
     `block_pos`, `block_len` first row position and tokens of each closed block;
     `dropped` one bit a token slot whose score is masked; `nonfinite` how many there were; with sparse V a `Tally`.
     """
     i32, i64, u8 = torch.int32, torch.int64, torch.uint8
-    names = ("length", "closed", "open_start", "origin", "longest", "ring_from")
+    names = ("length", "closed", "open_start", "origin", "longest", "ring_from", "overflow")
     tensors = {name: TensorSpec((geo.batch,), i32) for name in names}
     tensors["seen"] = tensors["padded"] = TensorSpec((), i64, batch_dim=None)
     tensors["block_pos"] = tensors["block_len"] = TensorSpec((geo.batch, geo.blocks), i32, block_dim=1)

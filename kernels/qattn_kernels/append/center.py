@@ -16,7 +16,7 @@ def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     """Program (head, row) before a long call: `CENTER` `[B, H, D]`, the mean around which the call sees keys. It is the
     row's own if a block of it closed before, or closes now, which fixes it; else that of what stands in the first."""
     h, b = tl.program_id(0), tl.program_id(1)
-    length, closed, open_start, closing, first, count = row_before(STATE, SPANS, span_stride, b, C)
+    length, closed, open_start, closing, first, count = row_before(STATE, SPANS, span_stride, b, NB, C)
     d, bh = tl.arange(0, C.DP), b * C.H + h
     if closed > 0:
         mean = tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.append.smooth import around, mean_key, undone
-from qattn_kernels.jit import commit_row, load_row, settle_sinks, slot_bits
+from qattn_kernels.jit import broken, commit_row, load_row, settle_sinks, slot_bits
 
 
 @triton.jit
@@ -28,15 +28,8 @@ def new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, C: tl.
     """New keys and values, zeros where either is not finite, and where that is so."""
     k = _load_new(KEY, k_strides, b, h, fresh, new, first, C)
     v = _load_new(VALUE, v_strides, b, h, fresh, new, first, C)
-    largest = tl.maximum(tl.max(_unless_nan(k), 1), tl.max(_unless_nan(v), 1))
-    bad = new & (largest > 3.4028234663852886e38)
+    bad = new & (broken(k, 1) | broken(v, 1))
     return tl.where(bad[:, None], 0.0, k), tl.where(bad[:, None], 0.0, v), bad
-
-
-@triton.jit
-def _unless_nan(x):
-    """|x|, and infinity for NaN, which a maximum would drop."""
-    return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
@@ -188,21 +181,24 @@ def _long_side(S, CENTER, X, SCALE, x, keep, chosen, pos, old, used, closes, b, 
 
 
 @triton.jit
-def row_before(STATE, SPANS, span_stride, b, C: tl.constexpr):
-    """`load_row`'s six numbers, from the state and the call's mask."""
+def row_before(STATE, SPANS, span_stride, b, NB, C: tl.constexpr):
+    """`load_row`'s six numbers, from the state and the call's mask; of its tokens no more than there is room for."""
     length, closed, open_start = tl.load(STATE[0] + b), tl.load(STATE[1] + b), tl.load(STATE[2] + b)
     first, count = tl.load(SPANS + b * span_stride), tl.load(SPANS + b * span_stride + 1)
+    count = tl.minimum(count, (NB - closed) * C.BLOCK - (length - open_start))
     ready = tl.maximum(length + count - open_start - C.RESIDUAL, 0)
     return length, closed, open_start, ready // C.SPAN * (C.SPAN // C.BLOCK), first, count
 
 
 @triton.jit
-def _note(ROWS, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C: tl.constexpr):
-    """What is one for all heads: the row's numbers for later kernels, and the block that closes."""
+def _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C: tl.constexpr):
+    """What is one for all heads: the row's numbers for later kernels, behind them the tokens that do not fit, and the
+    block that closes."""
     if h == 0:
         if j == 0:
             for i in tl.static_range(6):
                 tl.store(ROWS + b * 8 + i, row[i])
+            tl.store(ROWS + b * 8 + 6, tl.load(SPANS + b * span_stride + 1) - row[5])
         if closes:
             tl.store(BLOCK_POS + b * NB + row[1] + j, row[2] + j * C.BLOCK)
             tl.store(BLOCK_LEN + b * NB + row[1] + j, C.BLOCK)
@@ -225,12 +221,12 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
                  V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (block of the region, head, row) of a call of at most `NEW` tokens; lengths are committed later."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = row_before(STATE, SPANS, span_stride, b, C)
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
     start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
     used = (start < length + count) & (index < NB)  # never behind the arenas
     closes = (j < closing) & used
-    _note(ROWS, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C)
+    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C)
     if used:
         pos = tl.maximum(length, start) + tl.arange(0, NEW)
         new = pos < tl.minimum(length + count, start + C.BLOCK)
@@ -260,13 +256,13 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     ring only when all have read it. Every program writes its slots, those behind the row's end included.
     """
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = row_before(STATE, SPANS, span_stride, b, C)
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
     index, bh, t = closed + j, b * C.H + h, tl.arange(0, C.BLOCK)
     pos = open_start + j * C.BLOCK + t
     used = (open_start + j * C.BLOCK < length + count) & (index < NB)
     closes = (j < closing) & used
-    _note(ROWS, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C)
+    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C)
     old = pos < length
     new = (~old) & (pos < length + count)
     k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)

@@ -55,7 +55,7 @@ def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
                 K_KIND: tl.constexpr, V_KIND: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (row). `KIND` -1: that side is not ranked."""
     b = tl.program_id(0)
-    length, closed, open_start, closing, first, count = row_before(STATE, SPANS, span_stride, b, C)
+    length, closed, open_start, closing, first, count = row_before(STATE, SPANS, span_stride, b, NB, C)
     if (closed == 0) & (closing > 0):
         n = tl.arange(0, triton.next_power_of_2(C.H))
         t = tl.arange(0, C.BLOCK)

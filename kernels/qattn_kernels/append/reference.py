@@ -7,23 +7,24 @@ from functools import partial
 import torch
 
 from qattn_kernels.layout import State
-from qattn_kernels.rows import Region, bool_to_bits, pick
+from qattn_kernels.rows import Region, bool_to_bits, padding_end, pick
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.state import side_of
 from qattn_kernels.stores import Block, Operand
 from qattn_kernels.stores.base import write_rows
 
 
-def append(state: State, spec: LayerSpec, region: Region, count: torch.Tensor, columns: int) -> None:
+def append(state: State, spec: LayerSpec, region: Region, span: torch.Tensor, columns: int) -> None:
     """Write the region of a call into the state, in place.
 
     Args:
         state: the layer's tensors.
         spec: the layer's formats.
         region: open and new tokens (`build_region`).
-        count: int32 `[B]` real new tokens.
+        span: int32 `[B, 2]`, first real new column and count of real new tokens.
         columns: new columns, padding included.
     """
+    count, padding = span[:, 1], padding_end(span, columns)
     capacity = state["block_len"].shape[1]
     k_keep = region.keep & ~region.chosen if spec.sink_pool.exclude else region.keep
     for j in range(region.pos.shape[1]):
@@ -46,8 +47,8 @@ def append(state: State, spec: LayerSpec, region: Region, count: torch.Tensor, c
     state["longest"].copy_(torch.maximum(state["longest"], length))
     state["closed"].add_(region.closing)
     state["open_start"].add_(region.closing * spec.window.block)
+    state["padded"].copy_(torch.where(padding > 0, state["seen"] + padding, state["padded"]))
     state["seen"].add_(columns)
-    state["padded"].copy_(torch.where((count < columns).any(), state["seen"], state["padded"]))
 
 
 def _fill_ring(ring: Operand, tokens: Operand, state: State, length: torch.Tensor) -> None:

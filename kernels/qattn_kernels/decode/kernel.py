@@ -15,6 +15,7 @@ from qattn_kernels.jit import (
     LN2,
     LOG2E,
     NONE,
+    broken,
     commit_row,
     load_row,
     packed_since,
@@ -34,21 +35,23 @@ FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
 @triton.jit
 def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
     """`[DP, Q]` queries as they came, scaled in fp32, and with one scale each as INT8 twins `[DP, 2 Q]` or in fp16;
-    that scale; and what twins were made of, in [-127, 127]."""
+    that scale; what twins were made of, in [-127, 127]; and which are not finite and stand as zeros here."""
     d = tl.arange(0, C.DP)
     head, column = h * C.G + n % C.G, first + t
     base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
     spread = tl.max_contiguous(d, 1)  # so lanes hold neighbours, and bytes made of them meet in no bank
     q = tl.load(Q + base[None, :] + spread[:, None], mask=real[None, :] & (d < C.D)[:, None], other=0.0)
+    bad = broken(q.to(tl.float32), 0)
+    q = tl.where(bad[None, :], 0.0, q)
     scaled = q.to(tl.float32) * scale
     top = tl.max(tl.abs(scaled), 0) + 1e-30
     unit = scaled * (127.0 / top)[None, :]
     if C.Q_LEVELS < 8:  # asked for; twins err less than eight bits do
         unit = round_even(unit * (C.Q_LEVELS / 127.0)) * (127.0 / C.Q_LEVELS)
     if C.N > C.Q:
-        return q, scaled, twin(unit * 256.0, C), top * (1.0 / 127.0), unit
+        return q, scaled, twin(unit * 256.0, C), top * (1.0 / 127.0), unit, bad
     else:
-        return q, scaled, (scaled * (1.0 / top)[None, :]).to(tl.float16), top, unit
+        return q, scaled, (scaled * (1.0 / top)[None, :]).to(tl.float16), top, unit, bad
 
 
 @triton.jit
@@ -327,6 +330,7 @@ def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, 
                 K, V, dropped, MOVED, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, row, p, asked, scores_of, bounds, known,
                 m, l, acc, lost, read, skipped, begin, end, b, h, NB, K_LOCATE, V_LOCATE, SCORES, VALUES, STAGES, C,
             )  # fmt: skip
+        acc = tl.where(query[5][None, :], float("nan"), acc)
         d, inside = CHANNELS(C), n < T * C.G
         at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
         tl.store(OUT + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])

@@ -105,7 +105,7 @@ def _query_means(q: torch.Tensor, panel: Panel, compute: Compute) -> torch.Tenso
     block = torch.where((place >= 0) & (place < panel.rows[:, 5:6]), place // size, -1)
     member = (block[:, None] == torch.arange(-(-tokens // size), device=q.device)[:, None]).float()
     share = member / member.sum(-1, keepdim=True).clamp(min=1)
-    return (share.to(q.dtype)[:, None] @ q).float().contiguous()
+    return (share.to(q.dtype)[:, None] @ q.nan_to_num(0.0, 0.0, 0.0)).float().contiguous()
 
 
 def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, scale: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.groups import QUERY_BLOCK
-from qattn_kernels.jit import LN2, LOG2E, ROUNDER, float_to_int8, load_row, to_codes
+from qattn_kernels.jit import LN2, LOG2E, ROUNDER, broken, float_to_int8, load_row, to_codes
 from qattn_kernels.pieces.fp8 import rounded
 from qattn_kernels.prefill.weights import (
     LARGEST,
@@ -209,13 +209,22 @@ def _tile(q, unit, place, carry, at, n0, N, cap, center, threshold, BN: tl.const
 
 
 @triton.jit
-def _queries(q, stride, column, real, scale, cap, k_mean, q_mean, C: tl.constexpr):
-    """`[BM, DP]` as the product takes them, the unit of their products with keys: log2, or the cap's exponent, one for
-    all of them or one each, `[BM]`; and in it their products with the keys' mean."""
+def _load_queries(q, stride, column, real, C: tl.constexpr):
+    """`[BM, DP]` as they came, with zeros for those that are not finite, and which these are."""
     d = tl.arange(0, C.DP)
     x = tl.load(
         q + column.to(tl.int64)[:, None] * stride + d[None, :], mask=real[:, None] & (d < C.D)[None, :], other=0
     )
+    bad = broken(x.to(tl.float32), 1)
+    return tl.where(bad[:, None], 0.0, x), bad
+
+
+@triton.jit
+def _queries(q, stride, column, real, scale, cap, k_mean, q_mean, C: tl.constexpr):
+    """`[BM, DP]` as the product takes them, the unit of their products with keys: log2, or the cap's exponent, one for
+    all of them or one each, `[BM]`; and in it their products with the keys' mean."""
+    d = tl.arange(0, C.DP)
+    x, bad = _load_queries(q, stride, column, real, C)
     unit, center = scale, tl.full([C.BM], 0.0, tl.float32)
     to_log2 = factor(cap, C)
     if C.CENTER:
@@ -224,7 +233,7 @@ def _queries(q, stride, column, real, scale, cap, k_mean, q_mean, C: tl.constexp
     if C.K_INT8:
         x = x.to(tl.float32)
         if C.SHIFT != "none":
-            x -= tl.where(real[:, None], tl.load(q_mean + d, mask=d < C.D, other=0.0)[None, :], 0.0)
+            x -= tl.where((real & ~bad)[:, None], tl.load(q_mean + d, mask=d < C.D, other=0.0)[None, :], 0.0)
         x *= scale
         top = tl.max(tl.abs(x), 1)
         if C.Q_GROUP == "block":
@@ -272,8 +281,8 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
         if C.SHIFT == "block":
             part = part * tl.cdiv(T, MEAN_QUERIES) + t0 // MEAN_QUERIES
         q_mean, shift = q_mean + part * C.D, shift + part * N
-    x, unit, center = _queries(q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, q_t, to, real, scale, cap,
-                               k_mean + bh * C.D, q_mean, C)  # fmt: skip
+    q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+    x, unit, center = _queries(q, q_t, to, real, scale, cap, k_mean + bh * C.D, q_mean, C)
 
     base = bh.to(tl.int64) * N
     at = (k + base * C.D, k_scale + base, v + base * C.DV, column + base, inverse + base, pos + b.to(tl.int64) * N,
@@ -307,14 +316,15 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
     for n0 in tl.range(plain, end, C.TAIL, num_stages=C.STAGES):
         acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
                                       threshold, C.TAIL, False, True, C)  # fmt: skip
-    _finish(acc, total, top, center, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real, t < T,
-            T, C)  # fmt: skip
+    _, bad = _load_queries(q, q_t, to, real, C)  # again: carried through the loops it would cost registers
+    _finish(acc, total, top, center, bad, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real,
+            t < T, T, C)  # fmt: skip
 
 
 @triton.jit
-def _finish(acc, total, top, center, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
+def _finish(acc, total, top, center, bad, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
             C: tl.constexpr):  # fmt: skip
-    """Normalise and write; zeros for columns without a token, and for queries that see nothing."""
+    """Normalise and write; zeros for columns without a token, and for queries that see nothing; NaN for `bad` ones."""
     WHOLE: tl.constexpr = LEVELS if C.V_INT8 else (LARGEST if C.V_FP8 else 1.0)  # what a weight of 1 is
     if C.CENTER and not C.SOFTCAP:
         top += center
@@ -335,5 +345,6 @@ def _finish(acc, total, top, center, sinks, v_channel, v_mean, out, lse, b, h, t
         x *= tl.load(v_channel + d, mask=d < C.DV, other=0.0)[None, :]
         if C.V_MEAN:
             x = tl.where(some[:, None], x + tl.load(v_mean + d, mask=d < C.DV, other=0.0)[None, :], x)
+    x = tl.where(bad[:, None], float("nan"), x)
     where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
     tl.store(out + where, x.to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])

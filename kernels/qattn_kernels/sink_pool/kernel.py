@@ -158,7 +158,7 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     token of the `regions` blocks of the region, for those that close; `MOVED`: see `swapped`."""
     SINKS: tl.constexpr = C.SINKS
     h, b = tl.program_id(0), tl.program_id(1)
-    row = row_before(STATE, SPANS, span_stride, b, C)
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
     closing = tl.minimum(closing, NB - closed)
     if closing > 0:
