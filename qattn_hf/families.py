@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qattn_hf.assets import configs_dir
+from qattn_hf.errors import RecipeError
+from qattn_hf.yaml_reader import read_yaml
 
 
 class Section(BaseModel):
@@ -66,8 +68,20 @@ class Chosen:
 @functools.cache
 def list_families() -> tuple[Family, ...]:
     """All families: the files of the folder, by name."""
-    paths = sorted((configs_dir() / "families").glob("*.yaml"))
-    return tuple(Family(**yaml.safe_load(path.read_text(encoding="utf-8"))) for path in paths)
+    return tuple(_read(path) for path in sorted((configs_dir() / "families").glob("*.yaml")))
+
+
+def _read(path: Path) -> Family:
+    """One file.
+
+    Raises:
+        RecipeError: it is not YAML, or a key is unknown, missing or of a wrong type; the message names file and key.
+    """
+    try:
+        return Family.model_validate(read_yaml(path))
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise RecipeError(f"{path}: {'; '.join(wrong)}") from None
 
 
 def find_family(model_type: str, method: str) -> Chosen | None:

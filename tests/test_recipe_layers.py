@@ -88,6 +88,8 @@ def test_layers_are_written_as_numbers_ranges_or_several(tmp_path: Path):
         ({"layers": {"0": {}, "0-1": {}}}, "layer 0 stands under 0 too"),
         ({"layers": {"x": {}}}, "such as 0-3,7"),
         ({"layers": {"3-1": {}}}, "such as 0-3,7"),
+        ({"layers": {"0-4096": {}}}, "layer 4096; layers are 0 to 4095 at most"),
+        ({"layers": {"0": {1: 2}}}, "layers 0: keys are names, not 1"),
         ({"layers": {"-1": {}}}, "such as 0-3,7"),
         ({"layers": [1]}, "give settings by layers"),
         ({"layers": {"0": 4}}, "give settings by layers"),
