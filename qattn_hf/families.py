@@ -14,6 +14,7 @@ methods:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qattn_hf.assets import configs_dir
 from qattn_hf.errors import RecipeError
+from qattn_hf.methods import Method
 from qattn_hf.yaml_reader import read_yaml
 
 
@@ -51,7 +53,7 @@ class Family(BaseModel):
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a family says of the method that was asked for."""
+    """What a family says of the method that was asked for, its settings less those that a user set otherwise."""
 
     model_type: str
     section: Section
@@ -59,6 +61,13 @@ class Chosen:
     def __str__(self) -> str:
         measured = self.section.measured
         return f"{self.model_type}, " + ("unmeasured" if measured is None else f"measured in {measured}")
+
+    def below(self, method: type[Method], given: dict[str, Any]) -> Chosen:
+        """What holds of it with the `given` settings on top. If that is not all of it, it is not what was measured."""
+        section = self.section
+        left = method.left_of(section.settings, given)
+        measured = section.measured if left == section.settings else None
+        return dataclasses.replace(self, section=section.model_copy(update={"settings": left, "measured": measured}))
 
     def to_dict(self) -> dict[str, Any]:
         """For reports: the model type and what the file says."""

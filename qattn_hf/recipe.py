@@ -12,6 +12,10 @@ A choice of the same method stands on the recipe's settings, one of another meth
 those of the recipe's settings that every method has. What layers must agree in (`SHARED`) stands in the recipe alone;
 everything else is each layer's own: store, window, sinks, arithmetic. Lists of heads are of the whole model here too.
 
+Settings stand on others in three places: a family's below the recipe's, the recipe's below keywords of `patch`, and all
+of them below a layer's. What stands above wins, and a setting for all (`bits`) also wins over what stands below it for
+a part (`k_bits`): `Method.left_of`. A layer's choice stays whatever keywords say; `layers={}` leaves all of them out.
+
 A method's defaults, which `patch` takes where no recipe is named, are those that the model's family has for this method
 (`qattn_hf.families`). Settings that were given win over them, and `family: false` leaves them out. In a recipe that was
 named nothing but its own settings holds, unless it says `family: true`. A layer's other method has its own defaults.
@@ -71,7 +75,7 @@ class Recipe:
 
     Attributes:
         by_family: whether what was not given is still to be what a model's family has; see the module.
-        family: what that was, once `for_model` found it.
+        family: what the model's family gave, once `for_model` found it, less what was set in its place.
     """
 
     settings: Method
@@ -91,9 +95,8 @@ class Recipe:
         return {**self.settings.model_dump(exclude_unset=True), **({"layers": layers} if layers else {})}
 
     def from_family(self) -> dict[str, Any]:
-        """Those of the settings in use that the model's family has."""
-        own = {} if self.family is None else self.family.section.settings
-        return {key: value for key, value in own.items() if getattr(self.settings, key) == value}
+        """Those of the settings in use that the model's family gave."""
+        return {} if self.family is None else self.family.section.settings
 
     def settings_of(self, layer: int) -> Method:
         """The settings that hold in a layer."""
@@ -108,11 +111,12 @@ class Recipe:
         found = find_family(config.get_text_config(decoder=True).model_type, self.method) if self.by_family else None
         if found is None:
             return self
+        found = found.below(type(self.settings), self.given())
         origin = f"{self.origin} for {found}"
         try:
             made = _build(self.method, {**found.section.settings, **self.given()}, origin)
         except RecipeError as error:
-            ours = ", ".join(f"{k}={v!r}" for k, v in found.section.settings.items() if k not in self.given())
+            ours = ", ".join(f"{k}={v!r}" for k, v in found.section.settings.items())
             raise RecipeError(f"{error} ({ours} is the family's: give it yourself, or family=False)") from None
         return dataclasses.replace(made, by_family=False, family=found)
 
@@ -177,7 +181,8 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
     if other := [key for key in read if not isinstance(key, str)]:
         raise RecipeError(f"{where}: keys are names, not {shown(other[0])}")
     name = read.pop("method")
-    return _build(name, {"family": False, **read, **overrides}, where + _suffix(overrides))
+    left = _method(name, where).left_of(read, overrides)
+    return _build(name, {"family": False, **left, **overrides}, where + _suffix(overrides))
 
 
 def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any]) -> Recipe:
@@ -187,9 +192,10 @@ def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings
         return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
     if isinstance(recipe, Recipe):
         if settings:
-            given = {"family": recipe.by_family, **recipe.given(), **settings}
+            kind = type(recipe.settings)
+            given = {"family": recipe.by_family, **kind.left_of(recipe.given(), settings), **settings}
             made = _build(recipe.method, given, recipe.origin + _suffix(settings))
-            recipe = dataclasses.replace(made, family=recipe.family)
+            recipe = dataclasses.replace(made, family=recipe.family and recipe.family.below(kind, settings))
         found = recipe
     else:
         found = load_recipe(recipe, **settings)
@@ -300,7 +306,7 @@ def _layer_settings(base: Method, given: dict[str, Any], here: str) -> Method:
     kept = base.model_dump(exclude_unset=True)
     if method is not type(base):
         kept = {key: value for key, value in kept.items() if key in Method.model_fields}
-    return _settings(method, {**kept, **own}, here)
+    return _settings(method, {**method.left_of(kept, own), **own}, here)
 
 
 def _explain(error: ValidationError, method: type[Method], origin: str) -> str:
