@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from qattn_hf.messages import cut
 from qattn_kernels.operator import CapacityError
 
 __all__ = ["CapacityError", "QAttnError", "RecipeError", "UnsupportedError"]
+
+LONGEST_MESSAGE = 2000  # characters
 
 
 class QAttnError(ValueError):
@@ -12,7 +15,13 @@ class QAttnError(ValueError):
 
 
 class RecipeError(QAttnError):
-    """A recipe or an override that cannot be: the message names the key, where it stands and what is allowed."""
+    """A recipe or an override that cannot be: the message names the key, where it stands and what is allowed.
+
+    Recipes are what somebody wrote, of any length, so a message of more than 2,000 characters is cut in its middle.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(cut(message, LONGEST_MESSAGE))
 
 
 class UnsupportedError(QAttnError):

@@ -14,14 +14,18 @@ methods:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qattn_hf.assets import configs_dir
+from qattn_hf.errors import RecipeError
+from qattn_hf.methods import Method
+from qattn_hf.yaml_reader import read_yaml
 
 
 class Section(BaseModel):
@@ -49,7 +53,7 @@ class Family(BaseModel):
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a family says of the method that was asked for."""
+    """What a family says of the method that was asked for, its settings less those that a user set otherwise."""
 
     model_type: str
     section: Section
@@ -57,6 +61,13 @@ class Chosen:
     def __str__(self) -> str:
         measured = self.section.measured
         return f"{self.model_type}, " + ("unmeasured" if measured is None else f"measured in {measured}")
+
+    def below(self, method: type[Method], given: dict[str, Any]) -> Chosen:
+        """What holds of it with the `given` settings on top. If that is not all of it, it is not what was measured."""
+        section = self.section
+        left = method.left_of(section.settings, given)
+        measured = section.measured if left == section.settings else None
+        return dataclasses.replace(self, section=section.model_copy(update={"settings": left, "measured": measured}))
 
     def to_dict(self) -> dict[str, Any]:
         """For reports: the model type and what the file says."""
@@ -66,8 +77,20 @@ class Chosen:
 @functools.cache
 def list_families() -> tuple[Family, ...]:
     """All families: the files of the folder, by name."""
-    paths = sorted((configs_dir() / "families").glob("*.yaml"))
-    return tuple(Family(**yaml.safe_load(path.read_text(encoding="utf-8"))) for path in paths)
+    return tuple(_read(path) for path in sorted((configs_dir() / "families").glob("*.yaml")))
+
+
+def _read(path: Path) -> Family:
+    """One file.
+
+    Raises:
+        RecipeError: it is not YAML, or a key is unknown, missing or of a wrong type; the message names file and key.
+    """
+    try:
+        return Family.model_validate(read_yaml(path))
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise RecipeError(f"{path}: {'; '.join(wrong)}") from None
 
 
 def find_family(model_type: str, method: str) -> Chosen | None:

@@ -12,6 +12,10 @@ A choice of the same method stands on the recipe's settings, one of another meth
 those of the recipe's settings that every method has. What layers must agree in (`SHARED`) stands in the recipe alone;
 everything else is each layer's own: store, window, sinks, arithmetic. Lists of heads are of the whole model here too.
 
+Settings stand on others in three places: a family's below the recipe's, the recipe's below keywords of `patch`, and all
+of them below a layer's. What stands above wins, and a setting for all (`bits`) also wins over what stands below it for
+a part (`k_bits`): `Method.left_of`. A layer's choice stays whatever keywords say; `layers={}` leaves all of them out.
+
 A method's defaults, which `patch` takes where no recipe is named, are those that the model's family has for this method
 (`qattn_hf.families`). Settings that were given win over them, and `family: false` leaves them out. In a recipe that was
 named nothing but its own settings holds, unless it says `family: true`. A layer's other method has its own defaults.
@@ -21,7 +25,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +39,17 @@ from transformers import PretrainedConfig
 from qattn_hf.assets import configs_dir
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import Chosen, find_family
+from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, get_method, list_methods
 from qattn_hf.share import ALL, Share, own_part
+from qattn_hf.yaml_reader import read_yaml
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.support import no_triton, unsupported
 
 # one decode step runs through all layers, and a crop takes the same tokens back in each
 SHARED = ("decode", "impl", "crop_horizon")
+MOST_LAYERS = 4096  # that a recipe may name; models have some hundred
+FEW = 5  # mistakes that a message lists; it counts the others
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class Recipe:
 
     Attributes:
         by_family: whether what was not given is still to be what a model's family has; see the module.
-        family: what that was, once `for_model` found it.
+        family: what the model's family gave, once `for_model` found it, less what was set in its place.
     """
 
     settings: Method
@@ -85,9 +95,8 @@ class Recipe:
         return {**self.settings.model_dump(exclude_unset=True), **({"layers": layers} if layers else {})}
 
     def from_family(self) -> dict[str, Any]:
-        """Those of the settings in use that the model's family has."""
-        own = {} if self.family is None else self.family.section.settings
-        return {key: value for key, value in own.items() if getattr(self.settings, key) == value}
+        """Those of the settings in use that the model's family gave."""
+        return {} if self.family is None else self.family.section.settings
 
     def settings_of(self, layer: int) -> Method:
         """The settings that hold in a layer."""
@@ -102,11 +111,12 @@ class Recipe:
         found = find_family(config.get_text_config(decoder=True).model_type, self.method) if self.by_family else None
         if found is None:
             return self
+        found = found.below(type(self.settings), self.given())
         origin = f"{self.origin} for {found}"
         try:
             made = _build(self.method, {**found.section.settings, **self.given()}, origin)
         except RecipeError as error:
-            ours = ", ".join(f"{k}={v!r}" for k, v in found.section.settings.items() if k not in self.given())
+            ours = ", ".join(f"{k}={v!r}" for k, v in found.section.settings.items())
             raise RecipeError(f"{error} ({ours} is the family's: give it yourself, or family=False)") from None
         return dataclasses.replace(made, by_family=False, family=found)
 
@@ -130,7 +140,8 @@ class Recipe:
         specs, layers = [], text.num_hidden_layers
         for choice in self.choices:
             if max(choice.layers) >= layers:
-                raise RecipeError(f"{self.origin}: layers {choice.where}: the model has layers 0 to {layers - 1}")
+                where = named(choice.where)
+                raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
         try:
             for i in range(layers):
                 spec = self.settings_of(i).layer_spec(i, layers, heads)
@@ -154,42 +165,43 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
             message names the key, the file and what is allowed.
     """
     if not isinstance(source, (str, Path)):
-        raise RecipeError(f"recipe = {source!r}: give the path of a YAML file, or a name")
-    path = Path(source)
+        raise RecipeError(f"recipe = {shown(source)}: give the path of a YAML file, or a name")
+    path, ours = Path(source), sorted(path.stem for path in configs_dir().glob("*.yaml"))
     if path.suffix not in (".yaml", ".yml"):
+        if str(source) not in ours:
+            raise RecipeError(f"{_unknown('recipe', [str(source)], ours)}, or a file that ends in .yaml")
         path = configs_dir() / f"{source}.yaml"
-        if not path.is_file():
-            raise RecipeError(_unknown("recipe", str(source), sorted(p.stem for p in configs_dir().glob("*.yaml"))))
-    if not path.is_file():
-        raise RecipeError(f"no recipe at {path}; recipes of this package: {', '.join(list_methods())}")
-    try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    where = named(str(path), 300)
+    if not os.path.isfile(path):
+        what = ", which is a directory" if os.path.isdir(path) else ""
+        raise RecipeError(f"no recipe at {where}{what}; recipes of this package: {', '.join(ours)}")
+    read = read_yaml(path)
     if not isinstance(read, dict) or not isinstance(read.get("method"), str):
-        raise RecipeError(f"{path} must be a mapping with the key `method`, one of {', '.join(list_methods())}")
+        raise RecipeError(f"{where} must be a mapping with the key `method`, one of {', '.join(list_methods())}")
     if other := [key for key in read if not isinstance(key, str)]:
-        raise RecipeError(f"{path}: keys are names, not {other[0]!r}")
+        raise RecipeError(f"{where}: keys are names, not {shown(other[0])}")
     name = read.pop("method")
-    return _build(name, {"family": False, **read, **overrides}, str(path) + _suffix(overrides))
+    left = _method(name, where).left_of(read, overrides)
+    return _build(name, {"family": False, **left, **overrides}, where + _suffix(overrides))
 
 
 def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any]) -> Recipe:
     """The recipe that `patch` was asked for: `recipe`, or the defaults of `method`, with `settings` on top."""
     if recipe is None:
         name = "turbo" if method is None else method
-        return _build(name, settings, f"defaults of {name}" + _suffix(settings))
+        return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
     if isinstance(recipe, Recipe):
         if settings:
-            given = {"family": recipe.by_family, **recipe.given(), **settings}
+            kind = type(recipe.settings)
+            given = {"family": recipe.by_family, **kind.left_of(recipe.given(), settings), **settings}
             made = _build(recipe.method, given, recipe.origin + _suffix(settings))
-            recipe = dataclasses.replace(made, family=recipe.family)
+            recipe = dataclasses.replace(made, family=recipe.family and recipe.family.below(kind, settings))
         found = recipe
     else:
         found = load_recipe(recipe, **settings)
     if method is not None and method != found.method:
         raise RecipeError(
-            f"method={method!r} clashes with {found.origin}, whose method is {found.method!r}; give one of them"
+            f"method={shown(method)} clashes with {found.origin}, whose method is {found.method!r}; give one of them"
         )
     return found
 
@@ -209,32 +221,39 @@ def check_packs(recipe: Recipe) -> None:
 
 def _suffix(overrides: dict[str, Any]) -> str:
     """How the overrides read in an origin, those of layers without their settings."""
-    said = [f"{k}={v!r}" for k, v in overrides.items() if k != "layers"]
+    said = [f"{named(k)}={shown(v)}" for k, v in overrides.items() if k != "layers"]
     if isinstance(layers := overrides.get("layers"), dict):
-        said.append(f"others in layers {', '.join(map(str, layers))}")
-    return " with " + ", ".join(said) if said else ""
+        said.append(f"others in layers {', '.join(map(named, layers))}")
+    return cut(" with " + ", ".join(said), 400) if said else ""
 
 
-def _unknown(kind: str, name: str, allowed: list[str]) -> str:
-    close = difflib.get_close_matches(name, allowed, 1)
-    return f"unknown {kind} {name!r}{f', did you mean {close[0]!r}?' if close else ';'} allowed: {', '.join(allowed)}"
+def _unknown(kind: str, names: list[str], allowed: list[str]) -> str:
+    said = []
+    for name in names[:FEW]:
+        close = difflib.get_close_matches(name[:100], allowed, 1)
+        said.append(f"unknown {kind} {shown(name)}{f', did you mean {close[0]!r}?' if close else ';'}")
+    more = [f"{len(names) - FEW} more;"] if len(names) > FEW else []
+    return " ".join([*said, *more, f"allowed: {', '.join(allowed)}"])
 
 
 def _build(name: str, settings: dict[str, Any], origin: str) -> Recipe:
-    if not isinstance(name, str):
-        raise RecipeError(f"{origin}: method = {name!r}; allowed: {', '.join(list_methods())}")
     by_family = settings.get("family", True)
     if not isinstance(by_family, bool):
-        raise RecipeError(f"{origin}: family = {by_family!r}: give true or false")
+        raise RecipeError(f"{origin}: family = {shown(by_family)}: give true or false")
     own = {key: value for key, value in settings.items() if key not in ("layers", "family")}
-    base = _settings(name, own, origin)
+    base = _settings(_method(name, origin), own, origin)
     return Recipe(base, origin, _choices(base, settings.get("layers"), origin), by_family)
 
 
-def _settings(name: str, settings: dict[str, Any], origin: str) -> Method:
+def _method(name: Any, origin: str) -> type[Method]:
+    if not isinstance(name, str):
+        raise RecipeError(f"{origin}: method = {shown(name)}; allowed: {', '.join(list_methods())}")
     if name not in list_methods():
-        raise RecipeError(f"{origin}: {_unknown('method', name, list_methods())}")
-    method = get_method(name)
+        raise RecipeError(f"{origin}: {_unknown('method', [name], list_methods())}")
+    return get_method(name)
+
+
+def _settings(method: type[Method], settings: dict[str, Any], origin: str) -> Method:
     try:
         return method(**settings)
     except ValidationError as error:
@@ -246,58 +265,63 @@ def _choices(base: Method, layers: Any, origin: str) -> tuple[LayerChoice, ...]:
     if layers is None:
         return ()
     if not isinstance(layers, dict) or not all(isinstance(given, dict) for given in layers.values()):
-        raise RecipeError(f"{origin}: layers = {layers!r}: give settings by layers, such as 0-3: {{bits: 2}}")
+        raise RecipeError(f"{origin}: layers = {shown(layers)}: give settings by layers, such as 0-3: {{bits: 2}}")
     found: list[LayerChoice] = []
     taken: dict[int, str] = {}
-    for where, given in layers.items():
-        here = f"{origin}, layers {where}"
-        chosen = LayerChoice(str(where), _indices(where, here), _layer_settings(base, given, here), given)
-        for layer in chosen.layers:
+    for key, given in layers.items():
+        where = key if isinstance(key, str) else shown(key)
+        here = f"{origin}, layers {named(where)}"
+        chosen = []
+        for layer in _indices(where, here):
             if layer in taken:
-                raise RecipeError(f"{here}: layer {layer} stands under {taken[layer]} too; give it once")
-            taken[layer] = chosen.where
-        found.append(chosen)
+                raise RecipeError(f"{here}: layer {layer} stands under {named(taken[layer])} too; give it once")
+            taken[layer] = where
+            chosen.append(layer)
+        found.append(LayerChoice(where, tuple(chosen), _layer_settings(base, given, here), given))
     if found and not all(settings.packs() for settings in (base, *(choice.settings for choice in found))):
         raise RecipeError(f"{origin}: cache='model' packs no layer, so layers cannot choose; take cache='quantized'")
     return tuple(found)
 
 
-def _indices(where: Any, here: str) -> tuple[int, ...]:
-    """`0-2,5` -> (0, 1, 2, 5)."""
-    found: list[int] = []
-    for part in str(where).split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+def _indices(where: str, here: str) -> Iterator[int]:
+    """`0-2,5` -> 0, 1, 2, 5, one by one, since somebody may write far more than there are."""
+    for part in where.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             raise RecipeError(f"{here}: give layers as a number, a range or several of them, such as 0-3,7")
-        found += range(first, last + 1)
-    return tuple(found)
+        if last >= MOST_LAYERS:
+            raise RecipeError(f"{here}: layer {last}; layers are 0 to {MOST_LAYERS - 1} at most")
+        yield from range(first, last + 1)
 
 
 def _layer_settings(base: Method, given: dict[str, Any], here: str) -> Method:
     """The settings of some layers on top of the recipe's; see the module."""
+    if other := [key for key in given if not isinstance(key, str)]:
+        raise RecipeError(f"{here}: keys are names, not {shown(other[0])}")
     if shared := [key for key in given if key in SHARED]:
         raise RecipeError(f"{here}: {shared[0]} is of all layers alike; give it beside method")
-    name = given.get("method", base.name())
-    if not isinstance(name, str):
-        raise RecipeError(f"{here}: method = {name!r}; allowed: {', '.join(list_methods())}")
+    method = _method(given.get("method", base.name()), here)
     own = {key: value for key, value in given.items() if key != "method"}
     kept = base.model_dump(exclude_unset=True)
-    if name != base.name():
+    if method is not type(base):
         kept = {key: value for key, value in kept.items() if key in Method.model_fields}
-    return _settings(name, {**kept, **own}, here)
+    return _settings(method, {**method.left_of(kept, own), **own}, here)
 
 
 def _explain(error: ValidationError, method: type[Method], origin: str) -> str:
-    """All that is wrong in one message: key, value, what is allowed, and where it stands."""
-    lines = []
+    """What is wrong in one message: key, value, what is allowed, and where it stands."""
+    lines, unknown = [], []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"][:1])
         if item["type"] == "extra_forbidden":
-            lines.append(_unknown("key", key, sorted(method.model_fields)))
+            unknown.append(key)
         elif key:
             hint = " (YAML reads 1e-4 as text; write 1.0e-4)" if item["type"] == "float_type" else ""
-            lines.append(f"{key} = {item['input']!r}: {item['msg']}{hint}")
+            lines.append(f"{key} = {shown(item['input'])}: {item['msg']}{hint}")
         else:
             lines.append(item["msg"].removeprefix("Value error, "))
-    return f"{origin}: " + "; ".join(dict.fromkeys(lines))
+    lines = list(dict.fromkeys(lines))
+    more = [f"{len(lines) - FEW} more"] if len(lines) > FEW else []
+    wrong = [*lines[:FEW], *more, *([_unknown("key", unknown, sorted(method.model_fields))] if unknown else [])]
+    return f"{origin}: " + "; ".join(wrong)

@@ -156,7 +156,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Totals and layers. `recipe_layers`: what the recipe chooses otherwise for some of them. `recipe_family`: what
-        the model's family has in place of the method's defaults, why, and what measured it; None: it says nothing.
+        the model's family gave in place of the method's defaults, why, and what measured it; None: it says nothing.
 
         `packed_tokens`, `open_tokens`: tokens of all rows, packed in the layer that packed least, and the rest of them.
         `kv_bytes`: all state tensors, spare capacity and ring included; `kv_bytes_full_precision`: the same tokens in

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qattn_hf import QAttnCache, RecipeError, UnsupportedError, families, load_recipe, patch, report, unpatch
 from qattn_hf.chunks import feed
-from qattn_hf.cli._common import for_family, parse_settings
+from qattn_hf.cli._common import for_family, named_recipes, parse_settings
+from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.options import Option
+from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.methods import get_method
 from qattn_hf.recipe import Recipe, find_recipe
@@ -164,6 +166,44 @@ def test_settings_of_the_user_win():
     specs = patch(model, "kivi", layers=layers)._qattn.specs
     assert (specs[0].k.bits, specs[0].v.bits) == (2, 2)
     assert specs[1].k.name == "int8", "a layer's other method has its own defaults"
+
+
+def test_bits_of_the_user_win_over_k_bits_of_the_family(capsys: pytest.CaptureFixture):
+    model = patch(tiny("qwen2"), "kivi", bits=2, residual_length=0)
+    with torch.no_grad():
+        model(random_ids(1, 100))
+    found = report(model).to_dict()
+    assert {str(row["bits_per_head"]) for row in found["layers"]} == {"{'k': [[2, 2]], 'v': [[2, 2]]}"}
+    assert found["recipe"]["k_bits"] is None and found["recipe_family"]["settings"] == {}
+    assert "the model's family" not in str(report(model))
+    asked = named_recipes(["kivi:bits=2", "kivi:bits=2,family=false", "kivi:v_bits=2"])
+    bits, plain, narrow = compare(tiny("qwen2"), asked, read_as(random_ids(1, 200), steps=2), at_tokens=256)
+    assert bits["recipe"] == {"method": "kivi", "bits": 2} and bits["kl"] == plain["kl"]
+    assert bits["effective_bits"] == plain["effective_bits"] < narrow["effective_bits"]
+    for_family(asked["kivi:bits=2"], tiny("qwen2"))
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_version_gives_wins_over_the_family():
+    found = report(patch(tiny("phi3"), "sage2", version=1)).to_dict()
+    assert found["recipe"]["smooth_v"] is False and found["recipe_family"]["settings"] == {}
+
+
+def test_what_the_user_gave_too_is_not_called_the_familys(capsys: pytest.CaptureFixture):
+    recipe = patch(tiny("qwen2"), "int8")._qattn.recipe
+    for model in (patch(tiny("qwen2"), "int8", smooth_k=True), patch(tiny("qwen2"), recipe=recipe, smooth_k=True)):
+        assert "the model's family" not in str(report(model))
+    for_family(find_recipe("int8", None, {"smooth_k": True}), tiny("qwen2"))
+    assert capsys.readouterr().err == ""
+
+
+def test_less_than_a_measured_section_is_not_called_measured(monkeypatch: pytest.MonkeyPatch):
+    section = families.Section(settings={"k_bits": 2, "n_h": None}, why="why", source="source", measured="x.json")
+    family = families.Family(family="L", model_types=["llama"], methods={"turbo": section})
+    monkeypatch.setattr(families, "list_families", lambda: (family,))
+    found = report(patch(tiny_llama(), "turbo", bits=4)).to_dict()
+    assert found["recipe_origin"] == "defaults of turbo with bits=4 for llama, unmeasured"
+    assert found["recipe_family"]["measured"] is None and found["recipe_family"]["settings"] == {"n_h": None}
 
 
 def test_what_clashes_with_a_family_is_refused_with_the_way_out():

@@ -9,8 +9,9 @@ import pytest
 import torch
 from helpers import random_ids, tiny_llama
 
-from qattn_hf import QAttnCache, RecipeError, load_recipe, patch, report
+from qattn_hf import QAttnCache, RecipeError, list_methods, load_recipe, patch, report
 from qattn_hf.chunks import cuts, feed
+from qattn_hf.methods import get_method
 from qattn_hf.recipe import find_recipe
 
 LAYERS = {
@@ -51,6 +52,43 @@ def test_what_holds_in_a_layer():
     assert changed.settings_of(0).v_bits == 4 and changed.settings_of(2).bits == 4
 
 
+NARROW: dict[str, Any] = {"k_bits": 4, "v_bits": 4, "prefill_compute": "model", "decode_compute": "model"}
+
+
+@pytest.mark.parametrize("v_bits", [{}, {"v_bits": 4}], ids=str)
+def test_what_is_set_for_all_wins_over_what_others_set_for_a_part(tmp_path: Path, v_bits: dict[str, int]):
+    """On top of a recipe, of a file, and in a layer."""
+    given: dict[str, Any] = {"bits": 2, "compute": "int8", **v_bits}
+    path = tmp_path / "narrow.yaml"
+    path.write_text(find_recipe("turbo", None, NARROW).as_yaml(), encoding="utf-8")
+    found = [
+        patch(tiny_llama(), recipe=find_recipe("turbo", None, NARROW), **given)._qattn.specs[0],
+        patch(tiny_llama(), recipe=path, **given)._qattn.specs[0],
+        patch(tiny_llama(), "turbo", **NARROW, layers={"1": given})._qattn.specs[1],
+    ]
+    assert [(s.k.bits, s.v.bits) for s in found] == [(2, given.get("v_bits", 2))] * 3
+    assert [(s.compute.prefill, s.compute.decode) for s in found] == [("int8", "int8")] * 3
+    kept = find_recipe(None, find_recipe("turbo", None, {**NARROW, "layers": {"1": given}}), {"compute": None})
+    assert (kept.settings.k_bits, kept.settings.decode_compute) == (4, "model"), "null sets nothing for all"
+
+
+def test_a_layer_of_another_method_takes_no_part_that_it_sets_for_all():
+    layers = {"1": {"method": "int8", "compute": "int8"}}
+    spec = patch(tiny_llama(), "kivi", decode_compute="model", layers=layers)._qattn.specs[1]
+    assert (spec.compute.prefill, spec.compute.decode) == ("int8", "int8")
+
+
+def test_settings_of_a_part_are_found_by_their_names():
+    methods = [get_method(name) for name in list_methods()]
+    found = {(key, part) for method in methods for key in method.model_fields for part in method.covered(key, 2)}
+    assert found == {
+        ("bits", "k_bits"),
+        ("bits", "v_bits"),
+        ("compute", "prefill_compute"),
+        ("compute", "decode_compute"),
+    }
+
+
 def test_layers_alone_are_what_they_are_in_a_uniform_recipe():
     """A layer's state depends on its own settings and input only: the first layer's is that of a uniform recipe."""
     ids = random_ids(2, 150)
@@ -88,6 +126,8 @@ def test_layers_are_written_as_numbers_ranges_or_several(tmp_path: Path):
         ({"layers": {"0": {}, "0-1": {}}}, "layer 0 stands under 0 too"),
         ({"layers": {"x": {}}}, "such as 0-3,7"),
         ({"layers": {"3-1": {}}}, "such as 0-3,7"),
+        ({"layers": {"0-4096": {}}}, "layer 4096; layers are 0 to 4095 at most"),
+        ({"layers": {"0": {1: 2}}}, "layers 0: keys are names, not 1"),
         ({"layers": {"-1": {}}}, "such as 0-3,7"),
         ({"layers": [1]}, "give settings by layers"),
         ({"layers": {"0": 4}}, "give settings by layers"),

@@ -166,6 +166,15 @@ def test_the_recipe_gives_each_layer_its_option(tmp_path):
     assert [row["bits_per_head"]["k"][0] for row in rows] == [[2, 4], [4, 4], [4, 2], [2, 2], [4, 4], [2, 2]]
 
 
+def test_entries_say_again_what_their_bits_would_cover(tmp_path):
+    names = ["turbo:bits=2,k_bits=4", "turbo:bits=mixed,n_h=1,k_bits=4"]
+    recipe = recipe_of([Option(names[i], (), (), 1, 0.0) for i in (0, 0, 1)], named_recipes(names))
+    path = tmp_path / "tuned.yaml"
+    path.write_text(recipe.as_yaml(), encoding="utf-8")
+    specs = load_recipe(path).layer_specs(tiny_llama(num_hidden_layers=3).config)
+    assert [(spec.k.bits, spec.v.bits) for spec in specs] == [(4, 2), (4, 2), (4, "mixed")]
+
+
 def test_a_candidate_is_for_any_layer(readings):
     mixed = find_recipe("turbo", None, {"layers": {"0": {"bits": 2}}})
     with pytest.raises(QAttnError, match="leave out layers"):

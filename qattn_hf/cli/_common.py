@@ -45,20 +45,30 @@ def parse_settings(items: list[str] | None, option: str = "--set") -> dict[str, 
     """`["k_bits=4", "softmax=sas"]` -> `{"k_bits": 4, "softmax": "sas"}`: JSON, else YAML, which takes `1e-4` for text.
 
     Raises:
-        ValueError: an item has no `=`.
+        ValueError: an item has no `=`, a value is neither, or a key is given twice.
     """
-    import yaml
+    from qattn_hf.yaml_reader import parse_yaml
 
-    settings = {}
+    settings: dict[str, Any] = {}
     for item in items or []:
         key, equals, value = item.partition("=")
+        key = key.strip()
         if not equals or not key:
             raise ValueError(f"{option} takes KEY=VALUE, such as bits=2, not {item!r}")
+        if key in settings:
+            raise ValueError(f"{option} {item}: {key} is given twice; keep one of them")
         try:
-            settings[key.strip()] = json.loads(value)
-        except ValueError:
-            settings[key.strip()] = yaml.safe_load(value)
+            settings[key] = json.loads(value, object_pairs_hook=_each_once)
+        except (ValueError, RecursionError):
+            settings[key] = parse_yaml(value, f"{option} {key}")
     return settings
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of JSON. One that gives a key twice is no setting; YAML's reader then says so."""
+    if len(pairs) > len(found := dict(pairs)):
+        raise ValueError
+    return found
 
 
 def split_method(text: str) -> tuple[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ Arithmetic = Literal["int8", "model"]
 
 
 Select = Literal["smallest_key", "largest_key", "attention", "random"]
+PARTS = ("k", "v", "prefill", "decode")  # `k_bits` is for K alone what `bits` is for both sides
 SMOOTH_K = "keys are coded around a row's mean key (SageAttention2)"
 
 
@@ -50,6 +51,17 @@ class Method(BaseModel):
     def name(cls) -> str:
         """Name of the method: its file's."""
         return cls.__module__.rsplit(".", 1)[-1]
+
+    @classmethod
+    def covered(cls, key: str, value: Any) -> set[str]:
+        """Settings of one part that this one sets for all: of `bits` they are `k_bits` and `v_bits`. None sets none."""
+        return set() if value is None else {f"{part}_{key}" for part in PARTS} & cls.model_fields.keys()
+
+    @classmethod
+    def left_of(cls, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+        """Those of the settings `below` that hold with `above` on top: what `above` neither sets nor covers."""
+        gone = set(above).union(*(cls.covered(key, value) for key, value in above.items()))
+        return {key: value for key, value in below.items() if key not in gone}
 
     @classmethod
     def default_compute(cls) -> Arithmetic:

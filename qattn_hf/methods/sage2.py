@@ -59,6 +59,11 @@ class Sage2(Method):
         "quantized", description="model is transformers' own cache: only the attention of long calls is ours"
     )
 
+    @classmethod
+    def covered(cls, key: str, value: Any) -> set[str]:
+        """Version 1 sets all that version 2 leaves open."""
+        return set(SAGE1) if key == "version" and value == 1 else super().covered(key, value)
+
     @model_validator(mode="after")
     def _fits(self) -> Sage2:
         if self.version == 1:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from qattn_hf.messages import shown
 from qattn_hf.methods.base import SMOOTH_K, WindowedMethod
 from qattn_kernels.layout import Window
 from qattn_kernels.spec import Compute
@@ -94,7 +95,8 @@ class Turbo(WindowedMethod):
             raise ValueError(f"{side}_low_heads has {len(lists)} layers, the model has {layers}")
         chosen = tuple(sorted(set(lists[layer])))
         if len(chosen) != len(lists[layer]) or any(not 0 <= head < heads for head in chosen):
-            raise ValueError(f"{side}_low_heads, layer {layer} = {lists[layer]}: heads are 0 to {heads - 1}, each once")
+            given = shown(lists[layer])
+            raise ValueError(f"{side}_low_heads, layer {layer} = {given}: heads are 0 to {heads - 1}, each once")
         return len(chosen), chosen
 
     def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:

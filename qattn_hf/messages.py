@@ -1,0 +1,41 @@
+"""Words and values in error messages, cut to a length that one reads."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+LONGEST_INTEGER = 128  # bits; Python writes no integer of more than 4,300 digits
+
+
+class _Short(reprlib.Repr):
+    """`repr` that goes no deeper and no further than a message shows, whatever the value is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 4, 8, 16, 16
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= LONGEST_INTEGER else f"<integer of {x.bit_length()} bits>"
+
+
+_short = _Short()
+
+
+def cut(text: str, longest: int) -> str:
+    """`text`, or its beginning and end with `...` between them, `longest` characters together."""
+    if len(text) <= longest:
+        return text
+    head = 2 * (longest - 3) // 3
+    return f"{text[:head]}...{text[len(text) - (longest - 3 - head) :]}"
+
+
+def shown(value: Any, longest: int = 100) -> str:
+    """`repr` of a value, in one line."""
+    return cut(" ".join(_short.repr(value).split()), longest)
+
+
+def named(value: Any, longest: int = 100) -> str:
+    """A text without quotes where it is short and printable; else as `shown`, which escapes what is not."""
+    return value if isinstance(value, str) and value.isprintable() and len(value) <= longest else shown(value, longest)
