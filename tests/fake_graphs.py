@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from typing import Any
 
@@ -37,7 +36,8 @@ class FakeGraphs:
         with torch.inference_mode(False):  # a replay writes its outputs in any mode
             kept = tree_map_only(torch.Tensor, lambda x: torch.full_like(x, -1), out)
         filled = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor)]
-        layers = [weakref.ref(layer) for layer in cache.layers]  # a graph keeps neither the cache nor its layers alive
+        # a graph keeps neither the cache nor its layers nor the model alive
+        layers, model = [weakref.ref(layer) for layer in cache.layers], weakref.ref(run.func)
         shell = copy.copy(cache)
         shell.layers = []
 
@@ -45,14 +45,14 @@ class FakeGraphs:
             self.replayed += 1
             shell.layers = [layer() for layer in layers]
             counts = [layer._used for layer in shell.layers]
-            out = run.func(**{**run.keywords, "past_key_values": shell})
+            out = model()(**{**inputs, "past_key_values": shell})
             for old, new in zip(filled, (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)), strict=True):
                 old.copy_(new)
             for layer, count in zip(shell.layers, counts, strict=True):
                 layer._used = count
             shell.layers = []
 
-        run = functools.partial(run.func, **{k: v for k, v in run.keywords.items() if v is not cache})
+        inputs = {k: v for k, v in run.keywords.items() if v is not cache}
         graphs.add(replay)
         return replay, kept
 

@@ -208,3 +208,19 @@ def test_what_is_not_finite_is_masked_and_counted(case: Case, cuts: list[int]):
     visible = [t for t in range(150) if t not in (40, 120)]
     seen = attention_fp64(q[:, :2, -1:], k[:, :1, visible], v[:, :1, visible])
     assert ((out[:, :2, -1:] - seen).norm() / seen.norm()) < 0.6
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, -torch.inf])
+def test_a_query_that_is_not_finite_spoils_its_own_output_alone(case: Case, wrong: float):
+    """In long and short calls. What shares a scale or a mean with it is as if it were zeros."""
+    q, k, v = random_qkv(2, 112)
+    broken, zeros = q.clone(), q.clone()
+    for token in (40, 103, 108):
+        broken[1, 2, token, 3], zeros[1, 2, token] = wrong, 0
+    one, other = make_layer(case), make_layer(case)
+    got, want = (feed(layer, x, k, v, [100, 107, *range(108, 113)]) for layer, x in ((one, broken), (other, zeros)))
+    want[1, 2, [40, 103, 108]] = torch.nan
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+    asked = {"mass.ring", "sink.norm"}  # where sinks are what queries look at: this one looked at nothing
+    assert set(same_state(one, other)) <= asked

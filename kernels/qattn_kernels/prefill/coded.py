@@ -105,15 +105,16 @@ def _query_means(q: torch.Tensor, panel: Panel, compute: Compute) -> torch.Tenso
     block = torch.where((place >= 0) & (place < panel.rows[:, 5:6]), place // size, -1)
     member = (block[:, None] == torch.arange(-(-tokens // size), device=q.device)[:, None]).float()
     share = member / member.sum(-1, keepdim=True).clamp(min=1)
-    return (share.to(q.dtype)[:, None] @ q.nan_to_num(0.0, 0.0, 0.0)).float().contiguous()
+    q = torch.where(q.isfinite().all(-1, keepdim=True), q, 0.0)  # see `queries.Queries`
+    return (share.to(q.dtype)[:, None] @ q).float().contiguous()
 
 
 def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, scale: float) -> torch.Tensor:
     """fp32 `[B, Hq, n, N]`: scores of the mean queries with the keys as they are, around their mean. Slots that nobody
-    sees hold anything."""
+    sees hold any finite number, whatever key lies there."""
     heads = k.shape[1]
     by_head = (q_mean * scale).unflatten(1, (heads, -1)).flatten(2, 3)
-    shift = by_head @ k.float().transpose(-1, -2)
+    shift = (by_head @ k.float().transpose(-1, -2)).nan_to_num_(0.0, 0.0, 0.0)
     if mean is not None:
         shift -= by_head @ mean[..., None]
     return shift.unflatten(2, (-1, q_mean.shape[2])).flatten(1, 2).contiguous()
@@ -129,6 +130,7 @@ def _with_fp8_values(panel: Panel, found: _Statistics, compute: Compute, window:
     codes = _empty_values(panel, torch.uint8)
     _values(panel, mean, channel, codes, panel.bias, True, compute.smooth_v, window)
     v_mean = mean if compute.smooth_v else None
+    codes = codes.view(torch.float8_e4m3fn)  # bytes, cast inside the product's loop, would go through registers
     return panel._replace(v=codes, v_channel=channel, v_mean=v_mean, clean=found.clean)
 
 

@@ -131,7 +131,7 @@ def _load_values(v, n0, i, N, C: tl.constexpr):
     if C.V_CODES or C.V_FP8:
         at = v + n0 + (d[:, None] * N + i[None, :])
         codes = tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV, other=0)
-        return tl.trans(codes.to(tl.float8e4nv, bitcast=True) if C.V_FP8 else codes)
+        return tl.trans(codes)
     else:
         at = v + n0 * C.DV + (i[:, None] * C.DV + d[None, :])
         return tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[None, :] < C.DV, other=0)
