@@ -30,3 +30,16 @@ def layer_types(config: PretrainedConfig) -> list[str]:
     """
     types = list(get_layer_types_and_kwargs(config)[0])
     return types + ["dummy"] * (config.num_hidden_layers - len(types))
+
+
+def layer_windows(config: PretrainedConfig) -> list[int | None]:
+    """Tokens that the sliding window of each layer of a text config shows, None for layers of other types.
+
+    5.23 has a dict of settings for each layer, 5.17 one for all.
+    """
+    types, settings = get_layer_types_and_kwargs(config)
+    each = settings if isinstance(settings, list) else [settings] * len(types)
+    found = [
+        own["sliding_window"] if kind == "sliding_attention" else None for kind, own in zip(types, each, strict=True)
+    ]
+    return found + [None] * (config.num_hidden_layers - len(found))

@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
+from qattn_hf.window import hides
 from qattn_kernels.online import Scores
 
 NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attention` or `/` in a way of their own
 
-WINDOWED = 3  # last dimension of the mask that stands for a window, which no packed layer may read
+# Models make masks that no packed layer may read, some of which none does. The last dimension says which one it is.
+WINDOWED, BOTH_WAYS = 3, 4
+UNREADABLE = {
+    WINDOWED: "sliding windows and chunked attention are not supported yet; unpatch(model)",
+    BOTH_WAYS: "attention that is not causal (bidirectional, cross) is not supported; unpatch(model)",
+}
 
 REFUSED = {
     "position_bias": "a bias on the scores",
@@ -56,28 +64,50 @@ def attention(
             "keys or values did not come untouched from a packed cache: run the model with use_cache=True and a cache "
             "made by its patch, or unpatch(model)"
         )
-    if attention_mask is not None and attention_mask.shape[1:] == (1, 1, WINDOWED):
-        raise UnsupportedError("sliding windows and chunked attention are not supported yet; unpatch(model)")
+    refuse_mask(attention_mask)
     if attention_mask is None or attention_mask.dtype != torch.int32 or attention_mask.shape[1:] != (1, 1, 2):
         raise UnsupportedError(
             "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
         )
-    if dropout or is_causal is False:
-        raise UnsupportedError(
-            "dropout and bidirectional attention are not supported by a packed cache: use model.eval()"
-        )
-    refuse_arguments(kwargs, "a packed cache; unpatch(model) and use a stock cache")
-    scores = scores_of(query, scaling, kwargs)
-    out, _ = key.layer.attend(query, key, attention_mask[:, 0, 0], scores)
+    refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache")
+    scores, span = scores_of(query, scaling, kwargs), attention_mask[:, 0, 0]
+    out = without_gradient(lambda: key.layer.attend(query, key, span, scores)[0], query, key.key, key.value)
     return out.transpose(1, 2).contiguous(), None
 
 
-def refuse_arguments(kwargs: dict[str, Any], by_whom: str) -> None:
+def refuse_arguments(
+    module: torch.nn.Module, dropout: float, is_causal: bool | None, kwargs: dict[str, Any], by_whom: str
+) -> None:
     """Refuse what a model asks of its attention beyond what is known here."""
+    if dropout:
+        raise UnsupportedError(f"dropout is not supported by {by_whom}, or use model.eval()")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedError(f"attention that is not causal (bidirectional, cross) is not supported by {by_whom}")
     for name, what in REFUSED.items():
         value = kwargs.get(name)
-        if value is not None and value is not False:
+        if value is None or value is False:
+            continue
+        if name != "sliding_window" or hides(getattr(module, "config", None), value):
             raise UnsupportedError(f"{what} is not supported by {by_whom}")
+
+
+def refuse_mask(mask: torch.Tensor | None) -> None:
+    """Refuse a mask of `unreadable_mask`, which a layer turned out to read."""
+    for kind, what in UNREADABLE.items():
+        if mask is not None and mask.dtype == torch.int32 and mask.shape[1:] == (1, 1, kind):
+            raise UnsupportedError(what)
+
+
+def unreadable(local_size: int | None, config: Any, mask_function: Any) -> int | None:
+    """Why a mask that a model makes cannot be read, a key of `UNREADABLE`; None for a causal one."""
+    if mask_function is bidirectional_mask_function:
+        return BOTH_WAYS
+    return WINDOWED if local_size is not None and hides(config, local_size) else None
+
+
+def unreadable_mask(kind: int, batch_size: int, device: torch.device | None) -> torch.Tensor:
+    """int32 `[B, 1, 1, 3 or 4]`, which `refuse_mask` knows."""
+    return torch.zeros(batch_size, 1, 1, kind, dtype=torch.int32, device=device)
 
 
 def scores_of(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scores:
@@ -96,18 +126,21 @@ def mask(
     device: torch.device | None = None,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
+    config: Any = None,
+    mask_function: Any = causal_mask_function,
     **kwargs: Any,
 ) -> torch.Tensor:
     """int32 `[B, 1, 1, 2]`: the first real column among the new tokens, and how many real ones follow.
 
-    Never None (it would recompile where padded and unpadded batches alternate) and never a sync.
+    Never None (it would recompile where padded and unpadded batches alternate) and never a sync. Bidirectional masks
+    and windows, which models make even where no layer reads them, are refused in `attention`.
 
     Raises:
-        UnsupportedError: packed sequences, a window, a mask of one's own, or one that is too short.
+        UnsupportedError: packed sequences, a mask of one's own, or one that is too short.
     """
-    if local_size is not None:
-        # models of mixed layers make this mask even where no layer reads it; one that does is refused in `attention`
-        return torch.zeros(batch_size, 1, 1, WINDOWED, dtype=torch.int32, device=device)
+    kind = unreadable(local_size, config, mask_function)
+    if kind is not None:
+        return unreadable_mask(kind, batch_size, device)
     if not allow_is_causal_skip and q_length > 1:
         raise UnsupportedError(
             "packed sequences and masks beyond causal are not supported; give each sequence a row of its own"
@@ -147,6 +180,30 @@ def check_mask(attention_mask: torch.Tensor, seen: int | torch.Tensor, tokens: i
             f"the attention_mask of row {row} has zeros between real tokens; a packed cache takes padding on the left, "
             "or on the right of a single call. Move the padding to the left"
         )
+
+
+def check_prompt_mask(attention_mask: torch.Tensor, generation_config: GenerationConfig) -> None:
+    """Refuse a 2-D mask in `generate` that is not zeros and then ones in every row.
+
+    It need not be the user's: without one, `generate` takes every pad token of a prompt for padding, unless it ends
+    texts too.
+    """
+    try:
+        check_mask(attention_mask, 0, attention_mask.shape[1])
+        empty = ~attention_mask.bool().any(1)
+        if bool(empty.any()):
+            row = int(empty.nonzero()[0])
+            raise UnsupportedError(f"row {row} of the attention_mask has no real token: leave that row out")
+        if not bool(attention_mask[:, -1].all()):
+            raise UnsupportedError("generate needs padding on the left; this attention_mask has it on the right")
+    except UnsupportedError as error:
+        pad, eos = generation_config._pad_token_tensor, generation_config._eos_token_tensor
+        if pad is None or (eos is not None and bool(torch.isin(eos, pad).any())):
+            raise
+        raise UnsupportedError(
+            f"{error}. If you gave none, transformers made it and took every token {int(pad)} (pad_token_id) for "
+            "padding: pass attention_mask=torch.ones_like(input_ids) where that token is text"
+        ) from None
 
 
 def register() -> str:

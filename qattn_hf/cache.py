@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from qattn_hf import changes
+from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.layer import QAttnLayer, capturing
 from qattn_hf.pool import Pool
@@ -78,8 +79,9 @@ class QAttnCache(Cache):
             return patched.new_cache(max_cache_len)
         chosen = find_recipe(method, recipe, settings).for_model(model.config)
         check_packs(chosen)
-        specs = chosen.layer_specs(model.config, model.device.type, share_of(model))
-        return cls(specs, chosen, max_cache_len, model.device.type)
+        device_type = device_of(model).type
+        specs = chosen.layer_specs(model.config, device_type, share_of(model))
+        return cls(specs, chosen, max_cache_len, device_type)
 
     @property
     def device(self) -> torch.device:

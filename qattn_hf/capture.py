@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.share import share_of
 
@@ -52,8 +53,11 @@ def why_not(model: PreTrainedModel) -> str | None:
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1 or {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) - devices:
         return "its weights are on several devices"
-    if model.device.type != "cuda":
-        return f"the model is on the {model.device.type}"
+    device_type = device_of(model).type
+    if device_type != "cuda":
+        return f"the model is on the {device_type}"
+    if "meta" in devices:
+        return "its weights are offloaded, and come to the device layer by layer"
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
         return "its quantized weights cannot be captured"

@@ -13,18 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
 from qattn_hf import attention, over_cache
-from qattn_hf.attention import check_mask, mask
+from qattn_hf.attention import check_mask, check_prompt_mask, mask
 from qattn_hf.cache import LastCache, QAttnCache
 from qattn_hf.capture import python_hook
+from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.graph import GraphedCall
 from qattn_hf.pool import Pool
 from qattn_hf.recipe import Recipe, check_packs
+from qattn_hf.window import check_call, check_compiled, check_reach
 from qattn_kernels.spec import LayerSpec
 
 
@@ -34,16 +36,20 @@ class Patched:
 
     Attributes:
         decode, decode_reason: how `generate` runs its decode steps, and why not as a graph (`resolve_decode`).
+        window: tokens that the model's narrowest sliding window shows, none of which hides a position (`window.py`).
+        marked: how many modules were patched together, the model and its decoder.
         last, pool: memory that is kept between calls.
     """
 
     recipe: Recipe
     specs: list[LayerSpec]
     device_type: str
-    attn_implementations: list[str | None]
+    attn_implementations: list[tuple[PretrainedConfig, str | None]]
     decode: str
     decode_reason: str | None
+    window: int | None = None
     hook_ids: list[int] = field(default_factory=list)
+    marked: int = 0
     last: LastCache = field(default_factory=LastCache)
     pool: Pool = field(default_factory=Pool)
 
@@ -87,31 +93,51 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     _check_call(module, kwargs)
     use_cache = kwargs.get("use_cache")
     config: Any = module.config
-    if (config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache) is False:
-        raise UnsupportedError(
-            "a patched model reads keys and values through its cache: use_cache=True, or unpatch(model)"
-        )
     cache = kwargs.get("past_key_values")
     if cache is None:
         _check_positions(kwargs)
         cache = kwargs["past_key_values"] = patched.new_cache()
     _check_cache(cache, len(patched.specs))
-    kwargs["use_cache"] = True
-    if not torch.compiler.is_compiling():
+    # attention reads through our cache in any case; `after_forward` keeps it out of the output where none was wanted
+    kwargs["use_cache"] = bool(config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache)
+    if torch.compiler.is_compiling():
+        check_compiled(patched.window, cache)
+    else:
         cache.check_whole(config.get_text_config(decoder=True).num_hidden_layers)
-        inputs = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
-        tokens = max((x.shape[1] for x in inputs if x is not None), default=0)
+        tokens = _new_tokens(kwargs)
         _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
         patched.pool.allocate(cache.reserve, tokens)
+        check_call(patched.window, cache, tokens)
     return (), kwargs
+
+
+def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook: without `use_cache` the output has no cache; `kwargs` are those that `before_forward` made."""
+    if kwargs["use_cache"]:
+        return output
+    cache = kwargs["past_key_values"]
+    if isinstance(output, tuple):
+        return tuple(x for x in output if x is not cache)
+    return type(output)(**{name: x for name, x in output.items() if x is not cache})
+
+
+def _new_tokens(kwargs: dict[str, Any]) -> int:
+    inputs = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
+    return max((x.shape[1] for x in inputs if x is not None), default=0)
 
 
 def before_forward_over(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> None:
     """The same of a model whose cache is transformers' own: refuse, and change nothing."""
-    _check_call(module, {**dict(zip(names, args, strict=False)), **kwargs})
-    here, there = patch_of(module).device_type, next(module.parameters()).device.type
-    if here != there:
-        raise UnsupportedError(f"the model was patched for {here} and runs on {there}; patch it again")
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    _check_call(module, kwargs)
+    patched, there = patch_of(module), next(module.parameters()).device
+    if patched.device_type != there.type and patched.device_type != (there := device_of(module)).type:
+        raise UnsupportedError(
+            f"the model was patched for {patched.device_type} and runs on {there.type}; patch it again"
+        )
+    if patched.window is not None and not torch.compiler.is_compiling():
+        cache = kwargs.get("past_key_values")
+        check_reach(patched.window, _new_tokens(kwargs) + (0 if cache is None else int(cache.get_seq_length())))
 
 
 def _check_call(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
@@ -121,6 +147,17 @@ def _check_call(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             "output_attentions is not supported: this attention never builds the weights; unpatch(model)"
         )
+    if not torch.compiler.is_compiling() and not (selected := _selected(module.config)).startswith(attention.NAME):
+        raise UnsupportedError(
+            f"set_attn_implementation chose {selected!r} after patch, in place of the patched attention: patch the "
+            "model again, or unpatch(model) first"
+        )
+
+
+def _selected(config: PretrainedConfig) -> str:
+    """The attention that the decoder takes; of a config that has others inside, that of its text."""
+    own = config._attn_implementation or ""
+    return own if own.startswith(attention.NAME) else config.get_text_config(decoder=True)._attn_implementation or ""
 
 
 def _check_new_mask(mask: Any, cache: QAttnCache, tokens: int) -> None:
@@ -171,18 +208,21 @@ def prepare_cache(
     *args: Any,
 ) -> None:
     """In place of `_prepare_cache_for_generation`: a cache of the capacity that `generate` will need."""
-    if generation_config.cache_implementation is not None:
+    asked, default = generation_config.cache_implementation, model.generation_config.cache_implementation
+    if asked is not None and asked != default:
         raise UnsupportedError(
-            f"cache_implementation={generation_config.cache_implementation!r} asks for another cache than the patched "
-            "model's: leave it out, or unpatch(model)"
+            f"cache_implementation={asked!r} asks for another cache than the patched model's: leave it out, or "
+            "unpatch(model)"
         )
+    generation_config.cache_implementation = None  # of this call: what the checkpoint has is for stock caches
     if generation_config.use_cache is False:
         raise UnsupportedError("a patched model generates through its cache: use_cache=True, or unpatch(model)")
+    drafted = _drafted(generation_config, generation_mode)
+    if model._qattn.window is not None:
+        check_reach(model._qattn.window, max_cache_length + drafted)
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 2:
-        check_mask(mask, 0, mask.shape[1])
-        if not bool(mask[:, -1].all()):
-            raise UnsupportedError("generate needs padding on the left; this attention_mask has it on the right")
+        check_prompt_mask(mask, generation_config)
     cache, last = model_kwargs.get("past_key_values"), model._qattn.last
     last.pass_over(False)
     if cache is None:
@@ -194,12 +234,32 @@ def prepare_cache(
         last.record(cache)
     last.pass_over(generation_config.guidance_scale not in (None, 1))  # which has a cache of its own, made by a forward
     cache.ran("eager", _why_eager(model._qattn, generation_mode))
-    drafted = 0
-    if generation_mode == GenerationMode.ASSISTED_GENERATION:  # drafts overshoot, and verification takes them back
-        drafted = 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+    if drafted:
         cache.raise_horizon(drafted)
     if not generation_config.is_assistant:  # an assistant's cache serves many short calls: it grows instead
         model._qattn.pool.allocate(cache.plan, max_cache_length + drafted)
+
+
+def prepare_stock_cache(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+    *args: Any,
+) -> Any:
+    """The same of a model whose cache is transformers' own, if it has a window."""
+    check_reach(model._qattn.window, max_cache_length + _drafted(generation_config, generation_mode))
+    asked = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    return type(model)._prepare_cache_for_generation(model, *asked, *args)
+
+
+def _drafted(generation_config: GenerationConfig, generation_mode: GenerationMode) -> int:
+    """Tokens by which drafts may overshoot, before verification takes them back."""
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        return 0
+    return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
 
 
 def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
@@ -272,13 +332,18 @@ class Method:
 
 
 def install(model: PreTrainedModel, patched: Patched) -> None:
-    """Hooks on the model and its decoder, overrides on the instance; none of these where transformers has the cache."""
+    """Hooks on the model and its decoder, overrides on the instance, of which a stock cache needs one at most."""
     packs = patched.recipe.settings.packs()
     for module in dict.fromkeys((model, model.get_decoder())):
         module._qattn = patched
+        patched.marked += 1
         hook = functools.partial(before_forward if packs else before_forward_over, names=_positional(module))
         patched.hook_ids.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).id)
+        if packs:
+            patched.hook_ids.append(module.register_forward_hook(after_forward, with_kwargs=True).id)
     if not packs:
+        if patched.window is not None:
+            model._prepare_cache_for_generation = Method(prepare_stock_cache, model)
         return
     model._prepare_cache_for_generation = Method(prepare_cache, model)
     model.get_compiled_call = Method(compiled_call, model)
@@ -297,8 +362,9 @@ def uninstall(model: PreTrainedModel) -> None:
     patched: Patched = model._qattn
     for module in dict.fromkeys((model, model.get_decoder())):
         for hook_id in patched.hook_ids:
-            module._forward_pre_hooks.pop(hook_id, None)
-            module._forward_pre_hooks_with_kwargs.pop(hook_id, None)
+            for when in ("forward_pre_hooks", "forward_hooks"):
+                getattr(module, f"_{when}").pop(hook_id, None)
+                getattr(module, f"_{when}_with_kwargs").pop(hook_id, None)
         del module._qattn
     overrides = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate")
     for name in (*overrides, "_compiled_call", "_last_compile_config"):

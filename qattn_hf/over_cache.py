@@ -9,10 +9,19 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from qattn_hf.attention import NAME, WINDOWED, refuse_arguments, scores_of
+from qattn_hf.attention import (
+    NAME,
+    WINDOWED,
+    refuse_arguments,
+    refuse_mask,
+    scores_of,
+    unreadable,
+    unreadable_mask,
+)
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
 from qattn_kernels.online import Scores
 from qattn_kernels.over import over
@@ -45,14 +54,17 @@ def attention(
         `[B, T, Hq, Dv]` and None.
 
     Raises:
-        UnsupportedError: a packed cache, a mask of one's own, dropout, or an argument that is not known here.
+        UnsupportedError: a packed cache, a mask of one's own, a window that hides tokens, dropout, or an argument that
+            is not known here.
     """
-    _refuse(key, attention_mask, dropout, is_causal, kwargs)
+    _refuse(key, attention_mask)
+    refuse_arguments(module, dropout, is_causal, kwargs, "this attention; unpatch(model)")
     scores = scores_of(query, scaling, kwargs)
     if query.shape[2] > SHORT_CALL:
         key_mask, offset = _unpacked(attention_mask, query, key)
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
-        out, _ = over(query, key, value, key_mask, offset, spec, *sizes)
+        long = functools.partial(over, query, key, value, key_mask, offset, spec, *sizes)
+        out = without_gradient(lambda: long()[0], query, key, value)
         return out.transpose(1, 2).contiguous(), None
     return stock_attention(module, query, key, value, attention_mask, scores), None
 
@@ -71,17 +83,13 @@ def stock_attention(
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scores.scale)[0]
 
 
-def _refuse(key: Any, mask: torch.Tensor | None, dropout: float, is_causal: bool | None, kwargs: Any) -> None:
+def _refuse(key: Any, mask: torch.Tensor | None) -> None:
     if isinstance(key, Handle):
         raise UnsupportedError(
             "this model was patched with cache='model', which reads transformers' own caches, not a QAttnCache: pass a "
             "DynamicCache, a StaticCache or none, or patch with cache='quantized'"
         )
-    if mask is not None and mask.shape[1:] == (1, 1, WINDOWED) and mask.dtype == torch.int32:
-        raise UnsupportedError("sliding windows and chunked attention are not supported yet; unpatch(model)")
-    if dropout or is_causal is False:
-        raise UnsupportedError("dropout and bidirectional attention are not supported: use model.eval()")
-    refuse_arguments(kwargs, "this attention; unpatch(model)")
+    refuse_mask(mask)
 
 
 def _unpacked(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,17 +134,19 @@ def mask(
     device: torch.device | None = None,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
+    config: Any = None,
+    mask_function: Any = causal_mask_function,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """Of a long call int32 `[B, 1, 1, 1 + S]`: the column of the first query, then 1 for columns that hold a token and
     0 for others, in any order; never a sync. Of a short call what transformers gives torch's attention.
 
     Raises:
-        UnsupportedError: packed sequences, a window, a mask of one's own, or one that is too short.
+        UnsupportedError: packed sequences, a mask of one's own, or one that is too short.
     """
-    if local_size is not None:
-        # models of mixed layers make this mask even where no layer reads it; one that does is refused in `attention`
-        return torch.zeros(batch_size, 1, 1, WINDOWED, dtype=torch.int32, device=device)
+    kind = unreadable(local_size, config, mask_function)
+    if kind is not None:
+        return unreadable_mask(kind, batch_size, device)
     if not allow_is_causal_skip and q_length > 1:
         raise UnsupportedError(
             "packed sequences and masks beyond causal are not supported; give each sequence a row of its own"
@@ -144,8 +154,10 @@ def mask(
     if q_length <= SHORT_CALL:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, attention_mask=attention_mask, device=device,
-            allow_is_causal_skip=allow_is_causal_skip, **kwargs,
+            allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, mask_function=mask_function, **kwargs,
         )  # fmt: skip
+    if local_size is not None and kv_length > local_size:
+        return unreadable_mask(WINDOWED, batch_size, device)
     made = torch.ones(batch_size, 1 + kv_length, dtype=torch.int32, device=device)
     if attention_mask is not None:
         seen = q_offset if isinstance(q_offset, int) else 0  # of a static cache the device alone knows

@@ -12,13 +12,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat, hooks
 from qattn_hf.capture import resolve_decode
+from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.over_cache import STEPS
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.share import share_of
-from qattn_hf.support import check_model, check_selected
+from qattn_hf.support import check_model, check_parts, check_selected
+from qattn_hf.window import narrowest
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+Selected = list[tuple[PretrainedConfig, str | None]]
 
 
 def patch(
@@ -47,19 +50,21 @@ def patch(
     check_model(model)
     _compat.warn_if_untested()
     chosen = find_recipe(method, recipe, settings).for_model(model.config)
-    specs = chosen.layer_specs(model.config, model.device.type, share_of(model))
+    device_type = device_of(model).type
+    specs = chosen.layer_specs(model.config, device_type, share_of(model))
     decode = resolve_decode(model, chosen.settings.decode) if chosen.settings.packs() else ("stock", STEPS)
     if hasattr(model, "_qattn"):
         unpatch(model)
-    patched = hooks.Patched(chosen, specs, model.device.type, [], *decode)
+    window = narrowest(model.config.get_text_config(decoder=True))
+    patched = hooks.Patched(chosen, specs, device_type, [], *decode, window)
     _own_config(model)
-    before = patched.attn_implementations = [c._attn_implementation for c in _configs(model.config)]
+    before = patched.attn_implementations = _selected(model)
     name = patched.register()
     try:
         _select(model, name)
         check_selected(model, name)
     except Exception:  # whatever it is, the model must be as it was; it is raised again
-        _restore(model, before)
+        _restore(before)
         raise
     hooks.install(model, patched)
     return model
@@ -69,12 +74,12 @@ def unpatch(model: Model) -> Model:
     """Undo `patch`: the model computes bit for bit what it did before; its config stays an object of its own.
 
     Raises:
-        QAttnError: if the model is not patched.
+        QAttnError: if the model is not patched, or is only part of the model that is.
     """
     release(model)
     before = model._qattn.attn_implementations
     hooks.uninstall(model)
-    _restore(model, before)
+    _restore(before)
     return model
 
 
@@ -83,8 +88,10 @@ def release(model: PreTrainedModel) -> None:
     memory of earlier ones, and captured decode steps. The next call makes them anew.
 
     Raises:
-        QAttnError: if the model is not patched.
+        QAttnError: if the model is not patched, or is only part of the model that is.
     """
+    if isinstance(model, PreTrainedModel):
+        check_parts(model)
     if not hasattr(model, "_qattn"):
         raise QAttnError("this model is not patched")
     hooks.patch_of(model).release()
@@ -97,42 +104,56 @@ def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
     Raises:
         UnsupportedError: a model whose attention cannot be reached. QAttnError: if it is patched.
     """
+    check_model(model)
     if hasattr(model, "_qattn"):
         raise QAttnError("this model is patched: unpatch(model) first")
-    check_model(model)
     _own_config(model)
-    before = [c._attn_implementation for c in _configs(model.config)]
+    before = _selected(model)
     try:
         _select(model, name)
         check_selected(model, name)
         yield
     finally:
-        _restore(model, before)
+        _restore(before)
 
 
-def _configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """A config and its sub-configs, in a fixed order."""
+def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Every config object of a model and its modules, sub-configs included: they need not hang together.
+
+    A decoder that was patched by itself once has a config of its own, which the model around it does not know.
+    """
+    own = (vars(module).get("config") for module in model.modules())
+    found = [c for config in own if isinstance(config, PretrainedConfig) for c in _with_subs(config)]
+    return list({id(config): config for config in found}.values())
+
+
+def _with_subs(config: PretrainedConfig) -> list[PretrainedConfig]:
     subs = [getattr(config, name, None) for name in config.sub_configs]
-    return [config, *(c for sub in subs if isinstance(sub, PretrainedConfig) for c in _configs(sub))]
+    return [config, *(c for sub in subs if isinstance(sub, PretrainedConfig) for c in _with_subs(sub))]
 
 
 def _own_config(model: PreTrainedModel) -> None:
-    """Give the model a copy of its config: two models built from one config object share it."""
-    old = _configs(model.config)
-    copied = copy.deepcopy(model.config)
-    new = {id(a): b for a, b in zip(old, _configs(copied), strict=True)}
+    """Give the model copies of its configs: two models built from one config object share it."""
+    old = _configs(model)
+    new = dict(zip(map(id, old), copy.deepcopy(old), strict=True))
     for module in model.modules():
         config = vars(module).get("config")
         if id(config) in new:
             module.config = new[id(config)]
 
 
+def _selected(model: PreTrainedModel) -> Selected:
+    return [(config, config._attn_implementation) for config in _configs(model)]
+
+
 def _select(model: PreTrainedModel, name: str) -> None:
-    text = model.config.get_text_config(decoder=True)
+    text, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
     names = [n for n in model.config.sub_configs if getattr(model.config, n, None) is text]
     model.set_attn_implementation({names[0]: name} if names else name)
+    if decoder.config._attn_implementation != name:
+        decoder.set_attn_implementation(name)
 
 
-def _restore(model: PreTrainedModel, before: list[str | None]) -> None:
-    for config, name in zip(_configs(model.config), before, strict=True):
+def _restore(before: Selected) -> None:
+    for config, name in before:
         config._attn_implementation_internal = name

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.share import splits
+from qattn_hf.window import hides
 
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate")
+
+
+def check_parts(model: PreTrainedModel) -> None:
+    """Refuse a model that shares modules with another one that is patched: undoing one would break the other.
+
+    `patch` marks the model that it was given and its decoder. Where not all that it marked is here, it was given more.
+
+    Raises:
+        UnsupportedError: with the model to take instead.
+    """
+    marked: dict[int, list[tuple[str, Any]]] = {}
+    for name, module in model.named_modules():
+        if "_qattn" in vars(module):
+            marked.setdefault(id(module._qattn), []).append((name, module))
+    for found in marked.values():
+        name, module = found[0]
+        kind = type(module).__name__
+        if len(found) < module._qattn.marked:
+            raise UnsupportedError(
+                f"{kind}{' at ' + name if name else ''} is part of a larger model that is patched: "
+                "give patch, unpatch or release that model"
+            )
+        if name:
+            raise UnsupportedError(f"its {kind} at {name} is patched by itself: unpatch(model.{name}) first")
 
 
 def check_model(model: object) -> None:
@@ -21,6 +51,7 @@ def check_model(model: object) -> None:
         raise UnsupportedError(
             f"patch takes a transformers model, not a {type(model).__name__}; patch the model inside it"
         )
+    check_parts(model)
     kind = model.config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{kind} is an encoder-decoder, which is not supported; use a stock cache")
@@ -29,29 +60,71 @@ def check_model(model: object) -> None:
             f"{kind} does not use transformers' attention interface, so its keys and values cannot be reached; "
             "use a stock cache, or a model of the same family that does"
         )
-    _check_layers(model.config.get_text_config(decoder=True), kind)
+    text = model.config.get_text_config(decoder=True)
+    _check_config(text, kind)
+    _check_layers(text, kind, of_its_own=text is model.config)
+    _check_causal(model, kind)
     _check_untouched(model)
 
 
-def _check_layers(config: PretrainedConfig, kind: str) -> None:
+def _check_config(config: PretrainedConfig, kind: str) -> None:
+    """What a packed cache must know of a text config."""
     if not hasattr(config, "use_cache"):
         raise UnsupportedError(f"{kind} has no KV cache, so there is nothing to pack")
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedError(f"{kind} keeps latent keys (MLA), which are not supported; use a stock cache")
-    types = _compat.layer_types(config)
-    other = sorted(set(types) - {"full_attention"})
-    if other:
-        where = [i for i, t in enumerate(types) if t != "full_attention"]
-        advice = (
-            "if your texts are shorter than the window, load it with config.sliding_window=None; else use a stock cache"
-            if any("sliding" in t for t in other)
-            else "use a stock cache"
-        )
-        raise UnsupportedError(
-            f"{kind} has {', '.join(other)} in layers {where[:4]}..., which is not supported yet; {advice}"
-        )
+    if not hasattr(config, "num_hidden_layers"):
+        raise UnsupportedError(f"{kind} has several stacks of layers, which are not supported; use a stock cache")
+    if not hasattr(config.per_layer_config[0], "num_attention_heads"):
+        raise UnsupportedError(f"{kind} has no attention, so there is nothing to pack; use it as it is")
     if getattr(config, "is_causal", True) is False:
-        raise UnsupportedError(f"{kind} is configured as bidirectional, which a cache cannot serve")
+        raise UnsupportedError(f"{kind} is configured as bidirectional, which a cache cannot serve; use it as it is")
+
+
+def _check_layers(config: PretrainedConfig, kind: str, of_its_own: bool) -> None:
+    """Kinds of layers that cannot be packed; `of_its_own`: users set this config by keywords when they load it."""
+    layers = list(config.per_layer_config)
+    if any(getattr(layer, "kv_lora_rank", None) for layer in layers):
+        raise UnsupportedError(f"{kind} keeps latent keys (MLA), which are not supported; use a stock cache")
+    if getattr(config, "cross_attention_layers", None):
+        raise UnsupportedError(f"{kind} has layers of cross attention, which are not supported; use a stock cache")
+    types, windows = _compat.layer_types(config), _compat.layer_windows(config)
+    full = [t == "full_attention" if w is None else not hides(config, w) for t, w in zip(types, windows, strict=True)]
+    where = [i for i, is_full in enumerate(full) if not is_full]
+    if where:
+        other = ", ".join(sorted({types[i] for i in where}))
+        advice = "use a stock cache"
+        if of_its_own and _full_without_window(config):
+            advice = (
+                f"if your texts are shorter than the window, load it with config.sliding_window=None; else {advice}"
+            )
+        raise UnsupportedError(f"{kind} has {other} in layers {where[:4]}..., which is not supported yet; {advice}")
+    if len({tuple(getattr(layer, name, None) for name in HEADS) for layer in layers}) > 1:
+        raise UnsupportedError(f"{kind} has layers with different heads, which are not supported; use a stock cache")
+
+
+def _full_without_window(config: PretrainedConfig) -> bool:
+    """Whether loading a model with `sliding_window=None` gives full attention: a list of layer types stays as it is."""
+    changed = copy.deepcopy(config)
+    try:
+        changed.sliding_window = None
+    except StrictDataclassError:
+        return False
+    return set(_compat.layer_types(changed)) == {"full_attention"}
+
+
+def _check_causal(model: PreTrainedModel, kind: str) -> None:
+    """Encoders attend in both directions; a decoder's cross attention stands beside attention that is causal."""
+    layers: dict[bool, set[int]] = {True: set(), False: set()}
+    for module in model.get_decoder().modules():
+        causal, layer = getattr(module, "is_causal", None), getattr(module, "layer_idx", None)
+        if isinstance(causal, bool) and layer is not None:
+            layers[causal].add(layer)
+    where = sorted(layers[False] - layers[True])
+    if where:
+        trained = "load it with is_decoder=True if it was trained as a decoder, else "
+        raise UnsupportedError(
+            f"{kind} has attention that is not causal (is_causal=False) in layers {where[:4]}..., which a packed cache "
+            f"cannot serve; {trained if getattr(model.config, 'is_decoder', None) is False else ''}use it as it is"
+        )
 
 
 def _check_untouched(model: PreTrainedModel) -> None:

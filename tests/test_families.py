@@ -39,9 +39,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {**EXPERTS, "head_dim": 16},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 512},
 }
-# checkpoints of a type that has others without a window
-WINDOWED: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 4096}, "phi3": {"sliding_window": 2047}}
+# checkpoints of a type that has others without a window, or with one that shows all positions
+WINDOWED: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 512}, "phi3": {"sliding_window": 1023}}
 FULL = {model_type: {"sliding_window": None} for model_type in WINDOWED}
 REFUSED = ("gemma3_text", "gpt_oss")
 TYPES = [model_type for family in families.list_families() for model_type in family.model_types]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.cache import QAttnCache
 from qattn_hf.chunks import feed
+from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.metrics import AttentionSums, Tokens, over_layers, pareto, text_figures, token_figures
 from qattn_hf.fidelity.observe import Call, observed
@@ -117,7 +118,7 @@ def compare(
 
 def full_logits(model: PreTrainedModel, ids: torch.Tensor, reading: Reading) -> list[torch.Tensor]:
     """Logits of the scored tokens, chunk by chunk, in the model's own precision, in which they were made."""
-    chunks = feed(model, ids.to(model.device), reading.at)
+    chunks = feed(model, ids.to(device_of(model)), reading.at)
     return [c.logits[:, max(0, reading.first - c.start) :].to(model.dtype) for c in chunks if c.stop > reading.first]
 
 
@@ -132,7 +133,7 @@ def through(
     patch(model, recipe=recipe)
     try:
         parts: list[Tokens] = []
-        for chunk in feed(model, ids.to(model.device), reading.at):
+        for chunk in feed(model, ids.to(device_of(model)), reading.at):
             if chunk.stop > reading.first:
                 parts.append(_chunk_figures(full[len(parts)], chunk.logits, ids, chunk.stop))
         cache = chunk.cache

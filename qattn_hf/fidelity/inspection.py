@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.cache import QAttnCache
 from qattn_hf.chunks import cuts, feed
+from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.layer import QAttnLayer
@@ -74,7 +75,7 @@ def inspect(model: PreTrainedModel, recipe: Recipe, ids: torch.Tensor) -> list[I
         raise QAttnError(f"{ids.shape[0]} rows: inspect looks at one")
     cache, seen = QAttnCache.for_model(model, recipe=recipe), Looked(ids.shape[1])
     with observed(model, lambda call: seen.look(call, cache.layers[call.layer])):
-        for _ in feed(model, ids.to(model.device), cuts(ids.shape[1], CHUNK)):
+        for _ in feed(model, ids.to(device_of(model)), cuts(ids.shape[1], CHUNK)):
             pass
     rows = report(cache).to_dict()
     if not rows["packed_tokens"]:

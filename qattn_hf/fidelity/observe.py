@@ -87,7 +87,7 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    refuse_arguments(kwargs, "this measurement")
+    refuse_arguments(module, dropout, is_causal, kwargs, "this measurement")
     scores = scores_of(query, scaling, kwargs)
     out = stock_attention(module, query, key, value, attention_mask, scores)
     other = _observer.get()(Call(module.layer_idx, query, key, value, scores, out))

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qattn_hf.chunks import feed
+from qattn_hf.device import device_of
 from qattn_hf.fidelity.compare import full_logits
 from qattn_hf.fidelity.metrics import divergence
 from qattn_hf.fidelity.observe import Call, observed
@@ -39,7 +40,7 @@ def losses(model: PreTrainedModel, trials: Sequence[Trial], reading: Reading) ->
 def _read(
     model: PreTrainedModel, trials: Sequence[Trial], reading: Reading, full: list[torch.Tensor]
 ) -> Iterator[float]:
-    rows, device = len(reading.ids), model.device.type
+    rows, device = len(reading.ids), device_of(model).type
     layers = [QAttnLayer(trial.spec, device_type=device) for trial in trials]
 
     def swap(call: Call) -> torch.Tensor | None:
@@ -54,7 +55,7 @@ def _read(
 
     sums, count, left = [0.0] * len(trials), 0, iter(full)
     with observed(model, swap):
-        for chunk in feed(model, reading.ids.repeat(len(trials), 1).to(model.device), reading.at):
+        for chunk in feed(model, reading.ids.repeat(len(trials), 1).to(device_of(model)), reading.at):
             if chunk.stop > reading.first:
                 log_p = next(left).float().log_softmax(-1)
                 count += log_p.shape[0] * log_p.shape[1]

@@ -20,6 +20,7 @@ import torch
 
 from qattn_hf.cache import QAttnCache
 from qattn_hf.chunks import feed
+from qattn_hf.device import device_of
 from qattn_kernels.spec import SHORT_CALL
 
 
@@ -88,7 +89,7 @@ def score(
     ids, mask, before, at = _laid_out(texts, chunk, pad)
     totals = [[(0.0, True)] * len(text.continuations) for text in texts]
     through, packed = [0] * len(texts), [0] * len(texts)
-    for call in feed(model, ids.to(model.device), at, mask.to(model.device)):
+    for call in feed(model, ids.to(device_of(model)), at, mask.to(device_of(model))):
         if call.start >= before:
             log_probs = call.logits.log_softmax(-1, dtype=dtype)
             first, stop = call.start - before, call.stop - before

@@ -1,0 +1,47 @@
+"""Packed attention has no gradient: whoever asks for one hears so, in a compiled step too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from qattn_hf.errors import UnsupportedError
+
+
+@torch.library.custom_op("qattn::refuse_gradient", mutates_args=())
+def refuse_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """An operator, since a compiler runs the Python code of a backward pass already when it traces the forward pass."""
+    raise UnsupportedError(
+        "packed attention has no gradient: unpatch(model) to train it or to look at its gradients, and call a patched "
+        "model under torch.no_grad()"
+    )
+
+
+@refuse_gradient.register_fake
+def _(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Hands on `out`, as if `source` `[...]`, of any shape, had gone into it."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        ctx.shape = source.shape
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, refuse_gradient(gradient).new_zeros(ctx.shape)
+
+
+def without_gradient(attend: Callable[[], torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
+    """What `attend` makes of `sources`; a backward pass through it raises `UnsupportedError`."""
+    if not torch.is_grad_enabled():
+        return attend()
+    with torch.no_grad():
+        out = attend()
+    source = next((x for x in sources if x.requires_grad), None)
+    return out if source is None else _NoGradient.apply(out, source)

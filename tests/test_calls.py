@@ -1,0 +1,156 @@
+"""Calls that ask for no cache, checkpoints that ask for another one, weights that are elsewhere: all are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from helpers import random_ids, tiny_llama
+from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
+
+from qattn_hf import QAttnCache, UnsupportedError, patch, report, unpatch
+from qattn_hf.capture import why_not
+from qattn_hf.device import device_of
+
+IDS = random_ids(2, 70)
+GREEDY = {"max_new_tokens": 3, "do_sample": False}
+OVER = {"method": "sage2", "cache": "model"}
+HOW = [{"method": "none"}, {"method": "turbo"}, OVER]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+# Without a cache
+
+
+@pytest.mark.parametrize("by", ["call", "config"])
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_use_cache_false(how, by):
+    """Attention reads through a packed cache of that call alone, and the output has none, as from a stock model."""
+    model = patch(tiny_llama(use_cache=by == "call"), **how)
+    asked = {"use_cache": False} if by == "call" else {}
+    want = model(IDS, use_cache=True)
+    for part in (model, model.get_decoder()):
+        assert part(IDS, use_cache=True).past_key_values is not None
+        assert part(IDS, **asked).past_key_values is None
+        assert "past_key_values" not in part(IDS, **asked)
+        assert len(part(IDS, **asked, return_dict=False)) == 1
+    assert torch.equal(model(IDS, **asked).logits, want.logits)
+    assert int(want.past_key_values.get_seq_length()) == 70
+    if how == {"method": "turbo"}:
+        assert report(model).to_dict()["packed_tokens"] == 2 * 64
+
+
+def test_use_cache_false_goes_on_with_a_cache_that_was_passed():
+    model = patch(tiny_llama(), "turbo")
+    cache = model(IDS[:, :64]).past_key_values
+    out = model(IDS[:, 64:], past_key_values=cache, use_cache=False)
+    assert out.past_key_values is None and int(cache.get_seq_length()) == 70
+
+
+def test_generate_of_a_checkpoint_whose_config_says_use_cache_false():
+    model = patch(tiny_llama(use_cache=False), "turbo")
+    with pytest.raises(UnsupportedError, match="use_cache=True"):
+        model.generate(IDS, **GREEDY)
+    want = patch(tiny_llama(), "turbo").generate(IDS, **GREEDY)
+    assert torch.equal(model.generate(IDS, use_cache=True, **GREEDY), want)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"use_cache": False}], ids=str)
+def test_trainer_evaluates_a_patched_model(sizes, tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    settings = TrainingArguments(str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True)
+
+    def loss(model: PreTrainedModel) -> float:
+        return Trainer(model, settings, eval_dataset=rows).evaluate()["eval_loss"]
+
+    assert loss(patch(tiny_llama(**sizes), "none")) == pytest.approx(loss(tiny_llama(**sizes)), abs=1e-5)
+
+
+# Another cache
+
+
+@pytest.mark.parametrize("named", ["static", "offloaded", "quantized"])
+def test_checkpoint_that_names_a_cache_of_its_own(named):
+    """Only who asks for another cache in a call is refused; the checkpoint's stays as it was."""
+    model = tiny_llama()
+    want = patch(model, "turbo").generate(IDS, **GREEDY)
+    model.generation_config.cache_implementation = named
+    got = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(got.sequences, want) and isinstance(got.past_key_values, QAttnCache)
+    cache = model(IDS[:, :-1]).past_key_values
+    assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY)[:, :70], IDS)
+    one = {"prompt_lookup_num_tokens": 2, **GREEDY}
+    assert torch.equal(model.generate(IDS[:1], **one), model.generate(IDS[:1], **GREEDY))
+    other = "static" if named != "static" else "offloaded"
+    for asked in ({"cache_implementation": other}, {"generation_config": GenerationConfig(cache_implementation=other)}):
+        with pytest.raises(UnsupportedError, match=f"cache_implementation='{other}'"):
+            model.generate(IDS, **asked, **GREEDY)
+    assert model.generation_config.cache_implementation == named
+
+
+# Padding
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_row_without_a_token_leaves_the_others_alone(how):
+    model, mask = patch(tiny_llama(), **how), torch.ones_like(IDS)
+    mask[0] = 0
+    out = model(IDS, attention_mask=mask)
+    torch.testing.assert_close(out.logits[1], model(IDS[1:]).logits[0], rtol=0, atol=1e-5)
+    assert torch.isfinite(out.logits).all()
+    more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    later = model(IDS[:, :1], attention_mask=more, past_key_values=out.past_key_values).logits
+    torch.testing.assert_close(later[0], model(IDS[:1, :1]).logits[0], rtol=0, atol=1e-5)
+
+
+# Weights elsewhere
+
+
+def on_cpu(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def on_disk(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    disk_offload(model, folder, execution_device=torch.device("cpu"))
+    return model
+
+
+def on_both(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    return dispatch_model(model, dict(zip(parts, ["cpu", "disk"] * 3, strict=True)), "cpu", offload_dir=folder)
+
+
+@pytest.mark.parametrize("first", ["offload", "patch"])
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("offload", [on_cpu, on_disk, on_both])
+def test_offloaded_weights(offload: Callable, how: dict[str, Any], first: str, tmp_path):
+    want = patch(tiny_llama(), **how)
+    text, logits, stock = want.generate(IDS, **GREEDY), want(IDS).logits, tiny_llama()(IDS).logits
+    model = tiny_llama()
+    steps = [lambda m: offload(m, str(tmp_path)), lambda m: patch(m, **how)]
+    for step in steps if first == "offload" else reversed(steps):
+        model = step(model)
+    assert torch.equal(model.generate(IDS, **GREEDY), text)
+    assert torch.equal(model(IDS).logits, logits)
+    if how == {"method": "turbo"}:
+        assert QAttnCache.for_model(model).layers[0].device_type == "cpu"
+    assert torch.equal(unpatch(model)(IDS).logits, stock)
+
+
+def test_device_of_offloaded_weights():
+    model = tiny_llama()
+    assert device_of(model).type == "cpu" and why_not(model) == "the model is on the cpu"
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.device.type == "meta" and device_of(model).type == "cpu"
+    for module in model.modules():
+        if hasattr(module, "_hf_hook") and hasattr(module._hf_hook, "execution_device"):
+            module._hf_hook.execution_device = "cuda:0"
+    assert device_of(model).type == "cuda" and "offloaded" in why_not(model)
