@@ -75,6 +75,15 @@ def _check_config(config: PretrainedConfig, kind: str) -> None:
         raise UnsupportedError(f"{kind} has several stacks of layers, which are not supported; use a stock cache")
     if not hasattr(config.per_layer_config[0], "num_attention_heads"):
         raise UnsupportedError(f"{kind} has no attention, so there is nothing to pack; use it as it is")
+    for of_encoder, of_decoder in (
+        ("encoder_layers", "decoder_layers"),
+        ("encoder_attention_heads", "decoder_attention_heads"),
+    ):
+        if getattr(config, of_encoder, None) != getattr(config, of_decoder, None):
+            raise UnsupportedError(
+                f"{kind}: the config has {of_encoder}={getattr(config, of_encoder, None)} where the decoder has "
+                f"{getattr(config, of_decoder, None)}, which is not supported; use a stock cache"
+            )
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedError(f"{kind} is configured as bidirectional, which a cache cannot serve; use it as it is")
 

@@ -103,7 +103,12 @@ def test_attention_that_turns_bidirectional_after_patch(patched, tokens):
 @pytest.mark.parametrize("family", ["bart", "marian", "mbart"])
 def test_decoders_of_encoder_decoders_are_packed(family):
     """They make a mask for cross attention that nobody reads."""
-    model = tiny(family, d_model=32, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=32, pad_token_id=0)
+    sizes = dict(d_model=32, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=32, pad_token_id=0)
+    alike = dict(encoder_layers=2, encoder_attention_heads=2)
+    refused_patch(
+        tiny(family, **sizes, **{**alike, "encoder_layers": 3}), UnsupportedError, "encoder_layers=3", "has 2"
+    )
+    model = tiny(family, **sizes, **alike)
     want, text = logits(model), model.generate(ONE, **GREEDY)
     patch(model, "none")
     torch.testing.assert_close(logits(model), want, rtol=0, atol=1e-5)
