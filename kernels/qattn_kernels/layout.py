@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,10 @@ class TensorSpec:
     dtype: torch.dtype
     batch_dim: int | None = 0
     block_dim: int | None = None
+
+    def nbytes(self) -> int:
+        """Size of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty_state(self, device: torch.device) -> torch.Tensor:
         """Zeros: the state of a row that has seen nothing."""

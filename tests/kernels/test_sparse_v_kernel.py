@@ -37,7 +37,7 @@ FORMATS: list[Case] = [
 def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program reads all packed blocks, so that few of them show what else takes a long context."""
     choose = launch.choose
-    monkeypatch.setattr(launch, "choose", lambda *args: choose(*args)._replace(plan=(1, 10**6, 64)))
+    monkeypatch.setattr(launch, "choose", lambda *args: choose(*args)._replace(plan=(1, 1, 10**6, 64)))
 
 
 def with_sink(height: float, tokens: int, rows: int = 1, group: int = 2) -> Inputs:

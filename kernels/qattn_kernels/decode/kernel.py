@@ -257,10 +257,10 @@ def blocks_seen(row, NB, C: tl.constexpr):
 def stretch_of(blocks, splits, plan, C: tl.constexpr):
     """Packed blocks of one program, by the row's own length, whatever the capacity.
 
-    `plan`: programs that share a short context, blocks of one from which more take part, least blocks of one.
+    `plan`: programs that share a context, and a long one; blocks of a program that make it long; least blocks of one.
     """
-    few, long, least = plan
-    sharing = tl.minimum(tl.maximum(blocks // long, few), splits - C.OPEN)
+    few, many, long, least = plan
+    sharing = tl.minimum(tl.where(blocks < few * long, few, many), splits - C.OPEN)
     return tl.maximum(tl.cdiv(blocks, sharing), least)
 
 
@@ -270,8 +270,9 @@ def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, 
                   K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
                   CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
-    """Program (split, queries, row and head): a part of the context for up to `Q` queries; the first split is the ring,
-    the second the sinks that are kept out of the blocks.
+    """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first split is the ring,
+    the second the sinks that are kept out of the blocks. Those of all rows start first: one of them may take longest,
+    and one that starts late would be waited for.
 
     The other splits share a row's blocks evenly, as `plan` says (`stretch_of`).
 
@@ -279,14 +280,14 @@ def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, 
     3: what of that sum was dropped. `TALLY`, `limits` (tau, budget): of sparse V.
     """
     STAT: tl.constexpr = 3 if C.SPARSE else 2
-    split, tile, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bh, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
     n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
     real = t < row[5]
     p = tl.where(real, row[0] + t, -1)
-    splits = tl.num_programs(0)
+    splits = tl.num_programs(2)
     blocks = blocks_seen(row, NB, C)
     stretch = stretch_of(blocks, splits, plan, C)
     begin = (split - C.OPEN) * stretch

@@ -8,12 +8,11 @@ import torch
 
 from qattn_kernels.call import Call
 from qattn_kernels.decode.kernel import decode_kernel, merge_kernel
-from qattn_kernels.decode.table import choose
+from qattn_kernels.decode.table import chip_of, choose
 from qattn_kernels.pieces import pieces_of
 from qattn_kernels.sizes import power_of_two
 from qattn_kernels.tally import tally_of
 
-MODEL = ("model", "model_ring")  # stores of values in the model's precision
 LOG2E = math.log2(math.e)
 
 
@@ -26,9 +25,10 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     size, state, scores, batch, tokens = call.sizes, call.state, call.scores, call.batch, call.tokens
     k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
     rows = tokens * size.G
-    tuned = choose(size, batch * -(-rows // size.Q), call.spec.v.name in MODEL)
-    few, long, _ = tuned.plan
-    splits = min(tuned.most, max(few, call.blocks // long), call.blocks) + size.OPEN
+    tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
+    few, many, long, _ = tuned.plan
+    most = few if call.blocks < few * long else many
+    splits = min(most, call.blocks) + size.OPEN
 
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
 
@@ -38,7 +38,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     parts, stats = (empty(batch * size.H, splits, rows, n) for n in (size.D, 3 if size.SPARSE else 2))
     tally, sparsity = tally_of(state) if size.SPARSE else None, call.spec.sparsity
     threshold = call.spec.compute.sas_threshold * LOG2E
-    decode_kernel[(splits, -(-rows // size.Q), batch * size.H)](
+    decode_kernel[(batch * size.H, -(-rows // size.Q), splits)](
         call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.mean, call.k_sinks, call.v_sinks,
         call.table, call.moved, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, tally, call.blocks, batch, tokens,
@@ -46,7 +46,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
         size, num_warps=tuned.warps, enable_fp_fusion=True,
     )  # fmt: skip
-    chunk = min(64, power_of_two(tuned.most))  # not of the capacity: sums must not depend on it
+    chunk = min(64, power_of_two(many))  # not of the capacity: sums must not depend on it
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
     lse = empty(batch, size.H * size.G, tokens)
     merge_kernel[(rows, size.H, batch)](

@@ -130,8 +130,8 @@ def _load_values(v, n0, i, N, C: tl.constexpr):
     d = tl.arange(0, C.DVP)
     if C.V_CODES or C.V_FP8:
         at = v + n0 + (d[:, None] * N + i[None, :])
-        codes = tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV, other=0)
-        return tl.trans(codes)
+        # channels behind the last are summed apart and never stored; the interpreter has no FP8 zero for them
+        return tl.trans(tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV))
     else:
         at = v + n0 * C.DV + (i[:, None] * C.DV + d[None, :])
         return tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[None, :] < C.DV, other=0)

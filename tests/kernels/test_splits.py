@@ -1,0 +1,31 @@
+"""How many programs share a context in a decode: rules that hold on any GPU, whatever the measured tables say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qattn_hf.methods import get_method, list_methods
+from qattn_kernels.decode.table import H200, LONG, MOST, WHOLE, Chip, choose, plan
+from qattn_kernels.sizes import sizes_of
+
+
+@given(st.integers(100, 4000), st.integers(1, 5000), st.sampled_from([32, 64, 128]))
+def test_programs_come_in_whole_waves(places: int, heads: int, block: int):
+    few, many, long, _ = plan(places, heads, block)
+    assert 1 <= few <= MOST and few <= many and long * block == LONG
+    if few < MOST and heads <= WHOLE * places:
+        waves = -(-few * heads // places)
+        assert few * heads >= WHOLE * waves * places or waves == 3
+        assert (few + 1) * heads > waves * places  # no room for one more of each
+
+
+@pytest.mark.parametrize("method", list_methods())
+def test_a_smaller_gpu_runs_fewer_at_once(method: str):
+    spec = get_method(method)().last_layer_spec(8)
+    size = sizes_of(spec, 8, 4, 128, 1, spec.compute.decode == "int8", False, False)
+    large, small = (choose(size, spec, torch.bfloat16, 4, chip).plan for chip in (H200, Chip(40, 100 * 1024)))
+    assert small[0] < large[0] and small[2:] == large[2:]
+    assert large == choose(size, spec, torch.bfloat16, 4, H200).plan
