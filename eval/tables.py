@@ -11,15 +11,17 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from unittest import mock
 
 from family_tables import families_table
 from fidelity_tables import compare_table, tune_table
+from method_tables import kernels_table, methods_table
 from overview_table import overview_table
+from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
 from recorded import Result, load, markdown, origin, settings
 from task_tables import scores_table, tasks_table
 
@@ -169,107 +171,6 @@ def speed_table(results: Path, bench: str) -> str:
     return "\n\n".join(map(shown, load(results, f"speed-{bench}"))) or "Not measured yet."
 
 
-def int_flash_table(results: Path) -> str:
-    """INT-FlashAttention's Tables 1 and 2: ours, and the paper's in brackets, in percent."""
-    parts = []
-    for result in load(results, "paper-int-flash"):
-        names = list(result["rows"][0]["ours"])
-
-        def cell(row: dict[str, Any], name: str) -> str:
-            ours = f"{row['ours'][name]:.2f}"
-            return f"{ours} ({row['paper'][name]:.2f})" if name in row["paper"] else ours
-
-        rows = [
-            [row["distribution"], str(row["tokens"]), *(cell(row, name) for name in names)] for row in result["rows"]
-        ]
-        parts.append(f"{markdown(['distribution', 'tokens', *names], rows)}\n\nHow: {origin(result)}")
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def sage2_table(results: Path) -> str:
-    """SageAttention2's accuracy tables in kind: cosine similarity, relative L1 and RMSE by source, and the paper's."""
-
-    def cell(figures: list[float] | None) -> str:
-        return "" if figures is None else f"{figures[0]:.2f} % / {figures[1]:.3f} / {figures[2]:.3f}"
-
-    parts = []
-    for result in load(results, "paper-sage2"):
-        sources = list(dict.fromkeys(row["source"] for row in result["rows"]))
-        lines: dict[tuple[str, str, str], dict[str, str]] = {}
-        for row in result["rows"]:
-            for which in ("average", "worst"):
-                line = lines.setdefault((row["table"], which, row["setting"]), {"paper": cell(row["paper"][which])})
-                line[row["source"]] = cell(row[which])
-        header = ["what varies", "layer", "setting", *sources, "paper, CogvideoX"]
-        rows = [[*key, *(line[source] for source in sources), line["paper"]] for key, line in lines.items()]
-        parts.append(f"{markdown(header, rows)}\n\nHow: {origin(result)}")
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def methods_table(results: Path) -> str:
-    """Every method found, with its summary and its settings; nothing recorded is needed."""
-    from qattn_hf.methods import Method, get_method, list_methods
-
-    def names(fields: Iterable[str]) -> str:
-        return ", ".join(f"`{field}`" for field in fields)
-
-    rows = []
-    for name in list_methods():
-        method = get_method(name)
-        summary = (method.__doc__ or "").strip().splitlines()[0]
-        rows.append([f"`{name}`", summary, names(key for key in method.model_fields if key not in Method.model_fields)])
-    rows.append(["every method", "", names(Method.model_fields)])
-    return markdown(["method", "what it does", "settings"], rows)
-
-
-def kernels_table(results: Path) -> str:
-    """What Triton kernels compute and what the reference alone does, asked of the code that decides it."""
-    from qattn_hf.methods import get_method, list_methods
-    from qattn_kernels import support
-
-    def known(method: str, **settings: Any) -> bool:
-        spec = get_method(method)(**settings).last_layer_spec(2)
-        return support.unsupported(spec, 2, 2, support.HEAD_DIMS[0], support.HEAD_DIMS[0]) is None
-
-    def two_sides(title: str, found: dict[Any, bool]) -> list[str]:
-        sides = ([f"`{value}`" for value, known in found.items() if known == side] for side in (True, False))
-        return [title, *map(", ".join, sides)]
-
-    def choices(method: str, key: str, *values: Any, **others: Any) -> list[str]:
-        """The values of a setting; those that its type names, if none are given."""
-        values = values or get_args(get_method(method).model_fields[key].annotation)
-        return two_sides(f"`{key}`", {x: known(method, **{key: x}, **others) for x in values})
-
-    rows = [
-        two_sides("method", {name: known(name) for name in list_methods()}),
-        ["head dim, of K and V alike", ", ".join(map(str, support.HEAD_DIMS)), "any other"],
-        ["query heads of a KV head", f"up to {support.MOST_GROUP}", "more"],
-        choices("turbo", "block_kv", buffer_size=128),
-        *(choices("turbo", key) for key in ("bits", "buffer_scale", "p_scale", "softmax")),
-        choices("turbo", "priority", bits="mixed"),
-        choices("turbo", "compute", "int8", "model"),
-        choices("turbo", "sparse_v_tau", 0.0, 0.001),
-        *(
-            [f"`{key}` of `{method}`", *choices(method, key, *values)[1:]]
-            for method, key, *values in (
-                ("kivi", "bits"),
-                ("kivi", "group_size"),
-                ("kivi", "compute", "model", "int8"),
-                ("sinkq", "sink_select"),
-                ("sinkq", "sink_exclude", True, False),
-                ("sinkq", "sink_prefill"),
-                ("none", "compute", "model", "int8"),
-                ("int_flash", "v_granularity"),
-                ("sage2", "granularity", "token", "thread", "block"),
-                ("sage2", "smooth_q", "none", "tensor", "block"),
-                ("sage2", "pv"),
-                ("sage2", "v_scale"),
-            )
-        ),
-    ]
-    return markdown(["", "kernels", "reference alone"], rows)
-
-
 def report_example(results: Path) -> str:
     """What `qattn report` prints for the embedded model; nothing recorded is needed."""
     from qattn_hf.cli import main as qattn
@@ -285,21 +186,6 @@ def report_example(results: Path) -> str:
     return f"```text\n{printed.getvalue().rstrip()}\n```"
 
 
-def papers_table(results: Path) -> str:
-    """The commands of the papers' tables, the claims that each checks, and the models on which they are recorded."""
-    from paper import tables  # loads transformers
-
-    rows = []
-    for name, table in tables().items():
-        fails = re.search(r"Fails if,? (.*?)\.(?:\s+[A-Z]|\s*$)", table.__doc__, re.DOTALL)
-        assert fails, f"{name} does not say when it fails"
-        prefix = f"table-{name}-"
-        held = ", ".join(path.stem.removeprefix(prefix) for path in sorted(results.glob(f"{prefix}*.json")))
-        on = held if table.ABOUT.model else "needs no model"
-        rows.append([f"`{name}`", table.ABOUT.title, " ".join(fails[1].split()), on])
-    return markdown(["name", "what it shows", "fails if", "recorded on"], rows)
-
-
 TABLES: dict[str, Callable[[Path], str]] = {
     "overview": overview_table,
     "methods": methods_table,
@@ -313,6 +199,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "int-flash": int_flash_table,
     "sage2": sage2_table,
     "papers": papers_table,
+    "contradicted": contradicted_table,
     "tasks": tasks_table,
     "scores": scores_table,
     "compare": compare_table,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import method_tables
 import paper
+import paper_tables
 import pytest
 import torch
 from baselines.evict import FIRST, Evict
@@ -13,16 +17,20 @@ from baselines.gear import Gear
 from papers import common
 
 from qattn_hf.fidelity.observe import Call
+from qattn_hf.fidelity.texts import read_as
+from qattn_hf.methods import get_method, list_methods
 from qattn_kernels.online import Scores
 
 SMALL = ["--model", "demo", "--rows", "1", "--tokens", "320", "--chunk", "160", "--steps", "0"]
 TABLES = paper.tables()
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "eval" / "results"
 MORE = {"sparse_v_threshold": ["--steps", "2"]}  # a long call reads every value
 FEWER: dict[str, tuple[str, Any]] = {
     "sparse_v_widths": ("FORMATS", ("q8", "turbo4", "turbo2")),
     "sparse_v_threshold": ("FORMATS", ("q8", "turbo3")),
     "turbo_heads": ("RANKINGS", ("priority", "entropy", "random")),
-    "sinkq_groups": ("PAPER", {group: TABLES["sinkq_groups"].PAPER[group] for group in (32, 128)}),
+    "sinkq_groups": ("PAPER", {64: TABLES["sinkq_groups"].PAPER[64]}),
 }
 
 
@@ -67,8 +75,113 @@ def test_a_claim_that_does_not_hold_ends_with_an_error(monkeypatch):
     table = TABLES["sinkq_groups"]
     found = {f"G {g}, R {r}": {"attention_l1": 1.0 + r} for g in table.PAPER for r in table.RESIDUALS}
     monkeypatch.setattr(common, "through", lambda *_: found)
-    with pytest.raises(SystemExit, match=r"does not hold:\ndemo: G 32, R 128 \(129\) is not below G 32, R 0 \(1\)"):
+    with pytest.raises(SystemExit, match=r"does not hold:\ndemo: G 32, R 32 \(33\) is not below G 32, R 0 \(1\)"):
         paper.main(["sinkq_groups", *SMALL])
+
+
+@pytest.mark.parametrize("name", [name for name, table in TABLES.items() if table.ABOUT.model])
+def test_recorded_rows_are_of_todays_table_and_hold_what_must_hold(name: str):
+    table, recorded = TABLES[name], sorted(RESULTS.glob(f"table-{name}-*.json"))
+    assert len(recorded) == 2, "with both trained models"
+    for path in recorded:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        assert {row["table"] for row in rows} == {table.ABOUT.title}
+        assert table.broken(rows) == []
+
+
+CONTRADICTED = {  # what the page says in words
+    "turbo_accuracy": (
+        r"28m, kl: TurboAttention 4 \(\S+\) is not below KIVI 4",
+        r"sinks-17m, kl: TurboAttention 4 \(\S+\) is not below GEAR-L 4",
+        r"28m, kl: TurboAttention 2/4 \(\S+\) is not below KIVI 3",
+    ),
+    "turbo_heads": (
+        r"28m, kl: 2 by priority \(\S+\) is not below 2 by random",
+        r"sinks-17m, kl: 2 of 4 by priority \(\S+\) is not below 2 of 4 by random",
+    ),
+    "sinkq_groups": (r"28m, kl: G 32 is below G 128 at every residual", r"sinks-17m, kl: G 32 is below G 128"),
+    "sinkq_accuracy": (r"28m, kl: SinkQ \(\S+\) is not below KIVI",),
+    "speed": (r"turbo, NVIDIA H200: 0\.\d\dx at 1024 tokens",),
+    "sage2.py": (r"sinks-17m, smooth, average: k is not below hadamard", r"28m, pv, average: e4m3 is not below int8"),
+}
+
+
+def test_the_page_says_which_claims_of_the_papers_recorded_rows_contradict():
+    lines = paper_tables.contradicted_table(RESULTS).splitlines()
+    for name, found in CONTRADICTED.items():
+        text = "\n".join(line for line in lines if line.startswith(f"| `{name}` |"))
+        assert [part for part in found if not re.search(part, text)] == []
+    assert "<!-- table:contradicted -->" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_contradicted_claim_is_printed_with_its_reason_and_fails_nothing(monkeypatch, capsys):
+    table = TABLES["turbo_accuracy"]
+    kl = {table.TURBO_4: 2.0, table.KIVI_4: 1.0, table.GEAR_4: 3.0, table.TURBO_3: 4.0, table.KIVI_3: 5.0}
+    found = {name: {"attention_l1": i, "kl": kl.get(name, 9.0)} for i, name in enumerate([*kl, table.GEAR_3])}
+    found[table.GEAR_3]["attention_l1"], found[table.KIVI_4]["attention_l1"] = 0.1, 0.2
+    monkeypatch.setattr(common, "through", lambda *_: found)
+    paper.main(["turbo_accuracy", *SMALL])
+    said = capsys.readouterr().out.partition("The paper: ")[2]
+    assert "Not here:\ndemo, kl: TurboAttention 4 (2) is not below KIVI 4 (1)\nLikely because KIVI's" in said
+
+
+def test_each_residual_of_table_3_leaves_other_tokens_packed(monkeypatch):
+    """In calls that end where groups do, residuals of 8 to 128 tokens would be one."""
+    table, seen = TABLES["sinkq_groups"], []
+    monkeypatch.setattr(table, "text_rows", lambda run, *_: seen.append(run.reading) or [])
+    aligned = read_as(torch.zeros(1, 768, dtype=torch.long), 128, 8)
+    table.measure(common.Run("net", None, None, aligned))
+    ends = [end for end in seen[0].at if end >= seen[0].first]
+    for group in table.PAPER:
+        packed = {tuple(max(0, end - residual) // group for end in ends) for residual in table.RESIDUALS}
+        assert len(packed) == len(table.RESIDUALS)
+
+
+def test_heads_of_keys_and_values_are_ranked_together():
+    """Values are a tenth of keys, so of each layer all their heads come before the first of keys."""
+    table = TABLES["turbo_heads"]
+    _, k, v = table.made()
+    layers = [(k[0], v[0] / 10)] * 2
+    lists = table.jointly(layers, "priority", 10)
+    assert lists["v_low_heads"] == [list(range(8))] * 2 and lists["k_low_heads"] == [[2, 4]] * 2
+    get_method("turbo")(bits="mixed", scope="joint", **lists)
+
+
+def test_accumulated_attention_is_of_all_queries():
+    """Of twelve queries' weights the last token has six, the first three; one query alone sees the last."""
+    scores = torch.tensor([[3.0, 1.0, *[2 / 9] * 9, 6.0]])
+    found = TABLES["sinkq_selection"].accumulated((scores / torch.arange(12, 0, -1)).repeat(2, 1))
+    assert found == pytest.approx(
+        {"first 1": 6 / 12, "first 3": 10 / 12, "first 10": 1 - 4 / 9 / 12, "log2 of first by median": 4.755}, abs=1e-3
+    )
+
+
+def test_recorded_prefills_that_are_slower_are_named():
+    rows = [
+        common.row(f"recorded {bench}, {way}, batch 4, GPU", "4096 tokens", {}, {"speedup": times})
+        for bench, way, times in (
+            ("prefill", "turbo", 0.5), ("prefill", "sage2", 1.5), ("prefill", "sinkq", 0.5), ("decode", "turbo", 0.5)
+        )
+    ]  # fmt: skip
+    [(_, wrong)] = common.contradicted(TABLES["speed"], rows)
+    assert wrong == ["turbo, GPU: 0.50x at 4096 tokens"]
+
+
+@pytest.mark.parametrize("name", list_methods())
+def test_what_the_reference_alone_computes_is_said_of_the_setting_and_on_the_page(name: str):
+    alone, fields = method_tables.reference_only(name), get_method(name).model_fields
+    assert [key for key in alone if "reference only" not in (fields[key].description or "")] == []
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    [line] = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 5]
+    assert [key for key in alone if f"`{key}`" not in line.split("|")[-2]] == []
+
+
+def test_the_letter_of_the_papers_is_the_references_alone():
+    found = {name: method_tables.reference_only(name) for name in ("turbo", "sinkq", "kivi", "int_flash", "sage2")}
+    assert found["turbo"]["buffer_scale"] == ["universal"] and found["turbo"]["p_scale"] == ["tile"]
+    assert found["turbo"]["block_kv"] == [32] and found["sinkq"]["sink_prefill"] == ["whole"]
+    assert found["kivi"]["bits"] == [3] and found["int_flash"]["v_granularity"] == ["tensor"]
+    assert found["sage2"]["v_scale"] == ["prompt"] and "smooth_q" not in found["sage2"]
 
 
 def test_list_names_every_table(capsys):

@@ -1,7 +1,8 @@
 """What the papers' tables share: a text read by named methods, made layers with attention sinks, tasks, the print.
 
 A table is a module beside this one with `ABOUT`, `measure(run)`, which yields rows made by `row`, and `broken(rows)`,
-which says which of the paper's claims our own rows contradict. `eval/paper.py` runs it.
+which says which of the claims that must hold do not. `CLAIMS`, where it has any, are claims of the paper that our rows
+may contradict: that is said and fails nothing. `eval/paper.py` runs it.
 
 Claims about a text are mostly checked on `attention_l1`, the error of each layer's attention alone: KL of a short text
 hangs on few tokens.
@@ -56,6 +57,21 @@ class About:
     model: str
     missing: str
     tasks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says that need not come out.
+
+    Attributes:
+        says: the claim, with its place in the paper.
+        against: what of a table's rows contradicts it, a line each; none where they bear it out.
+        why: the likely reason where they do.
+    """
+
+    says: str
+    against: Callable[[list[Row]], list[str]]
+    why: str
 
 
 @dataclass
@@ -192,11 +208,12 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def layer_error(method: str, layer: Layer, chunk: int = CHUNK) -> dict[str, float]:
-    """Cosine, relative L1 and RMSE of the outputs that a packed layer gives, the prompt's first third left out."""
+def layer_error(method: str, layer: Layer, chunk: int = CHUNK, **others: Any) -> dict[str, float]:
+    """Cosine, relative L1 and RMSE of the outputs that a packed layer gives, the prompt's first third left out;
+    `others` are settings that no text says."""
     name, settings = split_method(method)
     q, k, v = layer
-    packed = QAttnLayer(get_method(name)(**settings).last_layer_spec(k.shape[1]))
+    packed = QAttnLayer(get_method(name)(**settings, **others).last_layer_spec(k.shape[1]))
     sums, want = AttentionSums(), exact(q, k, v)
     for start in range(0, q.shape[2], chunk):
         part = slice(start, min(start + chunk, q.shape[2]))
@@ -215,6 +232,21 @@ def not_below(found: Mapping[str, float], orders: Iterable[tuple[str, str]], wha
         for less, more in orders
         if not found[less] < found[more]
     ]
+
+
+def in_order(*figures: str, orders: Iterable[tuple[str, str]]) -> Callable[[list[Row]], list[str]]:
+    """For `Claim.against`: `not_below` of each source that has these settings, by one figure after another."""
+    pairs = list(orders)
+
+    def against(rows: list[Row]) -> list[str]:
+        wrong = []
+        for source in sources(rows):
+            for figure in figures:
+                found = column(rows, source, figure)
+                wrong += not_below(found, [pair for pair in pairs if set(pair) <= found.keys()], f"{source}, {figure}")
+        return wrong
+
+    return against
 
 
 def column(rows: list[Row], source: str, figure: str) -> dict[str, float]:
@@ -247,11 +279,19 @@ def shown(rows: list[Row]) -> str:
     )
 
 
-def finish(about: About, rows: Iterable[Row], broken: Callable[[list[Row]], list[str]]) -> list[str]:
-    """Print rows as they come, the table, what is missing; return the claims that do not hold."""
-    found = []
+def contradicted(table: Any, rows: list[Row]) -> list[tuple[Claim, list[str]]]:
+    """The claims of a table's module that its rows contradict, and how."""
+    return [(claim, wrong) for claim in getattr(table, "CLAIMS", ()) if (wrong := claim.against(rows))]
+
+
+def finish(table: Any, rows: Iterable[Row]) -> list[str]:
+    """Print rows as they come, the table, what is missing, what contradicts the paper; return what must hold and does
+    not."""
+    found, about = [], table.ABOUT
     for one in rows:
         found.append(one)
         print(json.dumps({"table": about.title, **one}), flush=True)
     print(f"\n{about.title}\n\n{shown(found)}\n\nNot reproduced: {about.missing}")
-    return broken(found)
+    for claim, wrong in contradicted(table, found):
+        print("\n".join([f"\nThe paper: {claim.says}. Not here:", *wrong, f"Likely because {claim.why}."]))
+    return table.broken(found)

@@ -1,9 +1,11 @@
-"""SinkQ, Fig. 1 with Figs 4 to 6: which tokens to keep in full precision, and which tokens the smallest keys are.
+"""SinkQ, Fig. 1, 4 to 6 and appendix D: which tokens to keep in full precision, and which the smallest keys are.
 
 Fig. 1f on made layers with two sinks: error of attention when N tokens are kept by one criterion or another, in the
 statistics of their group or out of them. Fig. 1c: of the N smallest keys, the share that is among the N tokens of most
 attention. Figs 1, 4, 5 and 6 show where keys stand out: of each layer of the model, the attention that its smallest
-three keys get, and their size by the mean. `qattn inspect` draws them.
+three keys get, and their size by the mean. `qattn inspect` draws them. Appendix D sorts tokens by their accumulated
+attention: of each layer, the share of all attention that the first of them hold, and how many times that of the median
+token the largest has, in powers of two.
 
 Fails if, for some N that covers the sinks, the smallest keys are not better than random ones, or the largest are better
 than random ones, or leaving the sinks in the statistics is better; or if the made sinks are not the smallest keys.
@@ -14,20 +16,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from papers.common import SINKS, About, Row, Run, column, layer_error, made_layer, not_below, row
+from papers.common import SINKS, About, Claim, Row, Run, column, in_order, layer_error, made_layer, not_below, row
 
 from qattn_hf.cli._common import named_recipes, short_name
 from qattn_hf.fidelity.inspection import inspect
 
 ABOUT = About(
-    title="SinkQ, Fig. 1, 4, 5 and 6",
+    title="SinkQ, Fig. 1, 4, 5 and 6, appendix D",
     model="meta-llama/Llama-2-7b-chat-hf",
     missing="the figures are plots of layer 10, head 17 of LLaMA-2-7B and print no numbers; Fig. 1a, b, d, e and 4 to "
-    "6 are drawn for any model by `qattn inspect --model MODEL --text FILE -o FOLDER`.",
+    "6 are drawn for any model by `qattn inspect --model MODEL --text FILE -o FOLDER`. Appendix D plots each token's "
+    "score in order, once in powers of two; here are numbers of it.",
 )
 MADE = "made, two sinks"
 CRITERIA = ("smallest_key", "largest_key", "attention", "random")
 COUNTS = (1, 2, 4, 8)
+FIRST = (1, 3, 10)  # tokens of most attention
 
 
 def measure(run: Run) -> Iterator[Row]:
@@ -47,6 +51,7 @@ def measure(run: Run) -> Iterator[Row]:
         size = (found.key_norms.gather(1, small).mean(1) / found.key_norms.mean(1)).mean().item()
         ours = {"mass": mass, "size": size, "overlap of 3": overlap(found.key_norms, found.mass, 3)}
         yield row(short_name(run.name), f"layer {i}, smallest 3 keys", {}, ours)
+        yield row(short_name(run.name), f"layer {i}, accumulated attention", {}, accumulated(found.mass))
 
 
 def made_mass(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -63,6 +68,14 @@ def overlap(norms: torch.Tensor, mass: torch.Tensor, n: int) -> float:
     return (small[..., None] == much[:, None]).any(-1).float().mean().item()
 
 
+def accumulated(mass: torch.Tensor) -> dict[str, float]:
+    """Of tokens by what they got from all queries, `mass` `[H, S]` being the mean over those that see a token."""
+    scores = (mass * torch.arange(mass.shape[1], 0, -1)).sort(-1, descending=True).values
+    share = scores.cumsum(-1) / scores.sum(-1, keepdim=True)
+    found = {f"first {n}": share[:, n - 1].mean().item() for n in FIRST}
+    return {**found, "log2 of first by median": (scores[:, 0] / scores.median(-1).values).log2().mean().item()}
+
+
 def broken(rows: list[Row]) -> list[str]:
     error, shared = column(rows, MADE, "relative_l1"), column(rows, MADE, "overlap")
     wrong = []
@@ -72,3 +85,13 @@ def broken(rows: list[Row]) -> list[str]:
     if shared["overlap of 2"] < 1:
         wrong.append(f"{MADE}: the smallest keys are not the sinks")
     return wrong
+
+
+CLAIMS = (
+    Claim(
+        "keeping the tokens of the smallest keys is the best criterion (Fig. 1f)",
+        in_order("relative_l1", orders=[(f"{n} smallest_key", f"{n} attention") for n in COUNTS]),
+        "beyond the sinks small keys stand for nothing, while attention is what an error is weighted by; it is known "
+        "only after a token was read, its key before",
+    ),
+)

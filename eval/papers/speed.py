@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from papers.common import About, Row, Run, column, not_below, row
+from papers.common import About, Claim, Row, Run, column, not_below, row, sources
 
 from qattn_hf.bench.tables import gains
 
@@ -23,7 +23,9 @@ ABOUT = About(
     model="",
     missing="the papers measure an A100, an A800, an RTX4090, an L20, and Apple's M2 and M5; the recorded figures are "
     "of the GPU that their files name. Whole models of the papers, and the kernels of GEAR and KIVI, are not measured. "
-    "SinkQ's Fig. 7, shares of time inside its attention, has no command.",
+    "No recorded row has SAS (`softmax=sas`) or sparse V (`sparse_v_tau`), throughput is recorded of single rows alone "
+    "(TurboAttention, Fig. 7a; SinkQ, Fig. 3), and shares of latency (TurboAttention, Fig. 1; SinkQ, Fig. 7) have no "
+    "command.",
 )
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 DECODE, PREFILL, GENERATE = "qattn bench decode", "qattn bench prefill", "qattn bench generate"
@@ -46,6 +48,7 @@ POINTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 WAYS = ("turbo", "sinkq", "int_flash", "sage2", "sage2:bits=4", "turboquant:k_format=turbo3,v_format=turbo3")
+TIMED = ("turbo", "int_flash", "sage2", "sage2:bits=4")  # whose papers time a prefill
 BATCH, LONG, SHORT = 4, 32768, 2048
 
 
@@ -78,3 +81,25 @@ def broken(rows: list[Row]) -> list[str]:
     if missing := {long, short} - set(speedup):
         return [f"{source}: {', '.join(sorted(missing))} is not recorded"]
     return not_below(speedup, [("PyTorch's", long), (short, long)], source)
+
+
+def slower(rows: list[Row]) -> list[str]:
+    """Recorded prefills, of the methods whose papers time one, that take more time than the fastest of PyTorch."""
+    found: dict[str, list[str]] = {}
+    for source in (source for source in sources(rows) if source.startswith("recorded prefill, ")):
+        _, way, _, device = source.split(", ", 3)
+        slow = {setting: times for setting, times in column(rows, source, "speedup").items() if times < 1}
+        if way in TIMED:
+            found.setdefault(f"{way}, {device}", []).extend(f"{times:.2f}x at {at}" for at, times in slow.items())
+    return [f"{name}: {', '.join(points)}" for name, points in found.items() if points]
+
+
+CLAIMS = (
+    Claim(
+        "a prefill takes less time than attention in 16 bits at every length (TurboAttention, Fig. 6; "
+        "INT-FlashAttention, Fig. 2; SageAttention2, Figs 8 to 11)",
+        slower,
+        "the papers' other side is FlashAttention or xformers, ours the fastest attention of PyTorch, which on Hopper "
+        "is cuDNN's; and in short prompts making codes costs more than multiplying them saves",
+    ),
+)

@@ -16,7 +16,8 @@ from qattn_kernels.softmax import sas_exp
 ABOUT = About(
     title="TurboAttention, Fig. 5",
     model="",
-    missing="the figure is a plot and prints no numbers. How fast SAS is, kernels show: `qattn bench prefill`.",
+    missing="the figure is a plot and prints no numbers. SAS is meant to save time, and no gain is recorded: "
+    "`qattn bench decode --method turbo --method turbo:softmax=sas`, and `qattn bench prefill` with these, measure it.",
 )
 COEFFICIENTS = (-0.1025, 0.4626, -0.9922, 0.9996)  # of the paper's equation 15, highest power first
 CLOSE, THRESHOLD, MADE = 1.1e-3, -6.0, "exp(-x), x in [0, 1]"

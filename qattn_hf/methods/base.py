@@ -28,12 +28,17 @@ class Method(BaseModel):
     # what the conformance suite checks beside the defaults
     variants: ClassVar[tuple[dict[str, Any], ...]] = ()
 
-    compute: Arithmetic | None = Field(None, description="arithmetic of prefill and decode; sets both")
+    compute: Arithmetic | None = Field(
+        None,
+        description="arithmetic of prefill and decode; sets both; int8 where a method has model: reference only",
+    )
     prefill_compute: Arithmetic | None = Field(
         None, description="INT8 products, or floating point over the undone store"
     )
     decode_compute: Arithmetic | None = Field(None, description="the same for calls of at most 32 tokens")
-    softmax: Literal["exact", "sas"] = Field("exact", description="exponential, or TurboAttention's approximation")
+    softmax: Literal["exact", "sas"] = Field(
+        "exact", description="exponential, or TurboAttention's approximation, of which no gain in speed is recorded"
+    )
     sas_threshold: float = Field(-6.0, lt=0, description="SAS gives 0 below this")
     sparse_v_tau: float = Field(0.0, ge=0, lt=1, description="decode skips values whose weight is below; 0 is off")
     sparse_v_budget: float = Field(
@@ -130,10 +135,14 @@ class WindowedMethod(Method):
     sink_num: int = Field(0, ge=0, le=8, description="sinks a head keeps out of its packed blocks; 0 is none")
     sink_window: int = Field(0, ge=0, le=128, description="evicted sinks that stay out of them too")
     sink_skip_layers: int = Field(0, ge=0, description="first layers that have no pool")
-    sink_select: Select = Field("smallest_key", description="which tokens are sinks; others to compare")
-    sink_exclude: bool = Field(True, description="sinks leave the statistics of their block too")
+    sink_select: Select = Field(
+        "smallest_key", description="which tokens are sinks; others, to compare: reference only"
+    )
+    sink_exclude: bool = Field(True, description="sinks leave the statistics of their block too; false: reference only")
     sink_prefill: Literal["group", "whole"] = Field(
-        "group", description="the pool competes with each block, or with the first call at once as in the paper"
+        "group",
+        description="the pool competes with each block, or (whole: reference only) with the first call at once as in "
+        "the paper",
     )
 
     def sink_pool(self, layer: int) -> SinkPool:

@@ -28,7 +28,8 @@ class IntFlash(Method):
     mode: Literal["full", "half"] = Field("full", description="half leaves values and weights in model precision")
     v_granularity: Literal["block", "tensor"] = Field(
         "block",
-        description="a scale a block of 64 values, or the paper's one, fixed by a row's first block, others clamped",
+        description="a scale a block of 64 values, or (tensor: reference only) the paper's one, fixed by a row's first "
+        "block, others clamped",
     )
     rotate: Literal["none", "hadamard"] = Field("none", description="of queries and keys, which spreads outliers")
     smooth_k: bool = Field(False, description=SMOOTH_K)

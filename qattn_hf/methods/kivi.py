@@ -22,7 +22,7 @@ class Kivi(WindowedMethod):
         {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "softmax": "sas"},
     )
 
-    bits: Bits = Field(2, description="of K and V; 3 is the reference's alone")
+    bits: Bits = Field(2, description="of K and V; 3: reference only")
     k_bits: Bits | None = Field(None, description="of K alone")
     v_bits: Bits | None = Field(None, description="of V alone")
     group_size: Literal[32, 64, 128] = Field(32, description="tokens of a key's group, channels of a value's")

@@ -29,6 +29,9 @@ class Sage2(Method):
     `cache: model` is the paper's plug-in: transformers' own caches stay, and a call of more than 32 tokens makes the
     codes it multiplies from what they hold. Shorter calls are torch's attention in the model's precision, since codes
     that are not stored would gain a decode nothing. `smooth_k` is then around the mean of all that a call sees.
+
+    The paper's Algorithm 1 smooths queries whatever their bits; here those of 8 bits stay as they are by default.
+    `smooth_q: tensor` is the paper's, for one more product: of the mean query with every key.
     """
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -40,19 +43,24 @@ class Sage2(Method):
     )
     bits: Literal[8, 4] = Field(8, description="of queries and keys; Hopper multiplies 4 bits as 8")
     granularity: Literal["token", "thread", "block", "tensor"] = Field(
-        "thread", description="what shares a scale of queries and keys; thread is the paper's"
+        "thread", description="what shares a scale of queries and keys; thread is the paper's; tensor: reference only"
     )
     smooth_k: bool = Field(True, description=SMOOTH_K)
     smooth_q: Smoothing | None = Field(
-        None, description="prefill takes queries around their mean; default tensor with 4 bits, none with 8"
+        None,
+        description="prefill takes queries around their mean; default tensor with 4 bits, none with 8, where the paper "
+        "has tensor too",
     )
     smooth_v: bool = Field(False, description="prefill takes values around their mean")
     pv: Literal["e4m3", "e5m2", "int8", "model"] = Field(
-        "e4m3", description="weights and values of a prefill; model is 16 bits, for GPUs without FP8"
+        "e4m3",
+        description="weights and values of a prefill; model is 16 bits, for GPUs without FP8; e5m2 and int8: reference "
+        "only",
     )
     v_scale: Literal["block", "prompt"] = Field(
         "block",
-        description="FP8 values scaled by channel of a block, or the paper's, fixed by a row's first, others clamped",
+        description="FP8 values scaled by channel of a block, or (prompt: reference only) as in the paper, fixed by a "
+        "row's first, others clamped",
     )
 
     cache: Literal["quantized", "model"] = Field(

@@ -34,22 +34,26 @@ class Turbo(WindowedMethod):
     v_bits: Bits | None = Field(None, description="of V alone")
     n_h: int | None = Field(None, ge=0, description="2-bit heads of a layer in mixed; default half")
     priority: Literal["priority", "min_max", "variation", "entropy", "random"] = Field(
-        "priority", description="what ranks the heads when a row's first block closes; lowest get 2 bits"
+        "priority",
+        description="what ranks the heads when a row's first block closes, lowest get 2 bits; entropy and random: "
+        "reference only",
     )
     scope: Literal["separate", "joint"] = Field(
-        "separate", description="K and V heads ranked apart, or by a list together"
+        "separate",
+        description="K and V heads ranked apart; joint, as in the paper's Fig. 7b, by k_low_heads and v_low_heads only",
     )
     k_low_heads: HeadLists | None = Field(None, description="2-bit K heads of each layer, the same for all rows")
     v_low_heads: HeadLists | None = Field(None, description="2-bit V heads of each layer")
-    block_kv: Literal[32, 64, 128] = Field(64, description="tokens of a packed block")
+    block_kv: Literal[32, 64, 128] = Field(64, description="tokens of a packed block; 32: reference only")
     block_q: Literal[32, 64, 128] = Field(64, description="queries of a prefill that share a scale")
     buffer_size: int = Field(64, gt=0, le=1024, description="tokens of the INT8 buffer, a multiple of block_kv")
     buffer_scale: Literal["token", "universal"] = Field(
         "token",
-        description="a scale a token, or the paper's one, fixed by a row's first call, later values clamped",
+        description="a scale a token, or (universal: reference only) the paper's one, fixed by a row's first call, "
+        "later values clamped",
     )
     p_scale: Literal["row", "tile"] = Field(
-        "row", description="INT8 weights of a prefill scaled by row, or by tile as in the paper"
+        "row", description="INT8 weights of a prefill scaled by row, or (tile: reference only) by tile as in the paper"
     )
 
     smooth_k: bool = Field(False, description=SMOOTH_K)

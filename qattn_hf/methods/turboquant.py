@@ -25,7 +25,9 @@ class TurboQuant(Method):
     k_format: Format = Field("q8", description="of K: turbo2 to turbo4, q4 and q8 (llama.cpp's), or model precision")
     v_format: Format = Field("turbo4", description="of V, which takes fewer bits more lightly")
     norm_block: Literal[16, 32, 64, 128] | None = Field(
-        32, description="channels that share a norm in turbo formats, at most those rotated together; null: all these"
+        32,
+        description="channels that share a norm in turbo formats, at most those rotated together; null: all these; 16: "
+        "reference only",
     )
     rotate: Literal["hadamard", "none"] = Field("hadamard", description="of sides in a turbo format; none to compare")
 
