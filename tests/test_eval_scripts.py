@@ -323,3 +323,15 @@ def test_bits_come_from_filled_caches(capsys):
     assert all(row["packed_tokens"] > 0 and row["effective_bits_total"] >= row["effective_bits"] for row in rows)
     assert 4 < bits["turbo", ""] < 4.3 and 2 < bits["turbo", 2] < 2.3
     assert bits["turbo", 2] < bits["turbo", "mixed"] < bits["turbo", ""] < bits["int8", ""] < bits["none", ""]
+
+
+def test_two_checkouts_are_measured_in_turn(capfd, monkeypatch):
+    """Both of them this one: the other first and last, each in a process that imports it."""
+    beside, root = script("beside"), Path(__file__).resolve().parent.parent
+    monkeypatch.setattr(beside, "METHODS", {"decode": ("int8",), "prefill": ("turbo",)})
+    beside.main([str(root), "--quick"])
+    lines = capfd.readouterr().out.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [(row["tree"], row["pass"]) for row in rows[::2]] == [("before", 0), ("after", 1), ("before", 2)]
+    assert {(row["bench"], row["way"]) for row in rows} == {("decode", "int8"), ("prefill", "turbo")}
+    assert all(row["ms"] > 0 for row in rows) and lines[-1].startswith("# prefill turbo 1x96: ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from helpers import Case, random_ids, tiny_llama
@@ -213,3 +215,31 @@ def test_hand_made_cache_serves_generate_and_forward(model: LlamaForCausalLM, me
     other = QAttnCache.for_model(tiny_llama(), method="int8")
     model(ids, past_key_values=other)
     assert report(other).to_dict()["method"] == "int8"
+
+
+def test_a_cache_goes_on_after_compiled_steps(model: LlamaForCausalLM, method: str):
+    """A compiled `generate`, then a long call, a short one, a crop, a copy and a second `generate`: as after eager
+    steps, though nobody counted the compiled ones on the host."""
+    patch(model, method)
+    torch._dynamo.reset()
+    ids, more = random_ids(2, 20), random_ids(2, 170, seed=3)
+    compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode="default")
+    compiled._compile_all_devices = True
+    found = []
+    for how in ({"compile_config": compiled}, {}):
+        wanted = dict(do_sample=False, return_dict_in_generate=True, **how)
+        out = model.generate(ids, max_new_tokens=90, **wanted)
+        cache = out.past_key_values
+        with torch.inference_mode():
+            logits = [model(more[:, a:b], past_key_values=cache).logits for a, b in ((0, 60), (60, 75))]
+        cache.crop(-20)
+        cache = copy.deepcopy(cache)
+        text = torch.cat([out.sequences[:, :-1], more[:, :90]], 1)  # the cache holds all but 35 of these
+        second = model.generate(text, past_key_values=cache, max_new_tokens=60, **wanted).sequences
+        found.append((out.sequences, *logits, second, cache))
+    *got, cache = found[0]
+    *want, other = found[1]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert int(cache.get_seq_length()) == 258
+    tensors = other.state_tensors()
+    assert all(torch.equal(tensor, tensors[name][0]) for name, (tensor, _) in cache.state_tensors().items())
