@@ -1,6 +1,7 @@
-"""What a prefill makes codes of, against codes made by hand: who shares a scale, what is taken around which mean.
+"""What a call makes codes of, against codes made by hand: who shares a scale, what is taken around which mean.
 
-SageAttention2, sections 3.1 to 3.3. Reference and kernels, over keys and values as a stock cache has them.
+SageAttention2, sections 3.1 to 3.3: reference and kernels, over keys and values as a stock cache has them. And queries
+of a decode.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import DEVICE
+from helpers import DEVICE, Case, attention_fp64, make_layer, random_qkv
+from test_fused_kernels import step, undone
 
+from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
+from qattn_kernels.fused import fused_step
 from qattn_kernels.online import Scores
+from qattn_kernels.operator import reference_step
 from qattn_kernels.over import attend_over
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -211,3 +216,29 @@ def test_codes_of_weights(impl: str, pv: str):
     # one weight of 64 may round the other way, by a sixteenth
     torch.testing.assert_close(got[0, 0, -1, :3].double(), want, rtol=2e-3, atol=0)
     assert want[2] > 1.2 * p[128:192].sum() / p.sum() or pv == "int8"
+
+
+@pytest.mark.parametrize(
+    ("case", "levels", "run"),
+    [
+        (("int_flash", {"mode": "half", "bits": 4}), 7, reference_step),
+        (("int_flash", {"mode": "half", "bits": 4}), 7, fused_step),
+        (("sage2", {"bits": 4, "pv": "model"}), 127, reference_step),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else getattr(x, "__name__", ""),
+)
+def test_queries_of_a_decode(case: Case, levels: int, run: Any):
+    """Each has a scale of its own, whatever a prefill does, and those of INT-FlashAttention are as wide as its keys.
+    Kernels take queries of eight bits finer than asked."""
+    q, k, v = (x.to(DEVICE) for x in random_qkv(1, 129, dim=DIM))
+    q[:, :, 128, 0] *= 9
+    layer = make_layer(case, 192)
+    step(reference_step, layer, (q, k, v), 0, 128)
+    out = step(run, layer, (q, k, v), 128, 129)[0]
+    want, other = (_of_levels(q[:, :, 128:].double(), most, layer) for most in (levels, 134 - levels))
+    assert error(out, want) < 1e-3 < error(other, want) / 5
+
+
+def _of_levels(q: torch.Tensor, levels: int, layer: QAttnLayer) -> torch.Tensor:
+    scale = q.abs().amax(-1, keepdim=True) / levels
+    return attention_fp64(torch.round(q / scale) * scale, *undone(layer, 129))

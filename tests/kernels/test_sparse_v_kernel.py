@@ -22,6 +22,7 @@ from qattn_kernels.tally import tally_of
 
 pytestmark = pytest.mark.usefixtures("poison")
 TAU, BUDGET = 1e-4, 1e-4
+RUNS = [reference_step, fused_step]
 FORMATS: list[Case] = [
     ("kivi", {"bits": 2, "group_size": 64, "residual_length": 0}),
     ("turbo", {}),
@@ -130,6 +131,8 @@ def test_only_weights_below_the_threshold_are_skipped(tokens: int, budget: float
     assert want[skipped].max() < tau
     tally = tally_of(layer.state)
     assert (tally.skipped == blocks * 64 * 2 * tokens).all()
+    seen = past * tokens + tokens * (tokens + 1) // 2
+    assert torch.equal(tally.read, torch.full_like(tally.read, 2 * seen))
     by_head = skipped.unflatten(1, (2, 2)), (want * skipped).sum(-1).unflatten(1, (2, 2))
     assert torch.equal(tally.skipped, by_head[0].sum((2, 3, 4)))
     torch.testing.assert_close(tally.dropped, by_head[1].sum((2, 3)), rtol=1e-4, atol=1e-9)
@@ -137,18 +140,33 @@ def test_only_weights_below_the_threshold_are_skipped(tokens: int, budget: float
     assert (tally.worst <= budget).all() and torch.equal(tally.queries, torch.full_like(tally.queries, 2 * tokens))
 
 
+@pytest.mark.parametrize("run", RUNS, ids=["reference", "kernels"])
 @pytest.mark.parametrize("case", [FORMATS[0], FORMATS[3]], ids=case_id)
-def test_columns_without_a_query_do_not_hinder(case: Case, one_program: None):
+def test_columns_without_a_query_do_not_hinder(case: Case, run: Any, one_program: None):
     """Row 0 has one real token among three columns, row 1 has three; each skips as it does alone."""
     qkv = with_sink(18.0, 259, rows=2)
-    out, layer = decoded(case, qkv, 256, padding=2, tau=TAU)
+    out, layer = decoded(case, qkv, 256, run, padding=2, tau=TAU)
     first = [torch.cat([x[:1, :, :256], x[:1, :, 258:]], 2) for x in qkv]
     for row, alone in enumerate((first, [x[1:] for x in qkv])):
-        want, other = decoded(case, (alone[0], alone[1], alone[2]), 256, tau=TAU)
+        want, other = decoded(case, (alone[0], alone[1], alone[2]), 256, run, tau=TAU)
         torch.testing.assert_close(out[row : row + 1, :, -want.shape[2] :], want, rtol=0, atol=1e-5)
         for got, expected in zip(tally_of(layer.state), tally_of(other.state), strict=True):
             torch.testing.assert_close(got[row : row + 1], expected)
         assert (tally_of(other.state).skipped > 0).all()
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["reference", "kernels"])
+def test_the_worst_query_is_remembered(run: Any, one_program: None):
+    """The second weighs all tokens alike, 1 / 258 each, and skips none."""
+    q, k, v = with_sink(18.0, 258)
+    q[:, :, 257] = 0.0
+    _, layer = decoded(("none", {}), (q[:, :, :257], k[:, :, :257], v[:, :, :257]), 256, run, tau=TAU)
+    first = [x.clone() for x in tally_of(layer.state)]
+    step(run, layer, (q, k, v), 257, 258)
+    read, skipped, queries, dropped, worst = tally_of(layer.state)
+    assert (worst > 0).all() and torch.equal(worst, first[4]) and torch.equal(dropped, first[3])
+    assert torch.equal(skipped, first[1]) and torch.equal(read, first[0] + 2 * 258)
+    assert torch.equal(queries, first[2] + 2)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
