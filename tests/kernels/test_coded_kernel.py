@@ -234,11 +234,11 @@ def test_queries_of_a_decode(case: Case, levels: int, run: Any):
     q[:, :, 128, 0] *= 9
     layer = make_layer(case, 192)
     step(reference_step, layer, (q, k, v), 0, 128)
-    out = step(run, layer, (q, k, v), 128, 129)[0]
-    want, other = (_of_levels(q[:, :, 128:].double(), most, layer) for most in (levels, 134 - levels))
+    out = step(run, layer, (q, k, v), 128, 129)[0].cpu()
+    want, other = (_of_levels(q[:, :, 128:].cpu().double(), most, layer) for most in (levels, 134 - levels))
     assert error(out, want) < 1e-3 < error(other, want) / 5
 
 
 def _of_levels(q: torch.Tensor, levels: int, layer: QAttnLayer) -> torch.Tensor:
-    scale = q.abs().amax(-1, keepdim=True) / levels
-    return attention_fp64(torch.round(q / scale) * scale, *undone(layer, 129))
+    scale, held = q.abs().amax(-1, keepdim=True) / levels, (x.cpu() for x in undone(layer, 129))
+    return attention_fp64(torch.round(q / scale) * scale, *held)
