@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import DEVICE, Case, attention_fp64, make_layer, random_qkv
+from helpers import DEVICE, Case, attention_fp64, feed, make_layer, random_qkv
 from test_fused_kernels import step, undone
 
 from qattn_hf.layer import QAttnLayer
@@ -21,6 +21,7 @@ from qattn_kernels.fused import fused_step
 from qattn_kernels.online import Scores
 from qattn_kernels.operator import reference_step
 from qattn_kernels.over import attend_over
+from qattn_kernels.state import side_of
 
 pytestmark = pytest.mark.usefixtures("poison")
 OFFSET, TOKENS, DIM = 50, 150, 64  # queries of two blocks of 128, keys of four of 64
@@ -130,6 +131,20 @@ def test_codes_of_queries_and_keys(settings: dict[str, Any], codes: Codes, impl:
     others = [codes._replace(granularity=other) for other in ("token", "thread", "block", "tensor")]
     others += [codes._replace(smooth_q=other) for other in ("none", "tensor", "block") if codes.smooth_q != "none"]
     assert min(error(by_hand(tensors, other), want) for other in others if other != codes) > 1.2 * limit
+
+
+@pytest.mark.parametrize("granularity", ["token", "thread", "block"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("smooth_k", [True, False])
+def test_codes_of_stored_keys(granularity: str, bits: int, smooth_k: bool):
+    """What a packed cache holds has the same groups, around the mean of the row's first block if that is asked for."""
+    _, k, v, _ = inputs()
+    layer = make_layer(("sage2", {"granularity": granularity, "bits": bits, "smooth_k": smooth_k}), heads=1)
+    feed(layer, torch.zeros(1, 1, 128, DIM), k[:, :, :128], v[:, :, :128], [128])
+    held = layer.spec.k.read(side_of(layer.state, "k"), 2).undone()[0, 0].flatten(0, 1)
+    mean = k[0, 0, :64].double().mean(0) * smooth_k
+    codes = shared(k[0, 0, :128].double() - mean, [key_group(granularity, n) for n in range(128)], 2 ** (bits - 1) - 1)
+    assert error(held, codes + mean) < LIMIT["reference"]
 
 
 MINUS_MEAN = pytest.mark.xfail(
