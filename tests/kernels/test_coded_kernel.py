@@ -228,8 +228,8 @@ def test_codes_of_weights(impl: str, pv: str):
         top = blocks.amax(1, keepdim=True) / 127
         blocks = torch.round(blocks / top) * top
     want = blocks.sum(1) / p.sum()
-    # one weight of 64 may round the other way, by a sixteenth
-    torch.testing.assert_close(got[0, 0, -1, :3].double(), want, rtol=2e-3, atol=0)
+    rtol = 2e-3 if pv == "e4m3" else 1e-5  # one weight of 64 may round the other way, by a sixteenth; that of sums
+    torch.testing.assert_close(got[0, 0, -1, :3].double(), want, rtol=rtol, atol=0)
     assert want[2] > 1.2 * p[128:192].sum() / p.sum() or pv == "int8"
 
 

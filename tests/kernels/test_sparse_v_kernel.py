@@ -100,6 +100,15 @@ def test_an_output_moves_by_the_budget_at_most(
             assert (moved > BUDGET).all(), "without a budget the same threshold drops more"
 
 
+def test_programs_share_the_budget():
+    """Of three two read two blocks each, of which each could drop one, that weighs nearly the budget."""
+    _, layer = decoded(("none", {}), with_sink(14.0, 257), 256, tau=TAU, budget=BUDGET)
+    tally = tally_of(layer.state)
+    assert (tally.worst <= BUDGET).all()
+    free = tally_of(decoded(("none", {}), with_sink(14.0, 257), 256, tau=TAU, budget=4 * BUDGET)[1].state)
+    assert (free.worst > BUDGET).all(), "nothing but the budget keeps them from it"
+
+
 def weights_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """fp64 softmax weights `[B, Hq, T, S]` of the last queries."""
     tokens, total = q.shape[2], k.shape[2]
@@ -109,15 +118,18 @@ def weights_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "budget", "blocks"), [(1, math.inf, 2), (1, 2e-4, 1), (3, math.inf, 1), (3, 2e-4, 1)]
+    ("tokens", "tau", "budget", "blocks"),
+    [(1, 1e-3, math.inf, 2), (1, 2e-4, math.inf, 1), (1, 1e-3, 2e-4, 1), (3, 1e-3, math.inf, 1), (3, 1e-3, 2e-4, 1)],
 )
-def test_only_weights_below_the_threshold_are_skipped(tokens: int, budget: float, blocks: int, one_program: None):
+def test_only_weights_below_the_threshold_are_skipped(
+    tokens: int, tau: float, budget: float, blocks: int, one_program: None
+):
     """Each value is a channel of its own, so that outputs are the weights, and those that were skipped are zeros.
 
-    Of four blocks the third weighs 2e-3, a weight 3e-4 at most, which the budget forbids; of three queries the first is
-    half as peaked and needs that block. The fourth weighs less than the budget to all.
+    Of four blocks the third weighs 2e-3, a weight 3e-4 at most, which a threshold of 2e-4 forbids, or the budget; of
+    three queries the first is half as peaked and needs that block. The fourth weighs less than the budget to all.
     """
-    tau, past = 1e-3, 256
+    past = 256
     q, k, v = inputs(1, past + tokens, heads=2, group=2, dim=past)
     k[..., :past, 3] = torch.tensor([0.0, -2.0, -6.0, -18.0], device=DEVICE).repeat_interleave(64)
     q[..., 3] = 16.0  # times the scale of 1/16
