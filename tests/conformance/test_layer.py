@@ -130,6 +130,22 @@ def test_crop_beyond_horizon_keeps_codes_and_opens_a_block(case: Case):
         assert torch.equal(feed(layer, *rest, list(range(1, 11))), feed(never, *rest, list(range(1, 11))))
 
 
+def test_crops_one_after_another_reach_no_farther_than_the_ring(case: Case):
+    """Rejected tokens stand where older ones stood; what a second crop reopens is never read from there."""
+    q, k, v = random_qkv(2, 144)
+    layer = make_layer(case)
+    feed(layer, q, k, v, [140])
+    feed(layer, *(30 * x for x in random_qkv(2, 60, seed=9)), [30, 60])
+    layer.crop(-60)
+    feed(layer, *(x[:, :, 140:141] for x in (q, k, v)), [1])
+    layer.crop(-60)
+    out = feed(layer, *(x[:, :, 81:] for x in (q, k, v)), [1, 63])
+    exact = attention_fp64(q, k, v)[:, :, 81:]
+    assert (
+        out - exact
+    ).norm() < 0.6 * exact.norm()  # 2-bit values cost about 0.35, a rejected one is 30 times as large
+
+
 def test_crop_all_equals_fresh(case: Case):
     qkv = random_qkv(2, 150)
     used, fresh = make_layer(case), make_layer(case)

@@ -146,7 +146,7 @@ def test_state_is_the_references_bit_for_bit(case: Case):
 
 
 @pytest.mark.parametrize("case", CASES[-2:], ids=case_id)
-@pytest.mark.parametrize("cuts", [[63, 64], [64]], ids=["step", "prefill"])
+@pytest.mark.parametrize("cuts", [[2], [63, 64], [64]], ids=["not yet", "step", "prefill"])
 def test_a_block_that_closes_again_leaves_nothing_of_the_first_time(case: Case, cuts: list[int]):
     """After a crop the block has other tokens, and a masked one where a finite one stood."""
     first, again = inputs(1, 64), inputs(1, 64, seed=1)
