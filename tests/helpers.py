@@ -16,6 +16,14 @@ from qattn_kernels.tally import Tally
 COUNTERS = ("nonfinite", *(f"v_{name}" for name in Tally._fields))  # of events: roll-backs do not undo them
 Case = tuple[str, dict[str, Any]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels are tested, see conftest.py
+# settings beside the variants of methods with which a row keeps what its first tokens fixed
+FIXED: list[Case] = [
+    ("turbo", {"buffer_scale": "universal"}),
+    ("turbo", {"bits": "mixed", "smooth_k": True}),
+    ("sage2", {"v_scale": "prompt"}),
+    ("int_flash", {"v_granularity": "tensor", "smooth_k": True}),
+    ("sinkq", {"group_size": 32, "residual_length": 0, "sink_prefill": "whole", "sink_skip_layers": 0}),
+]
 
 
 def cases() -> list[Case]:

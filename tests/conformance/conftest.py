@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import Case, case_id, cases, tiny_llama
+from helpers import FIXED, Case, case_id, cases, tiny_llama
 
 from qattn_hf import list_methods
 
@@ -9,6 +9,12 @@ from qattn_hf import list_methods
 @pytest.fixture(params=cases(), ids=case_id)
 def case(request: pytest.FixtureRequest) -> Case:
     """Every method and variant."""
+    return request.param
+
+
+@pytest.fixture(params=[*cases(), *FIXED], ids=case_id)
+def row_case(request: pytest.FixtureRequest) -> Case:
+    """The same, and settings of which more is kept for each row."""
     return request.param
 
 

@@ -9,7 +9,10 @@ import torch
 from helpers import Case, attention_fp64, feed, make_layer, random_qkv, same_state
 
 from qattn_hf import CapacityError, UnsupportedError
+from qattn_kernels.layout import Geometry
 from qattn_kernels.online import Scores
+from qattn_kernels.rotate.reference import rotate
+from qattn_kernels.state import layer_tensors, side_of
 
 CUTS = {
     "two calls": [150, 300],
@@ -29,9 +32,9 @@ def test_state_depends_on_tokens_alone(case: Case, cuts: list[int]):
     assert whole.state["closed"].min() >= 2
 
 
-def test_padded_row_equals_row_alone_bit_for_bit(case: Case):
+def test_padded_row_equals_row_alone_bit_for_bit(row_case: Case):
     q, k, v = random_qkv(2, 200)
-    padded, alone = make_layer(case), make_layer(case)
+    padded, alone = make_layer(row_case), make_layer(row_case)
     both = feed(padded, q, k, v, [140, 160, *range(161, 201)], first=13)
     one = feed(alone, *(x[:1, :, 13:] for x in (q, k, v)), [127, 147, *range(148, 188)])
     assert same_state(padded, alone, rows=(0, 0)) == []
@@ -84,6 +87,25 @@ def test_crop_within_horizon_leaves_no_trace(case: Case, start: int, taken: int)
     assert same_state(cropped, never) == []
 
 
+def test_crop_of_the_first_block_leaves_no_trace(row_case: Case):
+    """Scales, means and widths of heads that its tokens fixed go with it, and what comes next fixes them anew."""
+    cropped, never = make_layer(row_case), make_layer(row_case)
+    start = cropped.spec.window.span + cropped.spec.window.residual - 10
+    q, k, v = random_qkv(2, start + 150)
+    for layer in (cropped, never):
+        feed(layer, q, k, v, [start])
+    feed(cropped, *(3 * x for x in random_qkv(2, 40, seed=9)), [8, 40])
+    assert not cropped.spec.k.windowed or (cropped.state["closed"] > 0).all()
+    cropped.crop(-40)
+    rings = ("ring", "ring_scale", "clamped")  # slots behind the row's end hold anything, and events are counted
+    fixed = [n for n, spec in cropped.tensor_specs().items() if n[:2] in ("k.", "v.") and spec.block_dim is None]
+    fixed = [n for n in fixed if n[2:] not in rings]
+    assert [n for n in fixed if not torch.equal(cropped.state[n], never.state[n])] == []
+    rest = [x[:, :, start:] for x in (q, k, v)]
+    assert torch.equal(feed(cropped, *rest, [100, 120, 150]), feed(never, *rest, [100, 120, 150]))
+    assert [n for n in same_state(cropped, never) if n[2:] != "clamped"] == []
+
+
 def test_crop_beyond_horizon_keeps_codes_and_opens_a_block(case: Case):
     q, k, v = random_qkv(2, 300)
     layer = make_layer(case)
@@ -106,6 +128,22 @@ def test_crop_beyond_horizon_keeps_codes_and_opens_a_block(case: Case):
         feed(never, q, k, v, [100, 290])
         rest = [x[:, :, 290:] for x in (q, k, v)]
         assert torch.equal(feed(layer, *rest, list(range(1, 11))), feed(never, *rest, list(range(1, 11))))
+
+
+def test_crops_one_after_another_reach_no_farther_than_the_ring(case: Case):
+    """Rejected tokens stand where older ones stood; what a second crop reopens is never read from there."""
+    q, k, v = random_qkv(2, 144)
+    layer = make_layer(case)
+    feed(layer, q, k, v, [140])
+    feed(layer, *(30 * x for x in random_qkv(2, 60, seed=9)), [30, 60])
+    layer.crop(-60)
+    feed(layer, *(x[:, :, 140:141] for x in (q, k, v)), [1])
+    layer.crop(-60)
+    out = feed(layer, *(x[:, :, 81:] for x in (q, k, v)), [1, 63])
+    exact = attention_fp64(q, k, v)[:, :, 81:]
+    assert (
+        out - exact
+    ).norm() < 0.6 * exact.norm()  # 2-bit values cost about 0.35, a rejected one is 30 times as large
 
 
 def test_crop_all_equals_fresh(case: Case):
@@ -141,9 +179,27 @@ def test_raised_horizon_takes_back_more(case: Case):
     assert torch.equal(feed(layer, *rest, [40, 70, 300]), feed(never, *rest, [40, 70, 300]))
 
 
-def test_rows_move_together(case: Case):
+def test_every_tensor_of_rows_says_so(row_case: Case):
+    """What has a dimension of rows moves along it in `reorder_cache` and its like, what has one of blocks grows."""
+    spec = make_layer(row_case).spec
+    small = layer_tensors(Geometry(3, 2, 32, 32, 5, torch.float32), spec)
+    changed = [
+        layer_tensors(Geometry(*sizes, 32, 32, blocks, torch.float32), spec)
+        for *sizes, blocks in ((4, 2, 5), (3, 2, 6))
+    ]
+    for name, tensor in small.items():
+        rows, blocks = (
+            [i for i, pair in enumerate(zip(tensor.shape, other[name].shape, strict=True)) if len({*pair}) == 2]
+            for other in changed
+        )
+        assert rows == [d for d in [tensor.batch_dim] if d is not None], name
+        assert blocks == [d for d in [tensor.block_dim] if d is not None], name
+
+
+def test_rows_move_together(row_case: Case):
     q, k, v = random_qkv(3, 150)
-    layer = make_layer(case)
+    k, v = (x * torch.tensor([1.0, 2.0, 4.0])[:, None, None, None] for x in (k, v))  # so do the scales that rows keep
+    layer = make_layer(row_case)
     feed(layer, q, k, v, [140, 150], first=9)
     addresses = {n: t.data_ptr() for n, t in layer.state.items()}
     copied = copy.deepcopy(layer)
@@ -157,6 +213,9 @@ def test_rows_move_together(case: Case):
     more = [x[[0, 0, 2, 2]] for x in random_qkv(3, 70, seed=5)]
     out = feed(layer, *more, list(range(1, 71)))
     assert torch.equal(out[0], out[1]) and not torch.equal(out[0], out[2])
+    stayed = feed(copied, *random_qkv(3, 70, seed=5), [20, 40, 60, 70])
+    # fp32 sums of other batch shapes may round an INT8 weight to the next code, 1/127; a row's scale is off by 2 or 4
+    torch.testing.assert_close(out[::2], stayed[::2], atol=2e-2, rtol=0)
 
 
 def test_reset_equals_fresh_at_the_same_addresses(case: Case):
@@ -224,3 +283,25 @@ def test_a_query_that_is_not_finite_spoils_its_own_output_alone(case: Case, wron
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
     asked = {"mass.ring", "sink.norm"}  # where sinks are what queries look at: this one looked at nothing
     assert set(same_state(one, other)) <= asked
+
+
+def test_what_is_masked_bends_no_scale(case: Case):
+    """Keys and values far from zero, which masked tokens stand as: if they counted, others would err several times as
+    much. What is read of these errs as it does where nothing is masked."""
+    q, k, v = random_qkv(1, 192)
+    k, v = k + 10.0, v + 10.0
+    layer, whole = make_layer(case), make_layer(case)
+    feed(whole, q, k, v, [192])
+    holes = torch.arange(192) % 20 == 7
+    masked = k.clone()
+    masked[:, :, holes, 5] = torch.nan
+    feed(layer, q, masked, v, [192])
+    blocks, block = int(layer.state["closed"][0]), layer.spec.window.block
+    for side, x, rotated in (("k", k, layer.spec.compute.rotate), ("v", v, layer.spec.compute.rotate_v)):
+        x = rotate(x) if rotated == "hadamard" else x
+        kept = (~holes)[: blocks * block]
+        errors = []
+        for one in (layer, whole):
+            held = getattr(one.spec, side).read(side_of(one.state, side), blocks).undone().flatten(2, 3)
+            errors.append((held - x[:, :, : blocks * block])[:, :, kept].norm())
+        assert errors[0] <= 1.1 * errors[1]

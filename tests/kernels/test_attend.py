@@ -8,12 +8,14 @@ import pytest
 import torch
 from helpers import attention_fp64, feed, make_layer, random_qkv
 
+from qattn_hf.layer import QAttnLayer
 from qattn_kernels.online import Scores
 from qattn_kernels.operator import state_names
 from qattn_kernels.rows import bits_to_bool, bool_to_bits, columns_back, real_first
 from qattn_kernels.softmax import sas_exp
 from qattn_kernels.spec import decode_spec
 from qattn_kernels.stores.flashq import FlashQStore
+from qattn_kernels.tally import tally_of
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -75,6 +77,39 @@ def test_tile_scaled_weights_are_worse_than_row_scaled():
     assert row < tile
 
 
+@pytest.mark.parametrize("p_scale", ["row", "tile"])
+@pytest.mark.parametrize("block_q", [32, 64])
+def test_rounded_weights_by_hand(p_scale: str, block_q: int):
+    """Queries, keys and values whose codes are exact. Weights have 119 levels of the largest of a block of 64, of their
+    own query; or of `block_q` queries of the same head, against the largest score so far. Row sums are of the weights
+    before they are rounded."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.zeros(1, 2, 128, 16), torch.zeros(1, 1, 128, 16), torch.zeros(1, 1, 128, 16)
+    q[..., 0] = torch.randint(20, 119, (1, 2, 128), generator=g) / 119
+    q[:, 0, :, 0] *= -1  # to one head the first block is the larger one, to the other the second
+    q[:, :, ::32, 0] = torch.tensor([-1.0, 1.0]).view(1, 2, 1)  # the largest code is there in every block
+    k[0, 0, :, 0] = (
+        4 * torch.cat([torch.randint(-119, 0, (64,), generator=g), torch.randint(1, 119, (64,), generator=g)]) / 119
+    )
+    k[0, 0, ::64, 0] = torch.tensor([-4.0, 4.0])
+    v[..., :64, 0], v[..., 64:, 1] = 1.0, 1.0  # outputs are the blocks' shares
+    spec = make_layer(("turbo", {"p_scale": p_scale, "block_q": block_q})).spec
+    layer = QAttnLayer(spec, 128)
+    handle, _ = layer.update(k, v)
+    got, _ = layer.attend(q, handle, torch.tensor([[0, 128]], dtype=torch.int32), Scores(1.0))
+    s = (q.double() @ k.double().mT).masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf)
+    blocks = s.view(1, 2, 128, 2, 64)
+    highest = blocks.amax(-1) if p_scale == "row" else blocks.amax(-1).cummax(-1).values
+    p = (blocks - highest[..., None].clamp(min=-1e9)).exp()
+    top = p.amax(-1)
+    if p_scale == "tile":
+        top = top.unflatten(2, (-1, block_q)).amax(3).repeat_interleave(block_q, 2)
+    step = torch.where(top == 0, 1.0, top)[..., None] / 119
+    share = (highest - highest.amax(-1, keepdim=True)).exp()
+    want = ((torch.round(p / step) * step).sum(-1) * share) / (p.sum(-1) * share).sum(-1, keepdim=True)
+    torch.testing.assert_close(got[..., :2].double(), want, atol=1e-5, rtol=0)
+
+
 def test_sas_moves_the_output_a_little():
     q, k, v = random_qkv(1, 300)
     q = 3 * q  # peaked, so that weights fall below the cut
@@ -101,6 +136,37 @@ def test_sparse_v_keeps_its_budget():
     assert (free - exact).abs().max() > 10 * (kept - exact).abs().max()
     off = make_layer(("turbo", {"compute": "model"}))
     assert torch.equal(feed(off, q, k, v, [499, 500])[:, :, -1], exact)
+
+
+@pytest.mark.parametrize("budget", [math.inf, 0.02])
+def test_sparse_v_by_hand(budget: float):
+    """Token by token, in order: what is below the threshold is left out as long as all that was left out so far, and
+    what would have been, stays within the budget."""
+    q, k, v = random_qkv(1, 200)
+    tau = 2e-3
+    layer = make_layer(("none", {"sparse_v_tau": tau, "sparse_v_budget": budget}))
+    got = feed(layer, q, k, v, [197, 200])[0, :, 197:]
+    skipped, dropped, worst = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    for head in range(4):
+        for i, at in enumerate(range(197, 200)):
+            keys, values = k[0, head // 2, : at + 1].double(), v[0, head // 2, : at + 1].double()
+            weights = (keys @ q[0, head, at].double() * 32**-0.5).softmax(-1)
+            small, lost, out = 0.0, 0.0, torch.zeros(32, dtype=torch.float64)
+            for weight, value in zip(weights.tolist(), values, strict=True):
+                small += weight * (weight < tau)
+                if weight < tau and small <= budget:
+                    lost += weight
+                    skipped[head // 2] += 1
+                else:
+                    out += weight * value
+            dropped[head // 2] += lost
+            worst[head // 2] = max(float(worst[head // 2]), lost)
+            torch.testing.assert_close(got[head, i].double(), out, atol=1e-5, rtol=0)
+    tally = tally_of(layer.state)
+    assert tally.skipped[0].tolist() == skipped.tolist() and (skipped > 50).all()
+    assert tally.read.tolist() == [[2 * (198 + 199 + 200)] * 2] and tally.queries.tolist() == [[6, 6]]
+    torch.testing.assert_close(tally.dropped[0].float(), dropped, rtol=1e-4, atol=0)
+    torch.testing.assert_close(tally.worst[0], worst, rtol=1e-4, atol=0)
 
 
 def test_spec_survives_its_text():

@@ -92,6 +92,8 @@ def test_priority_is_of_the_numbers_and_ties_go_to_the_lower_head(kind: str):
         assert (found[:, 2] > found[:, 0]).all()
     if kind == "entropy":
         torch.testing.assert_close(found[:, 2], found[:, 0])  # the shape of the histogram, not its width
+        share = torch.histc(stage_one(tokens)[0][0, 0].double(), 256) / (64 * 16)
+        torch.testing.assert_close(found[0, 0], torch.special.entr(share).sum(), rtol=1e-6, atol=0)
     assert found.shape == (2, 3) and found.dtype == torch.float64
 
 
@@ -123,19 +125,53 @@ def test_a_recipe_list_wins_for_all_rows():
 UNIVERSAL = ("turbo", {"buffer_scale": "universal"})
 
 
-def test_universal_scale_comes_from_the_first_call():
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_universal_scale_comes_from_the_first_call(side: str):
     q, k, v = random_qkv(2, 200)
+    x = {"k": k, "v": v}[side]
+    x[:, :, 100] *= 3  # behind the first block
     layer = make_layer(UNIVERSAL)
     feed(layer, q, k, v, [150])
-    scale = k[:, :, :150].abs().amax((2, 3)) / 119
-    torch.testing.assert_close(layer.state["k.universal"], scale)
-    assert layer.state["k.clamped"].sum() == 0
-    large = k.clone()
-    large[0, 1, 160, 4] = 10 * k.abs().max()
-    feed(layer, *(x[:, :, 150:] for x in (q, large, v)), [50])
-    assert layer.state["k.clamped"].tolist()[0][1] >= 1
-    held = layer.spec.k.read(side_of(layer.state, "k"), 8).undone()[0, 1, 160 // 64, 160 % 64, 4]
+    scale = x[:, :, :150].abs().amax((2, 3)) / 119
+    torch.testing.assert_close(layer.state[f"{side}.universal"], scale)
+    assert torch.equal(layer.state[f"{side}.s"][:, :, 0], layer.state[f"{side}.universal"]), (
+        "of all tokens of that call"
+    )
+    assert layer.state[f"{side}.clamped"].sum() == 0
+    x[0, 1, 160, 4:7] = 10 * x.abs().max()
+    feed(layer, *(x[:, :, 150:] for x in (q, k, v)), [50])
+    assert layer.state[f"{side}.clamped"][0, 1] >= 3, "each of the three values"
+    store = getattr(layer.spec, side)
+    held = store.read(side_of(layer.state, side), 8).undone()[0, 1, 160 // 64, 160 % 64, 4]
     assert held < 1.1 * scale[0, 1] * 119  # clamped to the scale of the first call
+
+
+def test_what_is_beyond_the_universal_scale_is_clamped_in_the_ring():
+    """Open tokens of single steps have that scale too: what is beyond is read as its largest, 119, and counted once."""
+    q, k, v = random_qkv(2, 72)
+    for x in (k, v):
+        x[0, 1, 71, :3] = torch.tensor([500.0, -500.0, 500.0])
+    layer = make_layer(UNIVERSAL)
+    feed(layer, q, k, v, [64, *range(65, 73)])
+    for side, x, store in (("k", k, layer.spec.k), ("v", v, layer.spec.v)):
+        top = x[:, :, :64].abs().amax((2, 3))
+        ring = store.ring(side_of(layer.state, side)).undone()
+        torch.testing.assert_close(ring[0, 1, 71, :3], top[0, 1] * torch.tensor([1.0, -1.0, 1.0]))
+        scale = store.ring(side_of(layer.state, side)).scales
+        torch.testing.assert_close(scale[:, :, 64:72], (top / 119)[..., None].expand(-1, -1, 8))
+        beyond = (torch.round(x[:, :, 64:] / (top / 119)[..., None, None]).abs() > 119).sum((2, 3))
+        assert torch.equal(layer.state[f"{side}.clamped"], beyond) and beyond[0, 1] >= 3
+
+
+def test_tokens_before_the_universal_scale_are_never_clamped():
+    q, k, v = (1000 * x for x in random_qkv(1, 60))
+    layer = make_layer(UNIVERSAL)
+    feed(layer, q, k, v, [40, 60])
+    assert not layer.state["k.universal"].any() and not layer.state["k.clamped"].any()
+    ring = layer.spec.k.ring(side_of(layer.state, "k")).undone()[:, :, :60]
+    assert (
+        (ring - k).abs() <= k.abs().amax(-1, keepdim=True) / 119 / 2 * 1.001
+    ).all()  # half a step of the token's own
 
 
 def test_universal_scale_of_a_short_first_call_waits_for_a_block():

@@ -53,6 +53,24 @@ def test_bytes_in_memory_are_those_of_torch():
     assert torch.equal(layer.spec.v.read(side_of(layer.state, "v"), 1).undone()[0, :, 0], fp8_tokens(v).undone()[0])
 
 
+@pytest.mark.parametrize("v_scale", ["block", "prompt"])
+def test_values_by_channel_by_hand(v_scale: str):
+    """Each channel of a block, or of a row's first block for good, has the scale of its largest value, which is 448;
+    what later blocks have beyond it is clamped, and counted."""
+    q, k, v = random_qkv(2, 192)
+    v[:, :, 64:128] *= 3
+    layer = make_layer(("sage2", {"v_scale": v_scale}))
+    feed(layer, q, k, v, [100, *range(120, 193, 12)])
+    blocks = v.unflatten(2, (3, 64))
+    scale = blocks.abs().amax(3, keepdim=True) / 448
+    scale = scale if v_scale == "block" else scale[:, :, :1]
+    codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(layer.spec.v.read(side_of(layer.state, "v"), 3).x, codes * scale)
+    if v_scale == "prompt":
+        beyond = (blocks.abs() > scale * 448 * (1 + 1e-6)).sum((2, 3, 4))
+        assert torch.equal(layer.state["v.clamped"], beyond) and (beyond > 100).all()
+
+
 @pytest.mark.parametrize("key", ["compute", "decode_compute"])
 def test_products_of_integers_are_refused(key: str):
     with pytest.raises(RecipeError, match=f"{key}='int8' clashes with method 'fp8'"):

@@ -146,10 +146,11 @@ def test_state_is_the_references_bit_for_bit(case: Case):
 
 
 @pytest.mark.parametrize("case", CASES[-2:], ids=case_id)
-@pytest.mark.parametrize("cuts", [[63, 64], [64]], ids=["step", "prefill"])
+@pytest.mark.parametrize("cuts", [[2], [63, 64], [64]], ids=["not yet", "step", "prefill"])
 def test_a_block_that_closes_again_leaves_nothing_of_the_first_time(case: Case, cuts: list[int]):
-    """After a crop the block has other tokens, and a masked one where a finite one stood."""
+    """After a crop the block has other tokens, a masked one where a finite one stood, and the other way round."""
     first, again = inputs(1, 64), inputs(1, 64, seed=1)
+    first[1][0, 0, 20, 1] = math.nan
     again[1][0, 0, 63 if len(cuts) == 2 else 40, 1] = math.nan
     one, other = make_layer(case, 128), make_layer(case, 128)
     for run, layer in ((reference_step, one), (fused_step, other)):

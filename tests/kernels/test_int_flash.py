@@ -97,6 +97,15 @@ def test_half_errs_less_than_full_and_four_bits_more():
     assert half < full < four < 0.3
 
 
+@pytest.mark.parametrize("cuts", [[128], [100, *range(101, 129)]], ids=["prefill", "steps"])
+def test_values_of_zeros_take_their_weight(cuts: list[int]):
+    """A block of them has no scale, and a row sum without it would make the others too large."""
+    q, k, v = random_qkv(1, 128, dim=64)
+    v[:, :, :64] = 0
+    out = feed(make_layer(("int_flash", {})), q, k, v, cuts)[:, :, -1]
+    assert error(out, attention_fp64(q, k, v)[:, :, -1]) < 0.1
+
+
 def test_rotation_spreads_a_channel_that_stands_out():
     """At 4 bits one large channel takes the levels of all others."""
     q, k, v = random_qkv(1, 400, dim=64)

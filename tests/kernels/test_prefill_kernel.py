@@ -76,6 +76,8 @@ def data(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         k[..., 7] *= 12
         v[..., 5] += 9
         v[:, :, :, 11] = 0
+    if case.kind == "silent":
+        v[:, :, 0] = 0  # weighs like any other block
     q, k, v = (x.to(case.dtype).float() for x in (q, k, v))
     return q, k, v
 
@@ -260,7 +262,7 @@ def test_other_blocks_of_queries(block_q: int):
 def test_queries_with_scales_of_their_own(form: str, pv: str, levels: int):
     """INT-FlashAttention's; one loud query costs the others nothing."""
     how = {"q_scale": "token", "qk_levels": levels, "pv": pv, "pv_levels": 127, "round_sum": True}
-    for kind in ("normal", "peaked", "steep", "outlier"):
+    for kind in ("normal", "peaked", "steep", "outlier", "silent"):
         check(Case(tokens=129, past=70, kind=kind, form=form), **how)
     check(Case(tokens=70, past=130, form=form), Scores(0.3, softcap=5.0), **how)
     check(Case(tokens=70, past=130, form=form, hq=1, spans=((9, 61), (70, 0))), Scores(0.1, window=40), **how)

@@ -13,7 +13,8 @@ from qattn_hf.methods import get_method
 from qattn_kernels.groups import key_groups, query_groups
 from qattn_kernels.online import Scores
 from qattn_kernels.spec import decode_spec
-from qattn_kernels.stores.base import Operand
+from qattn_kernels.state import side_of
+from qattn_kernels.stores.base import Operand, int8_tokens
 from qattn_kernels.stores.smoothed import tree_sum
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -78,6 +79,28 @@ def test_log_sum_exp_softcap_and_sinks_are_of_true_scores(method: str):
     s = 20 * torch.tanh((q[:, :, 129:] @ k.repeat_interleave(2, 1).mT) * 64**-0.5 / 20)
     s = torch.cat([s, torch.zeros(1, 4, 1, 1)], -1)
     assert (lse - s.logsumexp(-1)).abs().max() < 0.1  # scores err by a few hundredths; the mean's share is up to 10
+
+
+@pytest.mark.parametrize("cuts", [[64], [40, *range(41, 65)]], ids=["prefill", "steps"])
+def test_a_mean_is_of_tokens_that_are_not_masked(cuts: list[int]):
+    q, k, v = random_qkv(1, 64)
+    k = k + 5.0
+    others = [t for t in range(64) if t not in (7, 50)]
+    mean = k[:, :, others].mean(2)
+    k[..., 7, 3] = k[..., 50, 3] = torch.nan
+    layer = make_layer(("sage2", {}))
+    feed(layer, q, k, v, cuts)
+    torch.testing.assert_close(layer.state["k.mean"], mean)
+
+
+def test_a_prefill_sees_keys_around_the_mean_of_the_row():
+    """Blocks that it closes are coded around that one, whatever their own mean is."""
+    q, k, v = random_qkv(1, 128)
+    layer = make_layer(("turbo", {"smooth_k": True}))
+    feed(layer, q, k, v, [64])
+    later = int8_tokens((k[:, :, 64:] + 9.0)[:, :, None])
+    seen = layer.spec.k.seen(later, side_of(layer.state, "k"))
+    assert seen.mean is not None and torch.equal(seen.mean[:, :, 0, 0], layer.state["k.mean"])
 
 
 def test_a_sum_by_halves_is_the_sum():

@@ -185,6 +185,33 @@ def test_the_papers_pool_is_filled_by_the_whole_prompt():
         assert (found["evicted"] == 0).all()
 
 
+def test_the_papers_pool_leaves_only_its_own_out_of_the_scales():
+    """Tokens that were in it for some blocks and are not in the end count in the statistics of theirs."""
+    q, k, v = random_qkv(1, 400)
+    layer = make_layer(("sinkq", {**SMALL, "sink_prefill": "whole"}))
+    feed(layer, q, k, v, [390])
+    for head in range(2):
+        found = table(layer, head)
+        others = torch.ones(384, 1, dtype=torch.bool)
+        others[found["pos"][found["born"] > 0]] = False
+        x = k[0, head, :384]
+        low = torch.where(others, x, torch.inf).view(12, 32, -1).amin(1)
+        assert torch.equal(layer.state["k.zero"][0, head, :12], low.half())
+
+
+@pytest.mark.parametrize("cuts", [[64], [50, *range(51, 65)]], ids=["prefill", "steps"])
+def test_a_sink_with_a_spike_does_not_raise_the_scale_of_its_block(cuts: list[int]):
+    """The smallest by the sum of its channels may have the largest of them."""
+    q, k, v = random_qkv(1, 64)
+    k = k.sign()
+    k[:, :, 9] = 0.0
+    k[:, :, 9, 4] = 12.0
+    layer = make_layer(("turbo", {"sink_num": 1}))
+    feed(layer, q, k, v, cuts)
+    assert (table(layer, 0)["pos"] == 9).any()
+    torch.testing.assert_close(layer.state["k.s"][0, :, 0], torch.full((2,), 1 / 119))
+
+
 def test_first_layers_have_no_pool():
     specs = [find_recipe("sinkq", None, {}).settings.layer_spec(i, 4, 2).sink_pool.num for i in range(4)]
     assert specs == [0, 0, 3, 3]

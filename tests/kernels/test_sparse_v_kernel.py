@@ -22,6 +22,7 @@ from qattn_kernels.tally import tally_of
 
 pytestmark = pytest.mark.usefixtures("poison")
 TAU, BUDGET = 1e-4, 1e-4
+RUNS = [reference_step, fused_step]
 FORMATS: list[Case] = [
     ("kivi", {"bits": 2, "group_size": 64, "residual_length": 0}),
     ("turbo", {}),
@@ -99,6 +100,15 @@ def test_an_output_moves_by_the_budget_at_most(
             assert (moved > BUDGET).all(), "without a budget the same threshold drops more"
 
 
+def test_programs_share_the_budget():
+    """Of three two read two blocks each, and each could drop one or both, which weigh nearly the budget."""
+    budget, qkv = 1.2 * BUDGET, with_sink(14.0, 257)
+    _, layer = decoded(("none", {}), qkv, 256, tau=TAU, budget=budget)
+    assert (tally_of(layer.state).worst <= budget).all()
+    _, layer = decoded(("none", {}), qkv, 256, tau=TAU, budget=4 * budget)
+    assert (tally_of(layer.state).worst > budget).all(), "nothing but the budget keeps them from it"
+
+
 def weights_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """fp64 softmax weights `[B, Hq, T, S]` of the last queries."""
     tokens, total = q.shape[2], k.shape[2]
@@ -108,15 +118,18 @@ def weights_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "budget", "blocks"), [(1, math.inf, 2), (1, 2e-4, 1), (3, math.inf, 1), (3, 2e-4, 1)]
+    ("tokens", "tau", "budget", "blocks"),
+    [(1, 1e-3, math.inf, 2), (1, 2e-4, math.inf, 1), (1, 1e-3, 2e-4, 1), (3, 1e-3, math.inf, 1), (3, 1e-3, 2e-4, 1)],
 )
-def test_only_weights_below_the_threshold_are_skipped(tokens: int, budget: float, blocks: int, one_program: None):
+def test_only_weights_below_the_threshold_are_skipped(
+    tokens: int, tau: float, budget: float, blocks: int, one_program: None
+):
     """Each value is a channel of its own, so that outputs are the weights, and those that were skipped are zeros.
 
-    Of four blocks the third weighs 2e-3, a weight 3e-4 at most, which the budget forbids; of three queries the first is
-    half as peaked and needs that block. The fourth weighs less than the budget to all.
+    Of four blocks the third weighs 2e-3, a weight 3e-4 at most, which a threshold of 2e-4 forbids, or the budget; of
+    three queries the first is half as peaked and needs that block. The fourth weighs less than the budget to all.
     """
-    tau, past = 1e-3, 256
+    past = 256
     q, k, v = inputs(1, past + tokens, heads=2, group=2, dim=past)
     k[..., :past, 3] = torch.tensor([0.0, -2.0, -6.0, -18.0], device=DEVICE).repeat_interleave(64)
     q[..., 3] = 16.0  # times the scale of 1/16
@@ -130,6 +143,8 @@ def test_only_weights_below_the_threshold_are_skipped(tokens: int, budget: float
     assert want[skipped].max() < tau
     tally = tally_of(layer.state)
     assert (tally.skipped == blocks * 64 * 2 * tokens).all()
+    seen = past * tokens + tokens * (tokens + 1) // 2
+    assert torch.equal(tally.read, torch.full_like(tally.read, 2 * seen))
     by_head = skipped.unflatten(1, (2, 2)), (want * skipped).sum(-1).unflatten(1, (2, 2))
     assert torch.equal(tally.skipped, by_head[0].sum((2, 3, 4)))
     torch.testing.assert_close(tally.dropped, by_head[1].sum((2, 3)), rtol=1e-4, atol=1e-9)
@@ -137,18 +152,33 @@ def test_only_weights_below_the_threshold_are_skipped(tokens: int, budget: float
     assert (tally.worst <= budget).all() and torch.equal(tally.queries, torch.full_like(tally.queries, 2 * tokens))
 
 
+@pytest.mark.parametrize("run", RUNS, ids=["reference", "kernels"])
 @pytest.mark.parametrize("case", [FORMATS[0], FORMATS[3]], ids=case_id)
-def test_columns_without_a_query_do_not_hinder(case: Case, one_program: None):
+def test_columns_without_a_query_do_not_hinder(case: Case, run: Any, one_program: None):
     """Row 0 has one real token among three columns, row 1 has three; each skips as it does alone."""
     qkv = with_sink(18.0, 259, rows=2)
-    out, layer = decoded(case, qkv, 256, padding=2, tau=TAU)
+    out, layer = decoded(case, qkv, 256, run, padding=2, tau=TAU)
     first = [torch.cat([x[:1, :, :256], x[:1, :, 258:]], 2) for x in qkv]
     for row, alone in enumerate((first, [x[1:] for x in qkv])):
-        want, other = decoded(case, (alone[0], alone[1], alone[2]), 256, tau=TAU)
+        want, other = decoded(case, (alone[0], alone[1], alone[2]), 256, run, tau=TAU)
         torch.testing.assert_close(out[row : row + 1, :, -want.shape[2] :], want, rtol=0, atol=1e-5)
         for got, expected in zip(tally_of(layer.state), tally_of(other.state), strict=True):
             torch.testing.assert_close(got[row : row + 1], expected)
         assert (tally_of(other.state).skipped > 0).all()
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["reference", "kernels"])
+def test_the_worst_query_is_remembered(run: Any, one_program: None):
+    """The second weighs all tokens alike, 1 / 258 each, and skips none."""
+    q, k, v = with_sink(18.0, 258)
+    q[:, :, 257] = 0.0
+    _, layer = decoded(("none", {}), (q[:, :, :257], k[:, :, :257], v[:, :, :257]), 256, run, tau=TAU)
+    first = [x.clone() for x in tally_of(layer.state)]
+    step(run, layer, (q, k, v), 257, 258)
+    read, skipped, queries, dropped, worst = tally_of(layer.state)
+    assert (worst > 0).all() and torch.equal(worst, first[4]) and torch.equal(dropped, first[3])
+    assert torch.equal(skipped, first[1]) and torch.equal(read, first[0] + 2 * 258)
+    assert torch.equal(queries, first[2] + 2)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
