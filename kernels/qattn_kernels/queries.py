@@ -48,7 +48,8 @@ def long_queries(q: torch.Tensor, scale: float, compute: Compute, real: torch.Te
     if compute.prefill != "int8":
         return Queries(exact, None, broken)
     mean = query_mean(exact, compute.smooth_q, real)
-    around = exact if mean is None else torch.where(broken[..., None], 0.0, exact - mean)
+    left_out = broken | ~real[:, None]
+    around = exact if mean is None else torch.where(left_out[..., None], 0.0, exact - mean)
     return Queries(exact, quantize_queries(around, compute), broken, mean)
 
 
