@@ -83,13 +83,13 @@ def test_whatever_follows_is_as_after_eager_steps(case: Case, impl: str):
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("case", [("int8", {}), ("turbo", {})], ids=case_id)
 def test_a_cache_that_grows_does_so_after_compiled_steps(case: Case, impl: str):
-    fed, eager = Fed(case, impl, True, None), Fed(case, impl, False)
+    fed, eager = Fed(case, impl, True, None), Fed(case, impl, False, None)
     for one in (fed, eager):
         one.call(30)
         one.layer.plan(128)
         one.hidden(96)
     assert torch.equal(fed.call(20), eager.call(20))
-    assert fed.layer.capacity == 192
+    assert fed.layer.capacity == eager.layer.capacity == 192
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU: on a CPU the operator asks for lengths, and refuses")

@@ -8,18 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qattn_hf.methods import get_method, list_methods
-from qattn_kernels.decode.table import H200, LONG, MOST, WHOLE, Chip, choose, plan
+from qattn_kernels.decode.table import H200, LONG, MOST, MOST_LONG, WHOLE, Chip, choose, plan
 from qattn_kernels.sizes import sizes_of
 
 
-@given(st.integers(100, 4000), st.integers(1, 5000), st.sampled_from([32, 64, 128]))
-def test_programs_come_in_whole_waves(places: int, heads: int, block: int):
-    few, many, long, _ = plan(places, heads, block)
+@given(st.integers(100, 4000), st.integers(1, 5000), st.sampled_from([32, 64, 128]), st.integers(0, 2))
+def test_programs_come_in_whole_waves(places: int, heads: int, block: int, open_programs: int):
+    few, many, long, _ = plan(places, heads, block, open_programs)
     assert 1 <= few <= MOST and few <= many and long * block == LONG
     if few < MOST and heads <= WHOLE * places:
         waves = -(-few * heads // places)
         assert few * heads >= WHOLE * waves * places or waves == 3
         assert (few + 1) * heads > waves * places  # no room for one more of each
+    if few == MOST < many < 2 * MOST:
+        assert many <= MOST_LONG and (many + open_programs) * heads <= places  # a long context of few heads: one wave
 
 
 @pytest.mark.parametrize("method", list_methods())

@@ -16,6 +16,7 @@ MODEL = ("model", "model_ring")  # stores of values in the model's precision, wh
 LEAST = 2  # blocks of a program: for less its own start and its share of the merge cost more than it saves
 LONG = 2048  # tokens of a program from which twice as many programs take part
 MOST = 64  # programs of a row and head that are worth their merge, where each has fewer tokens
+MOST_LONG = 128  # and where each has more
 WHOLE = 0.8  # of the places that a wave of programs should take
 REGISTERS = 65536  # of a multiprocessor: every GPU since Volta
 OWN_REGISTERS = 256  # of a thread: what most kernels are compiled to
@@ -67,21 +68,21 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         warps = 2
     places = chip.multiprocessors * _programs(size, spec, dtype, warps, stages, chip)
-    return Launch(plan(places, rows * size.H, size.BLOCK), warps, stages)
+    return Launch(plan(places, rows * size.H, size.BLOCK, size.OPEN), warps, stages)
 
 
-def plan(places: int, heads: int, block: int) -> tuple[int, int, int, int]:
+def plan(places: int, heads: int, block: int, open_programs: int) -> tuple[int, int, int, int]:
     """How many programs share the context of each of `heads` rows and KV heads, if `places` run at once: see
-    `kernel.stretch_of`.
+    `kernel.stretch_of`. Each of them has `open_programs` more for what is not in blocks.
 
     Whole waves: a last one that is nearly empty takes as long as a full one. One wave, or the fewest that take most
     places; twice as many programs for a long context, where one would have so much to do that others wait for it. For
-    few rows and heads no more than are worth their merge.
+    few rows and heads no more than are worth their merge, and one wave with those of open tokens.
     """
     waves = next((w for w in range(1, 4) if w * places // heads * heads >= WHOLE * w * places), 3)
     few = max(1, waves * places // heads)
     if few > MOST:
-        return MOST, few, LONG // block, LEAST
+        return MOST, max(MOST, min(MOST_LONG, few - open_programs)), LONG // block, LEAST
     return few, 2 * few, LONG // block, LEAST
 
 
