@@ -12,7 +12,7 @@ from recorded import markdown
 
 from qattn_hf.methods import Method, get_method, list_methods
 from qattn_hf.methods.base import PARTS
-from qattn_kernels import support
+from qattn_kernels.layer import support
 
 # What a setting needs beside it to act.
 BESIDE: dict[str, dict[str, Any]] = {

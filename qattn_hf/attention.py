@@ -12,7 +12,7 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
 from qattn_hf.window import hides
-from qattn_kernels.online import Scores
+from qattn_kernels.layer.scores import Scores
 
 NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attention` or `/` in a way of their own
 

@@ -18,7 +18,7 @@ from qattn_hf.layer import QAttnLayer, capturing
 from qattn_hf.pool import Pool
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.share import share_of
-from qattn_kernels.spec import LayerSpec
+from qattn_kernels.layer.spec import LayerSpec
 
 
 class QAttnCache(Cache):

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from qattn_hf.errors import QAttnError
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry, State
-from qattn_kernels.ring import resized_ring
-from qattn_kernels.spec import LayerSpec
-from qattn_kernels.state import layer_tensors
+from qattn_kernels.ops.crop.ring import resized_ring
 
 if TYPE_CHECKING:
     from qattn_hf.layer import QAttnLayer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qattn_hf.messages import cut
-from qattn_kernels.operator import CapacityError
+from qattn_kernels.step.operator import CapacityError
 
 __all__ = ["CapacityError", "QAttnError", "RecipeError", "UnsupportedError"]
 

@@ -27,7 +27,7 @@ from qattn_hf.graph import GraphedCall
 from qattn_hf.pool import Pool
 from qattn_hf.recipe import Recipe, check_packs
 from qattn_hf.window import check_call, check_compiled, check_reach
-from qattn_kernels.spec import LayerSpec
+from qattn_kernels.layer.spec import LayerSpec
 
 
 @dataclass

@@ -12,13 +12,13 @@ from transformers.cache_utils import CacheLayerMixin
 from qattn_hf import changes
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
-from qattn_kernels.crop import crop
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import layer_tensors
+from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
-from qattn_kernels.online import Scores
-from qattn_kernels.operator import attend, state_names
-from qattn_kernels.spec import LayerSpec
-from qattn_kernels.state import layer_tensors
-from qattn_kernels.support import unsupported
+from qattn_kernels.ops.crop.reference import crop
+from qattn_kernels.step.operator import attend, state_names
 
 
 def with_room(blocks: int) -> int:

@@ -23,9 +23,9 @@ from qattn_hf.attention import (
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
-from qattn_kernels.online import Scores
-from qattn_kernels.over import over
-from qattn_kernels.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.step.stock_cache import over
 
 STEPS = f"calls of at most {SHORT_CALL} tokens are attended in the model's precision, since nothing is packed"
 

@@ -43,8 +43,8 @@ from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, get_method, list_methods
 from qattn_hf.share import ALL, Share, own_part
 from qattn_hf.yaml_reader import read_yaml
-from qattn_kernels.spec import LayerSpec
-from qattn_kernels.support import no_triton, unsupported
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.support import no_triton, unsupported
 
 # one decode step runs through all layers, and a crop takes the same tokens back in each
 SHARED = ("decode", "impl", "crop_horizon")

@@ -15,12 +15,12 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe
-from qattn_kernels.rows import bits_to_bool
-from qattn_kernels.sink_pool.table import at_slots
-from qattn_kernels.spec import SHORT_CALL, LayerSpec
-from qattn_kernels.state import side_of
-from qattn_kernels.support import no_triton, unsupported
-from qattn_kernels.tally import tally_of
+from qattn_kernels.layer.skip_counts import tally_of
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.layer.support import no_triton, unsupported
+from qattn_kernels.ops.sink_pool.table import at_slots
+from qattn_kernels.reference.rows import bits_to_bool
 
 
 def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:

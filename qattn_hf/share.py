@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from qattn_kernels.spec import LayerSpec
-from qattn_kernels.stores import Store
+from qattn_kernels.formats import Store
+from qattn_kernels.layer.spec import LayerSpec
 
 
 class Share(NamedTuple):

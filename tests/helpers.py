@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qattn_hf import list_methods
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
-from qattn_kernels.online import Scores
-from qattn_kernels.tally import Tally
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.skip_counts import Tally
 
 COUNTERS = ("nonfinite", *(f"v_{name}" for name in Tally._fields))  # of events: roll-backs do not undo them
 Case = tuple[str, dict[str, Any]]

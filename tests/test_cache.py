@@ -140,7 +140,7 @@ def test_a_first_call_that_broke_is_found_out(model, monkeypatch):
 def test_a_layer_that_broke_while_it_wrote_is_found_out(model, monkeypatch):
     cache = model(ROWS).past_key_values
     with monkeypatch.context() as patched:
-        patched.setattr("qattn_kernels.operator.decode", lambda *args: (_ for _ in ()).throw(Broken()))
+        patched.setattr("qattn_kernels.step.reference.decode", lambda *args: (_ for _ in ()).throw(Broken()))
         with pytest.raises(Broken):
             model(ROWS[:, :1], past_key_values=cache)
     with pytest.raises(UnsupportedError, match=r"columns: cache\.reset\(\)"):  # half written: no crop mends it

@@ -10,8 +10,8 @@ from helpers import Case, case_id, cases, feed, make_layer, random_ids, random_q
 
 from qattn_hf import QAttnCache, over_cache, patch, report
 from qattn_hf.methods import get_method
-from qattn_kernels.online import Scores
-from qattn_kernels.over import attend_over
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.step.stock_cache import attend_over
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -19,7 +19,7 @@ from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.methods import get_method
 from qattn_hf.recipe import Recipe, find_recipe
-from qattn_kernels.support import unsupported
+from qattn_kernels.layer.support import unsupported
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

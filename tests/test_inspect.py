@@ -15,7 +15,7 @@ from qattn_hf.cli._common import named_recipes
 from qattn_hf.fidelity import inspection
 from qattn_hf.fidelity.inspection import inspect
 from qattn_hf.fidelity.observe import Call, observed
-from qattn_kernels.online import Scores
+from qattn_kernels.layer.scores import Scores
 
 TOKENS, METHOD = 150, "turbo:bits=mixed,sink_num=2"
 

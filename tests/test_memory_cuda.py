@@ -9,8 +9,8 @@ from helpers import Case, case_id, cases
 
 from qattn_hf.bench.layers import Heads, fill, make_layer
 from qattn_hf.methods import get_method
-from qattn_kernels.online import Scores
-from qattn_kernels.support import unsupported
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.support import unsupported
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: memory is counted there")
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from qattn_hf import QAttnCache, patch, report, unpatch
 from qattn_hf.cli import app
 from qattn_hf.errors import RecipeError, UnsupportedError
-from qattn_kernels.spec import SHORT_CALL
+from qattn_kernels.layer.spec import SHORT_CALL
 
 TOKENS, NEW = 100, 6
 OVER = {"method": "sage2", "cache": "model"}

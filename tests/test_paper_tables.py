@@ -19,7 +19,7 @@ from papers import common
 from qattn_hf.fidelity.observe import Call
 from qattn_hf.fidelity.texts import read_as
 from qattn_hf.methods import get_method, list_methods
-from qattn_kernels.online import Scores
+from qattn_kernels.layer.scores import Scores
 
 SMALL = ["--model", "demo", "--rows", "1", "--tokens", "320", "--chunk", "160", "--steps", "0"]
 TABLES = paper.tables()

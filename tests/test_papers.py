@@ -12,8 +12,8 @@ from papers import int_flash, sage2, sage2_text
 
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
-from qattn_kernels.online import Scores
-from qattn_kernels.over import attend_over
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.step.stock_cache import attend_over
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform"])

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qattn_hf import QAttnCache, patch
 from qattn_hf.assets import demo_model_dir
-from qattn_kernels import fused
-from qattn_kernels.operator import reference_step
-from qattn_kernels.tally import Tally
+from qattn_kernels.layer.skip_counts import Tally
+from qattn_kernels.step import kernels as fused
+from qattn_kernels.step.reference import reference_step
 
 ON_GPU = DEVICE == "cuda"
 TALLY = {f"v_{name}" for name in Tally._fields}  # of sparse V: kernels skip whole tiles, the reference single tokens

@@ -30,7 +30,7 @@ from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_hf.patcher import patch, unpatch
 from qattn_hf.report import report
-from qattn_kernels.online import Scores
+from qattn_kernels.layer.scores import Scores
 
 Row = dict[str, Any]
 Baseline = Callable[[Call], torch.Tensor]  # the attention output `[B, T, Hq, D]` that a baseline gives

@@ -22,7 +22,7 @@ import yaml
 from papers.common import About, Claim, Layer, Row, Run, column, in_order, layer_error, not_below, row, text_rows
 
 from qattn_hf.fidelity.observe import Call, observed
-from qattn_kernels.stores.flashq import head_priority
+from qattn_kernels.formats.flashq.reference import head_priority
 
 ABOUT = About(
     title="TurboAttention, Fig. 7b",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from papers.common import About, Row, Run, column, not_below, row
 
-from qattn_kernels.softmax import sas_exp
+from qattn_kernels.reference.softmax import sas_exp
 
 ABOUT = About(
     title="TurboAttention, Fig. 5",

@@ -1,6 +1,57 @@
-"""Operations on packed KV caches: each has a plain PyTorch reference, which is its specification.
+"""Attention over packed KV caches: each operation in plain PyTorch, which is its specification, and in Triton.
 
 This package knows nothing of transformers or of `qattn_hf`; importing it loads neither Triton nor a GPU.
 Short names everywhere: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, T new tokens, S cached tokens,
 D head dim, NB blocks of capacity. Tensors are `[B, H, T, D]`.
+
+Rooms, each of which imports only those above it:
+
+- `layout`: sizes of a layer's state tensors; `jit`: what kernels share inside Triton.
+- `formats`: how keys and values are stored, a folder each: `reference.py` in plain PyTorch, `jit.py` for kernels.
+- `layer`: settings of a layer as text, its state tensors, what kernels know of them.
+- `reference`: attention in plain PyTorch. `launch`: what launches of kernels share.
+- `ops`: append, decode, prefill, rotate, sink_pool, crop, a folder each.
+- `step`: one call of a layer as a registered operator.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qattn_kernels.formats import Store, get_store
+    from qattn_kernels.layer.scores import Scores
+    from qattn_kernels.layer.spec import LayerSpec, decode_spec
+    from qattn_kernels.layer.support import unsupported
+    from qattn_kernels.step.operator import CapacityError, attend
+    from qattn_kernels.step.stock_cache import attend_over
+
+__all__ = [
+    "CapacityError",
+    "LayerSpec",
+    "Scores",
+    "Store",
+    "attend",
+    "attend_over",
+    "decode_spec",
+    "get_store",
+    "unsupported",
+]
+
+_HOMES = {
+    "formats": ("Store", "get_store"),
+    "layer.scores": ("Scores",),
+    "layer.spec": ("LayerSpec", "decode_spec"),
+    "layer.support": ("unsupported",),
+    "step.operator": ("CapacityError", "attend"),
+    "step.stock_cache": ("attend_over",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded when they are first asked for."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"qattn_kernels.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

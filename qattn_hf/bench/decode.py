@@ -17,7 +17,7 @@ from qattn_hf.bench import sdpa
 from qattn_hf.bench.layers import Heads, bookkeeping, bytes_read, fill, make_layer
 from qattn_hf.bench.timing import Times, attempt, capture, check_finite, measure, release, working_sets
 from qattn_hf.methods import Method
-from qattn_kernels.online import Scores
+from qattn_kernels.layer.scores import Scores
 
 SDPA_STEPS = 16  # of a graph at least, so that its launch does not weigh
 ROOM = 4  # times the context: the spare capacity that must cost little

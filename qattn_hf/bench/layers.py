@@ -10,10 +10,10 @@ import torch
 
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import Method
+from qattn_kernels.layer.support import no_triton, unsupported
 from qattn_kernels.layout import State
-from qattn_kernels.rows import bool_to_bits
-from qattn_kernels.sink_pool.table import at_slots
-from qattn_kernels.support import no_triton, unsupported
+from qattn_kernels.ops.sink_pool.table import at_slots
+from qattn_kernels.reference.rows import bool_to_bits
 
 BOOKKEEPING = (torch.int32, torch.int64)  # lengths and positions; codes and numbers have other types
 

@@ -12,7 +12,7 @@ from qattn_hf.bench import sdpa
 from qattn_hf.bench.layers import Heads, make_layer
 from qattn_hf.bench.timing import Times, attempt, check_finite, measure, release
 from qattn_hf.methods import Method
-from qattn_kernels.online import Scores
+from qattn_kernels.layer.scores import Scores
 
 
 class Point(NamedTuple):

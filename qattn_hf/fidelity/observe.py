@@ -15,7 +15,7 @@ from qattn_hf.attention import refuse_arguments, scores_of
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.over_cache import stock_attention
 from qattn_hf.patcher import attending
-from qattn_kernels.online import Scores
+from qattn_kernels.layer.scores import Scores
 
 NAME = "qattn_observed"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from qattn_hf.methods import Method, get_method
 from qattn_hf.recipe import Recipe
-from qattn_kernels.spec import LayerSpec
+from qattn_kernels.layer.spec import LayerSpec
 
 Heads = tuple[int, ...]
 

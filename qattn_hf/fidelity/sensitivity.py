@@ -15,7 +15,7 @@ from qattn_hf.fidelity.metrics import divergence
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.fidelity.texts import Reading
 from qattn_hf.layer import QAttnLayer
-from qattn_kernels.spec import LayerSpec
+from qattn_kernels.layer.spec import LayerSpec
 
 
 class Trial(NamedTuple):

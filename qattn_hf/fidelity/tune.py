@@ -34,8 +34,8 @@ from qattn_hf.fidelity.texts import Reading
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.recipe import Recipe
 from qattn_hf.report import report
+from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
-from qattn_kernels.spec import LayerSpec
 
 CLEARLY = 0.95  # of another's error at most
 PACKED = 0.75  # of the tokens, which every candidate must pack

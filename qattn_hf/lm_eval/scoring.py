@@ -21,7 +21,7 @@ import torch
 from qattn_hf.cache import QAttnCache
 from qattn_hf.chunks import feed
 from qattn_hf.device import device_of
-from qattn_kernels.spec import SHORT_CALL
+from qattn_kernels.layer.spec import SHORT_CALL
 
 
 class Text(NamedTuple):

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from qattn_kernels.formats import Store
+from qattn_kernels.layer.spec import Compute, LayerSpec, Sparsity
 from qattn_kernels.layout import SinkPool, Window
-from qattn_kernels.spec import Compute, LayerSpec, Sparsity
-from qattn_kernels.stores import Store
 
 Arithmetic = Literal["int8", "model"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from qattn_hf.methods.base import Arithmetic, Method
-from qattn_kernels.stores import Store
-from qattn_kernels.stores.fp8 import Fp8Store
+from qattn_kernels.formats import Store
+from qattn_kernels.formats.fp8.reference import Fp8Store
 
 
 class Fp8(Method):

@@ -7,11 +7,11 @@ import dataclasses
 from pydantic import Field
 
 from qattn_hf.methods.base import SMOOTH_K, Method
-from qattn_kernels.spec import Compute
-from qattn_kernels.stores import Store
-from qattn_kernels.stores.int8 import LEVELS, Int8Store
-from qattn_kernels.stores.int_group import IntGroupStore
-from qattn_kernels.stores.smoothed import SmoothedStore
+from qattn_kernels.formats import Store
+from qattn_kernels.formats.int8.reference import LEVELS, Int8Store
+from qattn_kernels.formats.int_group.reference import IntGroupStore
+from qattn_kernels.formats.smoothed.reference import SmoothedStore
+from qattn_kernels.layer.spec import Compute
 
 
 class Int8(Method):

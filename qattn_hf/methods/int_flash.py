@@ -8,16 +8,16 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from qattn_hf.methods.base import SMOOTH_K, Method
-from qattn_kernels.spec import Compute
-from qattn_kernels.stores import Store
-from qattn_kernels.stores.int4 import Int4Store
-from qattn_kernels.stores.int8 import LEVELS, Int8Store
-from qattn_kernels.stores.int8_block import Int8BlockStore
-from qattn_kernels.stores.int8_ring import Int8RingStore
-from qattn_kernels.stores.int_group import IntGroupStore
-from qattn_kernels.stores.model import ModelStore
-from qattn_kernels.stores.model_ring import ModelRingStore
-from qattn_kernels.stores.smoothed import SmoothedStore
+from qattn_kernels.formats import Store
+from qattn_kernels.formats.int4.reference import Int4Store
+from qattn_kernels.formats.int8.reference import LEVELS, Int8Store
+from qattn_kernels.formats.int8_block.reference import Int8BlockStore
+from qattn_kernels.formats.int8_ring.reference import Int8RingStore
+from qattn_kernels.formats.int_group.reference import IntGroupStore
+from qattn_kernels.formats.model.reference import ModelStore
+from qattn_kernels.formats.model_ring.reference import ModelRingStore
+from qattn_kernels.formats.smoothed.reference import SmoothedStore
+from qattn_kernels.layer.spec import Compute
 
 
 class IntFlash(Method):

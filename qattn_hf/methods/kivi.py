@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from qattn_hf.methods.base import Arithmetic, WindowedMethod
+from qattn_kernels.formats import Store
+from qattn_kernels.formats.kivi.reference import KiviStore
 from qattn_kernels.layout import Window
-from qattn_kernels.stores import Store
-from qattn_kernels.stores.kivi import KiviStore
 
 Bits = Literal[2, 3, 4]
 

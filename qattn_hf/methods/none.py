@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from qattn_hf.methods.base import Arithmetic, Method
-from qattn_kernels.stores import Store
-from qattn_kernels.stores.model import ModelStore
+from qattn_kernels.formats import Store
+from qattn_kernels.formats.model.reference import ModelStore
 
 
 class Unpacked(Method):

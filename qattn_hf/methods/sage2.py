@@ -8,15 +8,15 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from qattn_hf.methods.base import SMOOTH_K, Method
-from qattn_kernels.groups import QUERY_BLOCK
-from qattn_kernels.spec import Compute
-from qattn_kernels.stores import Store
-from qattn_kernels.stores.fp8_channel import Fp8ChannelStore
-from qattn_kernels.stores.int8 import LEVELS
-from qattn_kernels.stores.int_group import IntGroupStore
-from qattn_kernels.stores.model import ModelStore
-from qattn_kernels.stores.model_ring import ModelRingStore
-from qattn_kernels.stores.smoothed import SmoothedStore
+from qattn_kernels.formats import Store
+from qattn_kernels.formats.fp8_channel.reference import Fp8ChannelStore
+from qattn_kernels.formats.granularity import QUERY_BLOCK
+from qattn_kernels.formats.int8.reference import LEVELS
+from qattn_kernels.formats.int_group.reference import IntGroupStore
+from qattn_kernels.formats.model.reference import ModelStore
+from qattn_kernels.formats.model_ring.reference import ModelRingStore
+from qattn_kernels.formats.smoothed.reference import SmoothedStore
+from qattn_kernels.layer.spec import Compute
 
 Smoothing = Literal["none", "tensor", "block"]
 PACKED_ONLY = ("v_scale", "sparse_v_tau", "sparse_v_budget", "crop_horizon", "decode")

@@ -9,11 +9,11 @@ from pydantic import Field, model_validator
 
 from qattn_hf.messages import shown
 from qattn_hf.methods.base import SMOOTH_K, WindowedMethod
+from qattn_kernels.formats import Store
+from qattn_kernels.formats.flashq.reference import FlashQStore
+from qattn_kernels.formats.smoothed.reference import SmoothedStore
+from qattn_kernels.layer.spec import Compute
 from qattn_kernels.layout import Window
-from qattn_kernels.spec import Compute
-from qattn_kernels.stores import Store
-from qattn_kernels.stores.flashq import FlashQStore
-from qattn_kernels.stores.smoothed import SmoothedStore
 
 Bits = Literal[4, 2, "mixed"]
 HeadLists = list[list[int]]

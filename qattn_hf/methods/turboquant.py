@@ -8,11 +8,11 @@ from typing import Literal
 from pydantic import Field
 
 from qattn_hf.methods.base import Arithmetic, Method
-from qattn_kernels.spec import Compute
-from qattn_kernels.stores import Store
-from qattn_kernels.stores.model_ring import ModelRingStore
-from qattn_kernels.stores.quant_block import QuantBlockStore
-from qattn_kernels.stores.turboquant import TurboQuantStore
+from qattn_kernels.formats import Store
+from qattn_kernels.formats.model_ring.reference import ModelRingStore
+from qattn_kernels.formats.quant_block.reference import QuantBlockStore
+from qattn_kernels.formats.turboquant.reference import TurboQuantStore
+from qattn_kernels.layer.spec import Compute
 
 Format = Literal["turbo2", "turbo3", "turbo4", "q4", "q8", "model"]
 

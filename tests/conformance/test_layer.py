@@ -9,10 +9,10 @@ import torch
 from helpers import Case, attention_fp64, feed, make_layer, random_qkv, same_state
 
 from qattn_hf import CapacityError, UnsupportedError
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.state import layer_tensors, side_of
 from qattn_kernels.layout import Geometry
-from qattn_kernels.online import Scores
-from qattn_kernels.rotate.reference import rotate
-from qattn_kernels.state import layer_tensors, side_of
+from qattn_kernels.ops.rotate.reference import rotate
 
 CUTS = {
     "two calls": [150, 300],

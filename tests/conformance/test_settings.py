@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from qattn_hf import list_methods
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
-from qattn_kernels.spec import Compute
+from qattn_kernels.layer.spec import Compute
 
 # `impl` and `decode` say who computes and how steps are run; `scope` is how the lists of a recipe are to be read
 ELSEWHERE = ("impl", "decode", "scope")

@@ -9,13 +9,13 @@ import torch
 from helpers import attention_fp64, feed, make_layer, random_qkv
 
 from qattn_hf.layer import QAttnLayer
-from qattn_kernels.online import Scores
-from qattn_kernels.operator import state_names
-from qattn_kernels.rows import bits_to_bool, bool_to_bits, columns_back, real_first
-from qattn_kernels.softmax import sas_exp
-from qattn_kernels.spec import decode_spec
-from qattn_kernels.stores.flashq import FlashQStore
-from qattn_kernels.tally import tally_of
+from qattn_kernels.formats.flashq.reference import FlashQStore
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.skip_counts import tally_of
+from qattn_kernels.layer.spec import decode_spec
+from qattn_kernels.reference.rows import bits_to_bool, bool_to_bits, columns_back, real_first
+from qattn_kernels.reference.softmax import sas_exp
+from qattn_kernels.step.operator import state_names
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:

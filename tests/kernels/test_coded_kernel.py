@@ -17,11 +17,11 @@ from test_fused_kernels import step, undone
 
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
-from qattn_kernels.fused import fused_step
-from qattn_kernels.online import Scores
-from qattn_kernels.operator import reference_step
-from qattn_kernels.over import attend_over
-from qattn_kernels.state import side_of
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.step.kernels import fused_step
+from qattn_kernels.step.reference import reference_step
+from qattn_kernels.step.stock_cache import attend_over
 
 pytestmark = pytest.mark.usefixtures("poison")
 OFFSET, TOKENS, DIM = 50, 150, 64  # queries of two blocks of 128, keys of four of 64

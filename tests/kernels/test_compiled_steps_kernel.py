@@ -16,7 +16,7 @@ from test_fused_kernels import CASES, inputs
 
 from qattn_hf import CapacityError
 from qattn_hf.layer import QAttnLayer
-from qattn_kernels.online import Scores
+from qattn_kernels.layer.scores import Scores
 
 pytestmark = pytest.mark.usefixtures("poison")
 ON_GPU = DEVICE == "cuda"

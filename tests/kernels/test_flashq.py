@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qattn_hf.methods import get_method
-from qattn_kernels.state import side_of
-from qattn_kernels.stores.base import Operand, int8_tokens, pack, unpack
-from qattn_kernels.stores.flashq import head_priority, stage_one, stage_two
+from qattn_kernels.formats.base import Operand, int8_tokens, pack, unpack
+from qattn_kernels.formats.flashq.reference import head_priority, stage_one, stage_two
+from qattn_kernels.layer.state import side_of
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([4, 2]), st.floats(1e-20, 1e20))
@@ -193,7 +193,7 @@ def test_operand_undoes():
 def test_other_lists_of_heads_need_no_other_kernels():
     """A tuned recipe lists other heads in each layer; which and how many they are is no constant of a kernel."""
     pytest.importorskip("triton")
-    from qattn_kernels.sizes import sizes_of
+    from qattn_kernels.launch.constants import sizes_of
 
     def sizes(low: list[int]) -> Any:
         settings = {"bits": "mixed", "k_low_heads": [low], "v_low_heads": [[0]]}

@@ -8,9 +8,9 @@ from helpers import feed, make_layer, random_qkv
 
 from qattn_hf import RecipeError
 from qattn_hf.recipe import find_recipe
-from qattn_kernels.state import side_of
-from qattn_kernels.stores.base import int8_tokens
-from qattn_kernels.stores.fp8 import fp8_tokens
+from qattn_kernels.formats.base import int8_tokens
+from qattn_kernels.formats.fp8.reference import fp8_tokens
+from qattn_kernels.layer.state import side_of
 
 
 def test_tokens_by_hand():

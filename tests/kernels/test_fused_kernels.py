@@ -14,17 +14,17 @@ import triton.language as tl
 from helpers import DEVICE, Case, case_id, make_layer
 
 from qattn_hf.layer import QAttnLayer
-from qattn_kernels.append.launch import finish
-from qattn_kernels.call import make_call
-from qattn_kernels.crop import crop
-from qattn_kernels.fused import fused_step, write_long
-from qattn_kernels.online import Scores
-from qattn_kernels.operator import reference_step
-from qattn_kernels.pieces.fp8 import open as open_fp8
-from qattn_kernels.sink_pool.table import read_sinks
-from qattn_kernels.state import side_of
-from qattn_kernels.stores.fp8 import fp8_tokens
-from qattn_kernels.support import unsupported
+from qattn_kernels.formats.fp8.jit import open as open_fp8
+from qattn_kernels.formats.fp8.reference import fp8_tokens
+from qattn_kernels.launch.call import make_call
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.layer.support import unsupported
+from qattn_kernels.ops.append.launch import finish
+from qattn_kernels.ops.crop.reference import crop
+from qattn_kernels.ops.sink_pool.table import read_sinks
+from qattn_kernels.step.kernels import fused_step, write_long
+from qattn_kernels.step.reference import reference_step
 
 pytestmark = pytest.mark.usefixtures("poison")
 ON_GPU = DEVICE == "cuda"

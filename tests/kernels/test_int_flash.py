@@ -10,15 +10,16 @@ import torch
 from helpers import Case, attention_fp64, feed, make_layer, random_qkv, same_state
 from papers import int_flash as paper
 
-from qattn_kernels.online import Scores, attend
-from qattn_kernels.queries import short_queries
-from qattn_kernels.rotate.reference import rotate
-from qattn_kernels.spec import Compute, Sparsity
-from qattn_kernels.state import side_of
-from qattn_kernels.stores import Operand
-from qattn_kernels.stores.base import Block, unpack
-from qattn_kernels.stores.int8_block import Int8BlockStore
-from qattn_kernels.tiles import FOREVER, Tiles
+from qattn_kernels.formats import Operand
+from qattn_kernels.formats.base import Block, unpack
+from qattn_kernels.formats.int8_block.reference import Int8BlockStore
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import Compute, Sparsity
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.ops.rotate.reference import rotate
+from qattn_kernels.reference.attention import attend
+from qattn_kernels.reference.queries import short_queries
+from qattn_kernels.reference.tiles import FOREVER, Tiles
 
 TENSOR: Case = ("int_flash", {"v_granularity": "tensor"})
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from helpers import DEVICE
 
-from qattn_kernels.jit import divide
+from qattn_kernels.jit.math import divide
 
 
 @triton.jit

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import feed, make_layer, random_qkv
 
-from qattn_kernels.state import side_of
-from qattn_kernels.stores.base import pack, unpack
-from qattn_kernels.stores.kivi import asymmetric, encode
+from qattn_kernels.formats.base import pack, unpack
+from qattn_kernels.formats.kivi.reference import asymmetric, encode
+from qattn_kernels.layer.state import side_of
 
 
 def test_codes_by_hand():

@@ -9,11 +9,11 @@ import torch
 from helpers import DEVICE, Case, case_id, make_layer
 from test_fused_kernels import CASES, MORE_CASES, feed, inputs
 
-from qattn_kernels.fused import fused_step
-from qattn_kernels.online import Scores
-from qattn_kernels.operator import reference_step
-from qattn_kernels.over import attend_over
-from qattn_kernels.spec import LayerSpec
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.step.kernels import fused_step
+from qattn_kernels.step.reference import reference_step
+from qattn_kernels.step.stock_cache import attend_over
 
 pytestmark = pytest.mark.usefixtures("poison")
 ON_GPU = DEVICE == "cuda"

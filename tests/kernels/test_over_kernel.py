@@ -11,9 +11,9 @@ import torch
 from helpers import DEVICE
 
 from qattn_hf.methods import get_method
-from qattn_kernels.online import Scores
-from qattn_kernels.over import attend_over
-from qattn_kernels.spec import LayerSpec
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.step.stock_cache import attend_over
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -10,19 +10,20 @@ import pytest
 import torch
 from helpers import DEVICE
 
+from qattn_kernels.formats import Operand, get_store
+from qattn_kernels.formats.base import int8_tokens
+from qattn_kernels.formats.flashq.reference import stage_one
+from qattn_kernels.formats.int8_block.reference import Int8BlockStore
+from qattn_kernels.launch.panel import ROW_FIELDS, Panel
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import Compute, LayerSpec, Sparsity
 from qattn_kernels.layout import Window
-from qattn_kernels.online import Scores, attend
-from qattn_kernels.panel import ROW_FIELDS, Panel
-from qattn_kernels.prefill.launch import prefill
-from qattn_kernels.prefill.operands import operands
-from qattn_kernels.queries import long_queries
-from qattn_kernels.rows import columns_back, real_first
-from qattn_kernels.spec import Compute, LayerSpec, Sparsity
-from qattn_kernels.stores import Operand, get_store
-from qattn_kernels.stores.base import int8_tokens
-from qattn_kernels.stores.flashq import stage_one
-from qattn_kernels.stores.int8_block import Int8BlockStore
-from qattn_kernels.tiles import FOREVER, Tiles, visible
+from qattn_kernels.ops.prefill.launch import prefill
+from qattn_kernels.reference.attention import attend
+from qattn_kernels.reference.operands import operands
+from qattn_kernels.reference.queries import long_queries
+from qattn_kernels.reference.rows import columns_back, real_first
+from qattn_kernels.reference.tiles import FOREVER, Tiles, visible
 
 BLOCK = 64
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import DEVICE
 
-from qattn_kernels.rotate import launch
-from qattn_kernels.rotate.reference import rotate, rotate_back, signs
+from qattn_kernels.ops.rotate import launch
+from qattn_kernels.ops.rotate.reference import rotate, rotate_back, signs
 
 DIMS = [16, 64, 80, 96, 128, 256]
 # Triton's interpreter cuts off what bf16 has no room for

@@ -10,12 +10,12 @@ from helpers import attention_fp64, feed, make_layer, random_qkv
 from pydantic import ValidationError
 
 from qattn_hf.methods import get_method
-from qattn_kernels.groups import key_groups, query_groups
-from qattn_kernels.online import Scores
-from qattn_kernels.spec import decode_spec
-from qattn_kernels.state import side_of
-from qattn_kernels.stores.base import Operand, int8_tokens
-from qattn_kernels.stores.smoothed import tree_sum
+from qattn_kernels.formats.base import Operand, int8_tokens
+from qattn_kernels.formats.granularity import key_groups, query_groups
+from qattn_kernels.formats.smoothed.reference import tree_sum
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import decode_spec
+from qattn_kernels.layer.state import side_of
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

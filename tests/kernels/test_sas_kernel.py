@@ -14,8 +14,8 @@ from helpers import DEVICE, Case, case_id, make_layer
 from test_fused_kernels import Inputs, step
 from test_sparse_v_kernel import one_program as one_program
 
-from qattn_kernels.fused import fused_step
-from qattn_kernels.operator import reference_step
+from qattn_kernels.step.kernels import fused_step
+from qattn_kernels.step.reference import reference_step
 
 pytestmark = pytest.mark.usefixtures("poison")
 BLOCK, DIM = 64, 64

@@ -9,9 +9,9 @@ from helpers import attention_fp64, feed, make_layer, random_qkv
 from qattn_hf import RecipeError, load_recipe
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import find_recipe
-from qattn_kernels.rows import bits_to_bool
-from qattn_kernels.sink_pool.table import read_sinks
-from qattn_kernels.state import side_of
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.ops.sink_pool.table import read_sinks
+from qattn_kernels.reference.rows import bits_to_bool
 
 SMALL = {"group_size": 32, "residual_length": 0, "sink_num": 3, "sink_window": 4, "sink_skip_layers": 0}
 

@@ -15,10 +15,10 @@ from test_fused_kernels import Inputs, inputs, step
 
 from qattn_hf import patch, report
 from qattn_hf.layer import QAttnLayer
-from qattn_kernels.decode import launch
-from qattn_kernels.fused import fused_step
-from qattn_kernels.operator import reference_step
-from qattn_kernels.tally import tally_of
+from qattn_kernels.layer.skip_counts import tally_of
+from qattn_kernels.ops.decode import launch
+from qattn_kernels.step.kernels import fused_step
+from qattn_kernels.step.reference import reference_step
 
 pytestmark = pytest.mark.usefixtures("poison")
 TAU, BUDGET = 1e-4, 1e-4

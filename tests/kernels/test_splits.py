@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qattn_hf.methods import get_method, list_methods
-from qattn_kernels.decode.table import H200, LONG, MOST, MOST_LONG, WHOLE, Chip, choose, plan
-from qattn_kernels.sizes import sizes_of
+from qattn_kernels.launch.constants import sizes_of
+from qattn_kernels.ops.decode.table import H200, LONG, MOST, MOST_LONG, WHOLE, Chip, choose, plan
 
 
 @given(st.integers(100, 4000), st.integers(1, 5000), st.sampled_from([32, 64, 128]), st.integers(0, 2))

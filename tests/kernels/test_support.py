@@ -10,7 +10,7 @@ from qattn_hf import RecipeError, UnsupportedError, patch, report
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_hf.recipe import find_recipe
-from qattn_kernels.support import no_triton, unsupported
+from qattn_kernels.layer.support import no_triton, unsupported
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 REASONS = [

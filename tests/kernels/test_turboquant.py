@@ -8,12 +8,12 @@ import pytest
 import torch
 from helpers import feed, make_layer, random_qkv
 
-from qattn_kernels.codebook import LARGEST_LEVEL, LEVELS, codebook, midpoints
-from qattn_kernels.rotate.reference import rotate
-from qattn_kernels.state import side_of
-from qattn_kernels.stores.channel_block import ChannelBlockStore
-from qattn_kernels.stores.quant_block import QuantBlockStore
-from qattn_kernels.stores.turboquant import TurboQuantStore
+from qattn_kernels.formats.channel_block.reference import ChannelBlockStore
+from qattn_kernels.formats.lloyd_max import LARGEST_LEVEL, LEVELS, codebook, midpoints
+from qattn_kernels.formats.quant_block.reference import QuantBlockStore
+from qattn_kernels.formats.turboquant.reference import TurboQuantStore
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.ops.rotate.reference import rotate
 
 BITS = [2, 3, 4]
 LLOYD_MAX = {2: 0.1175, 3: 0.03454, 4: 0.009497}  # MSE of the optimal quantizers of the unit normal (Max, 1960)

@@ -1,0 +1,160 @@
+"""What formats with a scale a token and block of channels share in kernels: `formats/channel_block/reference.py`.
+
+Levels enter the products of a decode as INT8, exact, a block of channels at a time; queries and weights as 8-bit twins.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.codebook import half_bytes
+from qattn_kernels.formats.packing import read_codes, write_codes
+from qattn_kernels.jit.split_int8 import TWIN_TOP, dot_twins, join_twins, twin_weights
+from qattn_kernels.jit.tile_order import by_part, by_token, in_line, part_order, stack, take_turns, unstack
+
+LARGEST = tl.constexpr(65504.0)  # of fp16
+
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state."""
+
+    codes: Any
+    scale: Any
+    ring: Any
+
+
+@triton.jit
+def _grouped(x, GROUP: tl.constexpr):
+    """`[BLOCK, DP]` as `[BLOCK, groups, GROUP]`."""
+    return tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
+
+
+@triton.jit
+def to_half(scale):
+    """fp16, finite."""
+    return tl.clamp(scale, -LARGEST, LARGEST).to(tl.float16)
+
+
+@triton.jit
+def _places(at, GROUP: tl.constexpr, C: tl.constexpr):
+    """Where the scales of a block lie: offsets `[BLOCK, groups]` with a mask; groups cover `DP` channels."""
+    COUNT: tl.constexpr = (C.D + GROUP - 1) // GROUP
+    g, t = tl.arange(0, C.DP // GROUP), tl.arange(0, C.BLOCK)
+    return at * (COUNT * C.BLOCK) + g[None, :] * C.BLOCK + t[:, None], (g < COUNT)[None, :]
+
+
+@triton.jit
+def put_block(S, x, at, ENCODE: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """A full block `[BLOCK, DP]`, whose tokens come as they are. `ENCODE` makes int32 codes of fp32 groups `[BLOCK,
+    groups, GROUP]`, and their fp16 scales; `WOVEN`: see `write_codes`."""
+    BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
+    GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
+    code, scale = ENCODE(_grouped(x, GROUP), BITS)
+    where, there = _places(at, GROUP, C)
+    tl.store(S.scale + where, scale, mask=there)
+    write_codes(S.codes, tl.reshape(code, x.shape), at, BITS, WOVEN, VALUES, C)
+
+
+@triton.jit
+def get_block(
+    S, at, LEVELS: tl.constexpr, UNIT: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr
+):
+    """Tokens `[BLOCK, DP]` of a closed block, undone; no scales. `LEVELS` makes INT8 levels of int32 codes, which count
+    `UNIT` each."""
+    BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
+    GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
+    level = LEVELS(read_codes(S.codes, at, BITS, WOVEN, VALUES, C), BITS).to(tl.float32) * UNIT
+    where, there = _places(at, GROUP, C)
+    scale = tl.load(S.scale + where, mask=there, other=0.0).to(tl.float32)
+    return tl.reshape(_grouped(level, GROUP) * scale[:, :, None], level.shape), tl.full([C.BLOCK], 0, tl.float32)
+
+
+@triton.jit
+def _scales(S, at, g: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
+    """Of the tokens, for group `g` of channels."""
+    COUNT: tl.constexpr = (C.D + GROUP - 1) // GROUP
+    return tl.load(S.scale + at * (COUNT * C.BLOCK) + g * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
+
+
+@triton.jit
+def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
+    """Products `[BLOCK, Q]` of levels and scales with twins `x8` of `COUNT` groups of channels from group `g` on."""
+    GROUP: tl.constexpr = C.K_CHANNELS
+    if g * GROUP >= C.D:
+        return tl.full([C.BLOCK, x8.shape[1] // 2], 0, tl.float32)
+    elif COUNT > 1:
+        first, second = unstack(x8)
+        one = group_scores(S, at, first, g, COUNT // 2, HALVES, BITS, C)
+        return one + group_scores(S, at, second, g + COUNT // 2, COUNT // 2, HALVES, BITS, C)
+    else:
+        d = g * GROUP + tl.arange(0, GROUP)
+        if BITS == 8:
+            t = part_order(C.BLOCK, C.PARTS)
+            k = tl.load(
+                S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0
+            )
+            s = join_twins(dot_twins(k, x8))
+        else:
+            lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, False, C), BITS, C.PLAIN)
+            s = stack(join_twins(dot_twins(lo, x8)), join_twins(dot_twins(hi, x8)))
+        return s * by_part(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
+
+
+@triton.jit
+def block_scores(S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels of `half_bytes`, which count
+    `UNIT` each."""
+    s = group_scores(S, at, query[2], 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
+    return take_turns(s, C.PARTS) * (query[3] * UNIT)[None, :]
+
+
+@triton.jit
+def _largest(S, at, g: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr):
+    """The largest scale of each token in `COUNT` groups of values from group `g` on."""
+    if g * C.V_CHANNELS >= C.D:
+        return tl.full([C.BLOCK], 0, tl.float32)
+    elif COUNT > 1:
+        return tl.maximum(_largest(S, at, g, COUNT // 2, C), _largest(S, at, g + COUNT // 2, COUNT // 2, C))
+    else:
+        return tl.abs(_scales(S, at, g, C.V_CHANNELS, C))
+
+
+@triton.jit
+def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
+    """Sums `[COUNT * GROUP, Q]` of levels and scales, weighed by `y` `[BLOCK, Q]` in `token_order`, for `COUNT` groups
+    of channels from group `g` on. A scale is multiplied into its token's weight before the weights become twins."""
+    GROUP: tl.constexpr = C.V_CHANNELS
+    if g * GROUP >= C.D:
+        return tl.full([COUNT * GROUP, y.shape[1]], 0, tl.float32)
+    elif COUNT > 1:
+        one = group_values(S, at, y, g, COUNT // 2, HALVES, BITS, C)
+        return stack(one, group_values(S, at, y, g + COUNT // 2, COUNT // 2, HALVES, BITS, C))
+    else:
+        d = g * GROUP + tl.arange(0, GROUP)
+        y = in_line(y * by_token(_scales(S, at, g, GROUP, C), C.PARTS)[:, None], C.PARTS)
+        if BITS == 8:
+            t = tl.arange(0, C.BLOCK)
+            v = tl.load(
+                S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :], mask=(d < C.D)[:, None], other=0
+            )
+            o = dot_twins(v, twin_weights(y, C))
+        else:
+            y_lo, y_hi = unstack(y)
+            lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, True, C), BITS, C.PLAIN)
+            o = tl.dot(hi, twin_weights(y_hi, C), acc=dot_twins(lo, twin_weights(y_lo, C)), out_dtype=tl.int32)
+        return join_twins(o)
+
+
+@triton.jit
+def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
+    """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
+    COUNT: tl.constexpr = C.DP // C.V_CHANNELS
+    top = tl.maximum(tl.max(p * by_token(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), 1e-30)
+    o = group_values(S, at, p * (1.0 / top * TWIN_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
+    return acc * alpha[None, :] + o * (beta * top * (UNIT / 127.0))[None, :], tl.sum(p, 0)

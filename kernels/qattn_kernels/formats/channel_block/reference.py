@@ -1,0 +1,78 @@
+"""What stores share whose tokens have one scale for each block of channels, behind a ring in the model's precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qattn_kernels.formats.base import Block, OpenStore, Operand, pack, unpack, write_rows
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+
+LARGEST = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class ChannelBlockStore(OpenStore):
+    """Base: codes of `bits` bits, `value = level * scale` with an fp16 scale for `group(D)` channels of a token.
+
+    Attributes:
+        bits: of a code; 8 are INT8 as they are, fewer are packed (`pack`).
+        for_values: codes lie `[D, tokens]`, as the product with values wants them.
+    """
+
+    bits: int = 4
+    for_values: bool = False
+
+    integer = False
+
+    def group(self, dim: int) -> int:
+        """Channels that share a scale; the last group of a head dim may be a short one."""
+        raise NotImplementedError
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes in [0, 2^bits), or INT8, of fp32 groups `[..., groups, group]`, and their fp16 scales."""
+        raise NotImplementedError
+
+    def levels(self, code: torch.Tensor) -> torch.Tensor:
+        """The fp32 level that each code stands for."""
+        raise NotImplementedError
+
+    def laid(self, packed: torch.Tensor) -> torch.Tensor:
+        """Packed codes in the order of the memory as they lie there."""
+        return packed
+
+    def taken(self, codes: torch.Tensor) -> torch.Tensor:
+        """The inverse."""
+        return codes
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        rows, block = (geo.batch, geo.heads, geo.blocks), window.block
+        tokens, groups = block * self.bits // 8, -(-dim // self.group(dim))
+        codes = (dim, tokens) if self.for_values else (tokens, dim)
+        return {
+            "codes": TensorSpec((*rows, *codes), torch.int8 if self.bits == 8 else torch.uint8, block_dim=2),
+            "scale": TensorSpec((*rows, groups, block), torch.float16, block_dim=2),
+        }
+
+    def write(self, state: State, block: Block) -> None:
+        x = block.tokens.x.float()
+        group, dim = self.group(x.shape[-1]), x.shape[-1]
+        padded = torch.nn.functional.pad(x, (0, -dim % group))
+        code, scale = self.encode(padded.unflatten(-1, (-1, group)))
+        code = code.flatten(-2)[..., :dim]
+        code = code if self.bits == 8 else pack(code, self.bits)
+        code = code.transpose(-1, -2) if self.for_values else code
+        write_rows(state["codes"], block.index, block.write, self.laid(code))
+        write_rows(state["scale"], block.index, block.write, scale.transpose(-1, -2))
+
+    def read(self, state: State, blocks: int) -> Operand:
+        codes = self.taken(state["codes"][:, :, :blocks])
+        codes = codes.transpose(-1, -2) if self.for_values else codes
+        level = self.levels(codes if self.bits == 8 else unpack(codes, self.bits))
+        dim = level.shape[-1]
+        scale = state["scale"][:, :, :blocks].float().transpose(-1, -2).repeat_interleave(self.group(dim), -1)
+        return Operand((level * scale[..., :dim]).to(state["ring"].dtype), None)
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        return [[self.bits] * heads for _ in range(state["codes"].shape[0])]

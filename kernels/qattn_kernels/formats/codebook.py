@@ -1,0 +1,131 @@
+"""Codes of 2 to 4 bits as INT8 levels, looked up without memory: a table of eight is one permutation of bytes for four
+codes, one of sixteen two and a choice between them.
+
+A tile of packed codes is taken as its two halves of tokens, whose codes stand in four bits each whatever their width:
+in the lower and in the upper ones of a byte, or, where they are looked up, in the lower and the upper half of a word.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.lloyd_max import codebook
+from qattn_kernels.jit.tile_order import part_order
+
+
+def _words(bits: int) -> list[int]:
+    """The levels of all codes, four to an int32, the first in its lowest byte."""
+    table = struct.pack(f"{2**bits}b", *codebook(bits))
+    return list(struct.unpack(f"<{len(table) // 4}i", table))
+
+
+def _lookup(bits: int) -> str:
+    """Assembly: a word of eight codes to the levels of those in its lower and in its upper half.
+
+    A permutation takes its indices from the four bits at a time of half a word. Its index knows eight bytes; the fourth
+    bit of a code, spread over a byte, chooses between two tables.
+    """
+    words = [f"0x{word & 0xFFFFFFFF:08x}" for word in _words(bits)]
+    pairs = [(words[i], words[min(i + 1, len(words) - 1)]) for i in range(0, len(words), 2)]
+    lines = ["and.b32 s, $2, 0x77777777;" if bits == 4 else "mov.b32 s, $2;", "shr.b32 t, s, 16;"]
+    for i, (one, other) in enumerate(pairs):
+        lines += [f"mov.b32 u, {one};", f"mov.b32 v, {other};", f"prmt.b32 l{i}, u, v, s;", f"prmt.b32 h{i}, u, v, t;"]
+    if bits == 4:
+        lines += ["shl.b32 s, $2, 4;", "prmt.b32 t, s, $2, 0xd9c8;", "prmt.b32 s, s, $2, 0xfbea;"]
+        lines += ["lop3.b32 $0, t, l1, l0, 0xca;", "lop3.b32 $1, s, h1, h0, 0xca;"]
+    else:
+        lines += ["mov.b32 $0, l0;", "mov.b32 $1, h0;"]
+    return "{.reg .b32 s, t, u, v, l0, h0, l1, h1; " + " ".join(lines) + "}"
+
+
+WORDS_2, WORDS_3, WORDS_4 = (tl.constexpr(tuple(_words(bits))) for bits in (2, 3, 4))
+LOOKUP_2, LOOKUP_3, LOOKUP_4 = (tl.constexpr(_lookup(bits)) for bits in (2, 3, 4))
+
+
+@triton.jit
+def _from_words(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
+    low = tl.where(code < 4, tl.full(code.shape, FIRST, tl.int32), tl.full(code.shape, SECOND, tl.int32))
+    high = tl.where(code < 12, tl.full(code.shape, THIRD, tl.int32), tl.full(code.shape, FOURTH, tl.int32))
+    return (tl.where(code < 8, low, high) >> ((code % 4) * 8)).to(tl.int8)
+
+
+@triton.jit
+def levels(code, BITS: tl.constexpr):
+    """int8 levels of int32 codes, in plain arithmetic."""
+    if BITS == 2:
+        return _from_words(code, WORDS_2[0], WORDS_2[0], WORDS_2[0], WORDS_2[0])
+    elif BITS == 3:
+        return _from_words(code, WORDS_3[0], WORDS_3[1], WORDS_3[1], WORDS_3[1])
+    else:
+        return _from_words(code, WORDS_4[0], WORDS_4[1], WORDS_4[2], WORDS_4[3])
+
+
+@triton.jit
+def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
+    """int8 levels of the codes in the lower and in the upper halves of words, whose bytes are neighbours in the last
+    dimension."""
+    if PLAIN:
+        words = tl.reshape(x.to(tl.int32), (x.shape[0], x.shape[1] // 4, 2, 2))
+        low, high = tl.split(tl.permute(words, (0, 1, 3, 2)))
+        low, high = tl.join(low & 15, low >> 4), tl.join(high & 15, high >> 4)
+        return levels(tl.reshape(low, x.shape), BITS), levels(tl.reshape(high, x.shape), BITS)
+    if BITS == 2:
+        asm: tl.constexpr = LOOKUP_2
+    elif BITS == 3:
+        asm: tl.constexpr = LOOKUP_3
+    else:
+        asm: tl.constexpr = LOOKUP_4
+    return tl.inline_asm_elementwise(asm, "=&r,=&r,r", [x], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
+
+
+@triton.jit
+def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
+    """The same for codes of 4 bits that are levels raised by 8: sixteen times those, since so a code becomes an INT8
+    number in its place."""
+    if PLAIN:
+        return ((x << 4) ^ 128).to(tl.int8, bitcast=True), ((x & 240) ^ 128).to(tl.int8, bitcast=True)
+    asm: tl.constexpr = "{.reg .b32 s, t; shl.b32 s, $2, 4; and.b32 s, s, 0xf0f0f0f0; and.b32 t, $2, 0xf0f0f0f0; xor.b32 $0, s, 0x80808080; xor.b32 $1, t, 0x80808080;}"  # noqa: E501
+    return tl.inline_asm_elementwise(asm, "=&r,=&r,r", [x], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
+
+
+@triton.jit
+def _bytes(codes, at, byte, there, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Bytes of a block where they are `there`, zeros elsewhere, for channels `d`: `[n, channels]` of keys, `[channels,
+    n]` of values."""
+    inside = d < C.D
+    if VALUES:
+        where, mask = at * (ROWS * C.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & there[None, :]
+    else:
+        where, mask = at * (ROWS * C.D) + byte[:, None] * C.D + d[None, :], inside[None, :] & there[:, None]
+    return tl.load(codes + where, mask=mask, other=0)
+
+
+@triton.jit
+def half_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Both halves of a block's codes, for channels `d`: that of token `t` in the lower four bits, that of the token
+    half a block later in the upper ones."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    FOURTH: tl.constexpr = C.BLOCK // 4
+    EIGHTH: tl.constexpr = C.BLOCK // 8
+    t = tl.arange(0, C.BLOCK // 2) if VALUES else part_order(C.BLOCK // 2, C.PARTS // 2)
+    if BITS == 4:
+        return _bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
+    elif BITS == 2:  # in two parts: a shift that depends on the token would cost a conversion through shared memory
+        one = _bytes(codes, at, t, t < FOURTH, d, ROWS, VALUES, C)
+        two = _bytes(codes, at, t - FOURTH, t >= FOURTH, d, ROWS, VALUES, C)
+        if C.PLAIN:
+            return one & 51 | (two >> 2) & 51
+        asm: tl.constexpr = "{.reg .b32 s; shr.b32 s, $2, 2; or.b32 s, s, $1; and.b32 $0, s, 0x33333333;}"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [one, two], dtype=tl.uint8, is_pure=True, pack=4)
+    else:  # the six parts of 3 bits would fill shared memory, so bytes come as often as they have to be shifted
+        low = _bytes(codes, at, t % FOURTH, t >= 0, d, ROWS, VALUES, C)
+        top = _bytes(codes, at, FOURTH + t % EIGHTH, t >= 0, d, ROWS, VALUES, C)
+        eighth = (t // EIGHTH).to(tl.int8)  # one for any four bytes of a word, which lie side by side
+        shift = tl.broadcast_to(eighth[None, :] if VALUES else eighth[:, None], low.shape)
+        if C.PLAIN:
+            return (low >> (shift & 2).to(tl.uint8)) & 51 | ((top >> shift.to(tl.uint8)) << 2) & 68
+        asm: tl.constexpr = "{.reg .b32 s, t; and.b32 s, $3, 2; shr.b32 s, $1, s; and.b32 s, s, 0x33333333; and.b32 t, $3, 3; shr.b32 t, $2, t; shl.b32 t, t, 2; and.b32 t, t, 0x44444444; or.b32 $0, s, t;}"  # noqa: E501
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, top, shift], dtype=tl.uint8, is_pure=True, pack=4)

@@ -1,0 +1,206 @@
+"""FlashQ in kernels: `formats/flashq/reference.py` is the specification."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.flashq.reference import FlashQStore, Low
+from qattn_kernels.formats.int8.jit import quantize, token_values
+from qattn_kernels.formats.int8_ring.jit import ring_scores as ring_scores
+from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
+from qattn_kernels.jit.math import divide, round_even
+from qattn_kernels.jit.split_int8 import TWIN_TOP, twin
+
+NONE, ALL, LISTED, RANKED = (tl.constexpr(int(kind)) for kind in Low)  # of a side's heads have 2 bits
+
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state; `low` heads have 2 bits, those of a list a bit in `mask`."""
+
+    codes4: Any
+    codes2: Any
+    head_of: Any
+    s2: Any
+    z2: Any
+    s: Any
+    ring: Any
+    ring_scale: Any
+    low: Any
+    mask: Any
+
+
+TWINS = True
+LEVELS = tl.constexpr(119)
+
+
+@lru_cache(maxsize=1024)
+def head_numbers(store: FlashQStore, heads: int) -> dict[str, int]:
+    """What kernels take beside the state, as `number` reads it."""
+    listed = sum(1 << head for head in store.low_heads or ())
+    return {name: 2 * value + 3 for name, value in (("low", store.low(heads)), ("mask", listed))}
+
+
+@triton.jit
+def number(x):
+    """One of `head_numbers`: odd and above 1, since Triton compiles apart what is 1 or a multiple of 16."""
+    return (x >> 1) - 1
+
+
+@triton.jit
+def open(x):
+    return quantize(x, LEVELS)
+
+
+@triton.jit
+def _wide(S, LOW: tl.constexpr, C: tl.constexpr):
+    """Heads with 4 bits: their places are the first."""
+    if LOW == NONE:
+        return C.H
+    elif LOW == ALL:
+        return 0
+    else:
+        return C.H - number(S.low)
+
+
+@triton.jit
+def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
+    """The place of head `h` in the arenas, 4-bit places first, its index among those of its width, and whether that is
+    2 bits."""
+    if LOW <= ALL:
+        return h, (b * C.H + h).to(tl.int64), (h < 0) if LOW == NONE else (h >= 0)
+    else:
+        n = tl.arange(0, triton.next_power_of_2(C.H))
+        there = tl.load(S.head_of + b * C.H + n, mask=n < C.H, other=-1)
+        place = tl.sum(tl.where(there == h, n, 0), 0)
+        wide = C.H - number(S.low)
+        index = tl.where(place < wide, b * wide + place, b * (C.H - wide) + place - wide)
+        return place, index.to(tl.int64), place >= wide
+
+
+@triton.jit
+def seen(code, scale, keep):
+    """A full block: token-scaled codes to one scale, integers in fp32; tokens outside `keep` do not raise it."""
+    s = tl.max(tl.where(keep, scale, 0.0), 0)
+    ratio = tl.div_rn(scale, tl.zeros_like(scale) + tl.where(s == 0.0, 1.0, s))
+    x1 = round_even(tl.clamp(code * ratio[:, None], -1.0 * LEVELS, 1.0 * LEVELS))
+    return x1, tl.zeros_like(scale) + s
+
+
+@triton.jit
+def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
+    """Where head `h` lives; noted when the row's `first` block closes, unless the ranking kernel did."""
+    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
+    if LOW == RANKED:
+        found, _, _ = locate(S, b, h, LOW, C)
+    else:
+        found = h
+        if LOW == LISTED:
+            n = tl.arange(0, triton.next_power_of_2(C.H))
+            mask = tl.full(n.shape, 0, tl.int64) + number(S.mask)
+            low, own = (mask >> n.to(tl.int64)) & 1, (mask >> h.to(tl.int64)) & 1
+            before = (n < C.H) & ((low < own) | ((low == own) & (n < h)))
+            found = tl.sum(before.to(tl.int32), 0)
+        if first:
+            tl.store(S.head_of + b * C.H + found, h)
+    return found
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Stage two: a full block in 4 or 2 bits a channel, in integers."""
+    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
+    d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
+    levels = tl.where(place >= wide, 3, 15)
+    some = tl.max(keep.to(tl.int32), 0) > 0
+    low = tl.where(some, tl.min(tl.where(keep[:, None], code, 127.0), 0), 0.0).to(tl.int32)
+    high = tl.where(some, tl.max(tl.where(keep[:, None], code, -127.0), 0), 0.0).to(tl.int32)
+    step = tl.maximum((2 * (high - low) + levels) // (2 * levels), 1)
+    zero = low + ((high - low - step * levels) >> 1)
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    tl.store(S.s2 + at * C.D + d, step.to(tl.int8), mask=d < C.D)
+    tl.store(S.z2 + at * C.D + d, zero.to(tl.int8), mask=d < C.D)
+    tl.store(S.s + at, tl.max(scale, 0))
+    zero, step = zero.to(tl.float32), step.to(tl.float32)
+    code = round_even(divide(code - zero[None, :], step[None, :]))
+    code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
+    if LOW != ALL:
+        if place < wide:
+            write_codes(S.codes4, code, (b * wide + place).to(tl.int64) * NB + index, 4, False, VALUES, C)
+    if LOW != NONE:
+        if place >= wide:
+            at2 = (b * (C.H - wide) + place - wide).to(tl.int64) * NB + index
+            write_codes(S.codes2, code, at2, 2, False, VALUES, C)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Stage two undone: INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
+    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
+    d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
+    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
+    code = tl.full([C.BLOCK, C.DP], 0, tl.int32)
+    if LOW != ALL:
+        if place < wide:
+            code = read_codes(S.codes4, (b * wide + place).to(tl.int64) * NB + index, 4, False, VALUES, C)
+    if LOW != NONE:
+        if place >= wide:
+            at2 = (b * (C.H - wide) + place - wide).to(tl.int64) * NB + index
+            code = read_codes(S.codes2, at2, 2, False, VALUES, C)
+    x1 = code * step[None, :] + zero[None, :]
+    return x1.to(tl.int8), tl.load(S.s + at) + tl.full([C.BLOCK], 0, tl.float32)
+
+
+@triton.jit
+def channels(C: tl.constexpr):
+    """A thread of a tensor core tile holds every eighth row; so ordered these are four neighbours each, whose scales it
+    loads at once."""
+    row = tl.arange(0, C.DP)
+    return row // 32 * 32 + row % 8 * 4 + row // 8 % 4
+
+
+@triton.jit
+def _by_rows(x, C: tl.constexpr):
+    """Numbers `[DP]` of the channels in the order of the rows."""
+    return tl.reshape(tl.permute(tl.reshape(x, (C.DP // 32, 8, 4)), (0, 2, 1)), (C.DP,))
+
+
+@triton.jit
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    """Channel steps go into the query, scaled for the largest that there can be: a maximum would cost a reduction a
+    block, and twins have bits to spare. The sum of zeros is one of integers, which a warp has an instruction for."""
+    d = tl.arange(0, C.DP)
+    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0)
+    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0)
+    s = tl.load(S.s + at)
+    LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the steps of codes that span [-119, 119]
+    FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels stay in int32
+    x8 = twin(query[4] * (step.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
+    off = tl.sum((query[4] * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query[3]
+    products = code_scores(S.codes4 if BITS == 4 else S.codes2, index, x8, BITS, C) * (s * LARGEST)
+    return products * query[3][None, :] + (off * (s * (1.0 / FINE)))[None, :]
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    """Channel steps go into the sum, and a zero point is weighed with the sum of the weights: twins leave so little of
+    these that their own sum serves as well as that of rounded ones."""
+    d = tl.arange(0, C.DP)
+    step = _by_rows(tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    zero = _by_rows(tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    s = tl.load(S.s + at)
+    o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * TWIN_TOP, channels(C), BITS, C)
+    o *= (step * (1.0 / 127.0))[:, None]
+    total = tl.sum(p, 0)
+    return acc * alpha[None, :] + (o + total[None, :] * zero[:, None]) * (beta * s)[None, :], total
+
+
+@triton.jit
+def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
+    codes, scales = S.ring + first * C.D + start, S.ring_scale + first + start
+    return token_values(codes, scales, SLOTS, channels(C), TOKENS, 1, p, acc, alpha, beta, C)

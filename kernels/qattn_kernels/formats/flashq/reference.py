@@ -1,0 +1,246 @@
+"""FlashQ, TurboAttention's progressive format: INT8 tokens first, then 4 or 2 bits a channel of a block, in integers.
+
+TurboAttention section 3, Eq. 3, 4 and 7, Algorithms 1 and 2. Where the paper's forms differ from one another, the
+rounded scale with a centred zero point is used: its undone values always fit INT8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from qattn_kernels.formats.base import (
+    INT8_LEVELS,
+    Arrival,
+    Block,
+    Operand,
+    Store,
+    int8_ring,
+    int8_tokens,
+    pack,
+    unpack,
+    write_rows,
+)
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+
+
+class Low(IntEnum):
+    """Which heads of a side have 2 bits: none, all, those of a recipe's list, or those that each row ranks lowest."""
+
+    NONE = 0
+    ALL = 1
+    LISTED = 2
+    RANKED = 3
+
+
+def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token-scaled codes `[..., block, D]` to one scale a block: `s = max s_t`, `X1 = round(code * s_t / s)`.
+
+    Tokens outside `keep` `[..., block]`, if given, do not raise the scale; what is beyond it is clamped.
+    """
+    scale = (tokens.scales if keep is None else torch.where(keep, tokens.scales, 0.0)).amax(-1)
+    divisor = torch.where(scale == 0, 1.0, scale)
+    x1 = torch.round(tokens.x.float() * (tokens.scales / divisor[..., None])[..., None])
+    return x1.clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8), scale
+
+
+def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Asymmetric `bits`-bit codes of `X1` `[..., block, D]` a channel: `(code, s2, z2)`, undone as `code * s2 + z2`.
+
+    Tokens outside `keep` `[..., block]` do not widen the range; in a block without any, the range is zero.
+    """
+    x1, levels = x1.int(), 2**bits - 1
+    low = torch.where(keep[..., None], x1, 127).amin(-2)
+    high = torch.where(keep[..., None], x1, -127).amax(-2)
+    low, high = torch.where(keep.any(-1, True), low, 0), torch.where(keep.any(-1, True), high, 0)
+    scale = ((2 * (high - low) + levels) // (2 * levels)).clamp(min=1)
+    zero = low + ((high - low - scale * levels) >> 1)
+    code = torch.round((x1 - zero[..., None, :]) / scale[..., None, :]).clamp(0, levels)
+    return code.to(torch.uint8), scale.to(torch.int8), zero.to(torch.int8)
+
+
+def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kind: str) -> torch.Tensor:
+    """fp64 priority `[B, H]` of the heads of one block `X1` `[B, H, block, D]`; the lowest get 2 bits (section 3.3).
+
+    `priority` = gap of the head times the deviation of its channels' gaps; `min_max` and `variation` are its factors;
+    `entropy` of a 256-bin histogram; `random` ranks by a fixed shuffle.
+    """
+    if kind == "random":
+        order = torch.randperm(x1.shape[1], generator=torch.Generator().manual_seed(0))
+        return order.to(x1.device, torch.float64).expand(x1.shape[0], -1)
+    values = x1.double() * scale.double()[..., None, None]
+    low = torch.where(keep[..., None], values, torch.inf).amin(-2)
+    high = torch.where(keep[..., None], values, -torch.inf).amax(-2)
+    gap = (high - low).nan_to_num(0.0, 0.0, 0.0)  # a block without a finite token has no gap
+    if kind == "entropy":
+        return _entropy(values, keep, low.amin(-1), high.amax(-1))
+    head_gap, deviation = (high.amax(-1) - low.amin(-1)).nan_to_num(0.0, 0.0, 0.0), gap.std(-1)
+    return {"priority": head_gap * deviation, "min_max": head_gap, "variation": deviation}[kind]
+
+
+def _entropy(values: torch.Tensor, keep: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    width = torch.where(high > low, high - low, 1.0)[..., None, None]
+    bins = ((values - low[..., None, None]) / width * 256).clamp(0, 255).nan_to_num(0.0).long()
+    weight = keep[..., None].expand_as(values).double()
+    counts = torch.zeros(*values.shape[:2], 256, dtype=torch.float64, device=values.device)
+    counts.scatter_add_(2, bins.flatten(2), weight.flatten(2))
+    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return torch.special.entr(share).sum(-1)
+
+
+@dataclass(frozen=True)
+class FlashQStore(Store):
+    """INT8 ring, 4- and 2-bit blocks.
+
+    Attributes:
+        bits: 4, 2, or `mixed`: then `n_low` heads of the layer get 2 bits, the others 4.
+        n_low: acts in `mixed` only.
+        priority: how those heads are chosen when a row's first block closes (see `head_priority`).
+        low_heads: their list, if a recipe fixes it for all rows; it wins over `priority`.
+        buffer_scale: `token`, or the paper's `universal`: one scale a row and head, later values clamped and counted.
+    """
+
+    bits: int | str = 4
+    n_low: int = 0
+    priority: str = "priority"
+    low_heads: tuple[int, ...] | None = None
+    buffer_scale: str = "token"
+
+    name = "flashq"
+    windowed = True
+
+    def low(self, heads: int) -> int:
+        """How many of `heads` heads get 2 bits."""
+        return self.n_low if self.bits == "mixed" else heads if self.bits == 2 else 0
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        b, h, n = geo.batch, geo.heads, geo.blocks
+
+        def codes(heads: int, bits: int) -> TensorSpec:
+            tokens = window.block * bits // 8
+            return TensorSpec((b, heads, n, *((dim, tokens) if self.transposed else (tokens, dim))), torch.uint8, 0, 2)
+
+        found = {
+            "codes4": codes(h - self.low(h), 4),
+            "codes2": codes(self.low(h), 2),
+            "head_of": TensorSpec((b, h), torch.int32),
+            "s2": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
+            "z2": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
+            "s": TensorSpec((b, h, n), torch.float32, block_dim=2),
+        }
+        if self.buffer_scale == "universal":
+            found["universal"] = TensorSpec((b, h), torch.float32)
+            found["clamped"] = TensorSpec((b, h), torch.int64)
+        return found
+
+    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
+        return int8_ring(geo, slots, dim, self.transposed)
+
+    def open(self, new: Arrival, state: State) -> Operand:
+        tokens = int8_tokens(new.x)
+        return tokens if self.buffer_scale == "token" else self._universal(new, tokens, state)
+
+    def reopen(self, x: torch.Tensor) -> Operand:
+        return int8_tokens(x)
+
+    def _universal(self, new: Arrival, tokens: Operand, state: State) -> Operand:
+        """The paper's one scale: from a first call of at least a block, else from the row's first block of tokens."""
+        block = new.block
+        start, total = new.length[:, None], (new.length + new.count)[:, None]
+        pos = new.length[:, None] + torch.arange(new.x.shape[2], device=new.x.device)
+        real = new.real[:, None]
+        whole = (tokens.scales * real).amax(-1)
+        ring = state["ring_scale"][..., :block]
+        older = torch.arange(ring.shape[-1], device=ring.device) < start
+        head = (tokens.scales * (real & (pos < block)[:, None])).amax(-1)
+        head = torch.maximum((ring * older[:, None]).amax(-1), head)
+        at_once = (start == 0) & (total >= block)
+        fixes = (state["universal"] == 0) & (total >= block)
+        state["universal"].copy_(torch.where(fixes, torch.where(at_once, whole, head), state["universal"]))
+        scale = state["universal"]
+        applies = (scale > 0)[..., None] & (at_once[..., None] | (pos >= block)[:, None])
+        code = torch.round(new.x / torch.where(scale > 0, scale, 1.0)[..., None, None])
+        beyond = (code.abs() > INT8_LEVELS) & applies[..., None] & real[..., None]
+        state["clamped"].add_(beyond.sum((-1, -2)))
+        fixed = code.clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8)
+        zero = (tokens.scale == 0) | ~applies
+        return Operand(
+            torch.where(applies[..., None], fixed, tokens.x), torch.where(zero, tokens.scales, scale[..., None])
+        )
+
+    def seen(self, tokens: Operand, state: State) -> Operand:
+        x1, scale = stage_one(tokens)
+        return Operand(x1, scale[..., None].expand(x1.shape[:-1]))
+
+    def write(self, state: State, block: Block) -> None:
+        x1, scale = stage_one(block.tokens, block.keep)
+        self._place_heads(state, x1, scale, block)
+        head_of = state["head_of"].long()
+        wide = state["codes4"].shape[1]
+        steps, zeros = [], []
+        for bits, heads in ((4, head_of[:, :wide]), (2, head_of[:, wide:])):
+            if heads.shape[1] == 0:
+                continue
+            rows = torch.arange(len(heads), device=heads.device)[:, None]
+            code, s2, z2 = stage_two(x1[rows, heads], block.keep[rows, heads], bits)
+            packed = pack(code, bits)
+            packed = packed.transpose(-1, -2) if self.transposed else packed
+            write_rows(state[f"codes{bits}"], block.index, block.write, packed)
+            steps.append(s2)
+            zeros.append(z2)
+        by_head = head_of[..., None].expand(-1, -1, x1.shape[-1])
+        for name, parts in (("s2", steps), ("z2", zeros)):
+            values = torch.cat(parts, 1)
+            write_rows(state[name], block.index, block.write, torch.empty_like(values).scatter_(1, by_head, values))
+        write_rows(state["s"], block.index, block.write, scale)
+
+    def _place_heads(self, state: State, x1: torch.Tensor, scale: torch.Tensor, block: Block) -> None:
+        """When a row's first block closes: which head lives at which place of the arenas, 4-bit places first."""
+        heads = x1.shape[1]
+        if self.low_heads is not None:
+            low = torch.zeros(heads, dtype=torch.bool, device=x1.device)
+            for head in self.low_heads:  # a list as index would be copied to the device, which a capture forbids
+                low[head] = True
+            low = low.expand(len(x1), -1)
+        elif 0 < self.low(heads) < heads:
+            rank = head_priority(x1, scale, block.keep, self.priority).argsort(dim=-1, stable=True).argsort(-1)
+            low = rank < self.n_low
+        else:
+            low = torch.zeros(x1.shape[:2], dtype=torch.bool, device=x1.device)
+        places = low.int().argsort(dim=-1, stable=True).int()
+        first = (block.write & (block.index == 0))[:, None]
+        state["head_of"].copy_(torch.where(first, places, state["head_of"]))
+
+    def read(self, state: State, blocks: int) -> Operand:
+        codes = []
+        for bits in (4, 2):
+            packed = state[f"codes{bits}"][:, :, :blocks]
+            codes.append(unpack(packed.transpose(-1, -2) if self.transposed else packed, bits))
+        code = torch.cat([c for c in codes if c.shape[1]], 1)
+        if codes[0].shape[1] and codes[1].shape[1]:
+            place_of = state["head_of"].argsort(-1)
+            code = code[torch.arange(len(code), device=code.device)[:, None], place_of]
+        s2, z2, s = (state[name][:, :, :blocks] for name in ("s2", "z2", "s"))
+        x1 = code.to(torch.int16) * s2[..., None, :] + z2[..., None, :]
+        return Operand(x1.to(torch.int8), s[..., None].expand(x1.shape[:-1]))
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        wide = heads - self.low(heads)
+        rows = []
+        for places in state["head_of"].tolist():
+            decided = len(set(places)) == heads  # all zero until the row's first block closes
+            bits = [4] * heads if wide == heads else [2] * heads if wide == 0 else [0] * heads
+            for place, head in enumerate(places if decided else []):
+                bits[head] = 4 if place < wide else 2
+            rows.append(bits)
+        return rows
+
+    def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
+        state["head_of"].masked_fill_((closed == 0)[:, None], 0)
+        if self.buffer_scale == "universal":
+            state["universal"].masked_fill_((length < window.block)[:, None], 0.0)
+
+
+STORE = FlashQStore

@@ -1,0 +1,68 @@
+"""FP8 with one scale a token in kernels: `formats/fp8/reference.py` is the specification.
+
+The products are those of INT8 tokens in fp16, in which a code of either is exact.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.int8.jit import Tensors as Tensors
+from qattn_kernels.formats.int8.jit import addresses, numbers
+from qattn_kernels.formats.int8.jit import channels as channels
+from qattn_kernels.formats.int8.jit import get as get_codes
+from qattn_kernels.formats.int8.jit import locate as locate
+from qattn_kernels.formats.int8.jit import place as place
+from qattn_kernels.formats.int8.jit import scores as scores
+from qattn_kernels.formats.int8.jit import values as values
+from qattn_kernels.jit.math import divide, round_even
+
+LARGEST = tl.constexpr(448.0)  # of E4M3
+LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6: below it numbers of E4M3 lie 2^-9 apart
+
+
+@triton.jit
+def rounded(x):
+    """To the nearest number of E4M3, ties to even: 20 of 23 bits behind the point go."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    small = round_even(x * 512.0) * (1.0 / 512.0)
+    return tl.where(tl.abs(x) < LEAST_NORMAL, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def signed_divide(x, divisor):
+    """`divide` that keeps the sign of a zero, which E4M3 has too."""
+    return tl.where(x == 0.0, x, divide(x, divisor))
+
+
+@triton.jit
+def open(x):
+    """Needs `enable_fp_fusion=False`, like all that makes codes."""
+    top = tl.max(tl.abs(x), 1)
+    scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    return rounded(signed_divide(x, divisor[:, None])), scale
+
+
+@triton.jit
+def seen(code, scale, keep):
+    """Undone, as a prefill in the model's precision reads it."""
+    return code * scale[:, None], scale
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    inside = tl.arange(0, C.DP) < C.D
+    byte = code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(addresses(S.codes, at, t, VALUES, C), byte, mask=write[:, None] & inside[None, :])
+    tl.store(S.scale + at * C.BLOCK + t, scale, mask=write)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    code, scale = get_codes(S, b, h, index, NB, place, VALUES, C)
+    return numbers(code).to(tl.float32) * scale[:, None], scale

@@ -1,0 +1,65 @@
+"""FP8 E4M3 with one scale a token: a wider range inside a token than INT8's, a coarser step at its top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qattn_kernels.formats.base import Arrival, Block, Operand, Store, write_rows
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+
+LARGEST = 448.0  # of E4M3
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of at most 448 rounded to E4M3, in fp16, which holds all of them. A zero is never negative, so that equal
+    numbers have equal bytes."""
+    return x.to(torch.float8_e4m3fn).to(torch.float16) + 0.0
+
+
+def fp8_tokens(x: torch.Tensor) -> Operand:
+    """`scale = max|x| / 448`, `x / scale` rounded to E4M3.
+
+    A token of zeros, and one so small that its scale would be denormal, has scale 0 and undoes to zeros.
+    """
+    top = x.abs().amax(-1)
+    scale = top / torch.full_like(top, LARGEST)  # by a number, CUDA would multiply by its rounded inverse
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
+    code = x / torch.where(scale == 0, 1.0, scale)[..., None]
+    return Operand(to_fp8(code), scale)
+
+
+@dataclass(frozen=True)
+class Fp8Store(Store):
+    """One byte a value, one fp32 scale a token; a token is final when it is written."""
+
+    name = "fp8"
+    integer = False
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        shape = (geo.batch, geo.heads, geo.blocks)
+        codes = (dim, window.block) if self.transposed else (window.block, dim)
+        return {
+            "codes": TensorSpec((*shape, *codes), torch.uint8, block_dim=2),
+            "scale": TensorSpec((*shape, window.block), torch.float32, block_dim=2),
+        }
+
+    def open(self, new: Arrival, state: State) -> Operand:
+        return fp8_tokens(new.x)
+
+    def write(self, state: State, block: Block) -> None:
+        codes = block.tokens.x.to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = codes.transpose(-1, -2) if self.transposed else codes
+        write_rows(state["codes"], block.index, block.write, codes)
+        write_rows(state["scale"], block.index, block.write, block.tokens.scales)
+
+    def read(self, state: State, blocks: int) -> Operand:
+        codes = state["codes"][:, :, :blocks].view(torch.float8_e4m3fn).to(torch.float16)
+        return Operand(codes.transpose(-1, -2) if self.transposed else codes, state["scale"][:, :, :blocks])
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        return [[8] * heads for _ in range(state["codes"].shape[0])]
+
+
+STORE = Fp8Store

@@ -1,0 +1,66 @@
+"""FP8 values with a scale a channel in kernels: `formats/fp8_channel/reference.py` is the specification.
+
+Values only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.fp8.jit import LARGEST, rounded, signed_divide
+from qattn_kernels.formats.int8.jit import addresses, numbers
+from qattn_kernels.formats.int8.jit import channels as channels
+from qattn_kernels.formats.int8.jit import locate as locate
+from qattn_kernels.formats.int8.jit import place as place
+from qattn_kernels.formats.int8.jit import seen as seen
+from qattn_kernels.formats.model.jit import open as open
+from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+from qattn_kernels.jit.split_int8 import own_columns, whole_columns
+from qattn_kernels.jit.tile_order import in_line
+
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state."""
+
+    codes: Any
+    scale: Any
+    ring: Any
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """A full block, whose tokens come as they are; masked ones are zeros."""
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    d = tl.arange(0, C.DP)
+    top = tl.max(tl.abs(code), 0)
+    scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    x = rounded(tl.clamp(signed_divide(code, divisor[None, :]), -LARGEST, LARGEST))
+    byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(addresses(S.codes, at, t, True, C), byte, mask=(d < C.D)[None, :])
+    tl.store(S.scale + at * C.D + d, scale, mask=d < C.D)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Tokens `[BLOCK, DP]` of a closed block, undone; no scales."""
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    t, d = tl.arange(0, C.BLOCK), tl.arange(0, C.DP)
+    x = numbers(tl.load(addresses(S.codes, at, t, True, C), mask=(d < C.D)[None, :], other=0)).to(tl.float32)
+    scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0)
+    return x * scale[None, :], tl.full([C.BLOCK], 0, tl.float32)
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    """Numbers of E4M3 are exact in fp16; a channel's scale goes into its sum."""
+    t, d = tl.arange(0, C.BLOCK), channels(C)
+    codes = S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :]
+    v = numbers(tl.load(codes, mask=(d < C.D)[:, None], other=0)).to(tl.float16)
+    scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0)
+    o = own_columns(tl.dot(v, whole_columns(in_line(p, C.PARTS).to(tl.float16), C)), C)
+    return acc * alpha[None, :] + o * scale[:, None] * beta[None, :], tl.sum(p, 0)

@@ -1,0 +1,73 @@
+"""FP8 E4M3 values with one scale a channel of a block, or of all of a row, behind a ring in the model's precision.
+
+SageAttention2, section 3.3: its V has a scale a channel, since values differ more between channels than tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qattn_kernels.formats.base import Block, OpenStore, Operand, write_rows
+from qattn_kernels.formats.fp8.reference import LARGEST, to_fp8
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+
+
+@dataclass(frozen=True)
+class Fp8ChannelStore(OpenStore):
+    """`scale = max|x| / 448` of a channel, `x / scale` rounded to E4M3, lying `[D, tokens]`.
+
+    Attributes:
+        v_scale: `block`; or `prompt`, the paper's: scales of a row's first block serve all later ones, whose values
+            beyond them are clamped and counted.
+    """
+
+    v_scale: str = "block"
+
+    name = "fp8_channel"
+    integer = False
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        rows = (geo.batch, geo.heads)
+        found = {"codes": TensorSpec((*rows, geo.blocks, dim, window.block), torch.uint8, block_dim=2)}
+        if self.v_scale == "block":
+            return found | {"scale": TensorSpec((*rows, geo.blocks, dim), torch.float32, block_dim=2)}
+        return found | {"scale": TensorSpec((*rows, dim), torch.float32), "clamped": TensorSpec(rows, torch.int64)}
+
+    def write(self, state: State, block: Block) -> None:
+        x = block.tokens.x.float()
+        scale = channel_scale(x)
+        if self.v_scale == "prompt":
+            first = (block.write & (block.index == 0))[:, None, None]
+            state["scale"].copy_(torch.where(first, scale, state["scale"]))
+            scale = state["scale"]
+            beyond = (x.abs() > scale[:, :, None] * LARGEST * (1 + 1e-6)).sum((-1, -2))  # one rounding is no clamping
+            state["clamped"].add_(beyond * block.write[:, None])
+        else:
+            write_rows(state["scale"], block.index, block.write, scale)
+        codes = x / torch.where(scale == 0, 1.0, scale)[:, :, None]
+        bytes_ = to_fp8(codes.clamp(-LARGEST, LARGEST)).to(torch.float8_e4m3fn).view(torch.uint8)
+        write_rows(state["codes"], block.index, block.write, bytes_.transpose(-1, -2))
+
+    def read(self, state: State, blocks: int) -> Operand:
+        codes = state["codes"][:, :, :blocks].view(torch.float8_e4m3fn).float().transpose(-1, -2)
+        scale = state["scale"][:, :, :blocks] if self.v_scale == "block" else state["scale"][:, :, None]
+        return Operand(codes * scale[..., None, :], None)
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        return [[8] * heads for _ in range(state["codes"].shape[0])]
+
+    def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
+        if self.v_scale == "prompt":
+            state["scale"].masked_fill_((closed == 0)[:, None, None], 0.0)
+
+
+def channel_scale(x: torch.Tensor) -> torch.Tensor:
+    """fp32 `[..., D]` of values `[..., tokens, D]`; a denormal one would overflow its codes."""
+    top = x.abs().amax(-2)
+    scale = top / torch.full_like(top, LARGEST)  # by a number, CUDA would multiply by its rounded inverse
+    return torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
+
+
+STORE = Fp8ChannelStore

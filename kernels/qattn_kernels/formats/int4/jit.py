@@ -1,0 +1,46 @@
+"""INT4 tokens behind an INT8 ring in kernels: `formats/int4/reference.py` is the specification. Keys only."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.int8.jit import locate as locate
+from qattn_kernels.formats.int8.jit import place as place
+from qattn_kernels.formats.int8.jit import quantize
+from qattn_kernels.formats.int8.jit import seen as seen
+from qattn_kernels.formats.int8_ring.jit import Tensors as Tensors
+from qattn_kernels.formats.int8_ring.jit import ring_scores as ring_scores
+from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
+from qattn_kernels.jit.tile_order import by_token
+
+TWINS = True
+LEVELS = tl.constexpr(7)
+OFFSET = tl.constexpr(8)  # of a packed code, which has no sign
+
+
+@triton.jit
+def open(x):
+    return quantize(x, LEVELS)
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    write_codes(S.codes, code.to(tl.int32) + OFFSET, at, 4, False, False, C)
+    tl.store(S.scale + at * C.BLOCK + t, scale)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    code = read_codes(S.codes, at, 4, False, False, C) - OFFSET
+    return code.to(tl.int8), tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK))
+
+
+@triton.jit
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    """The offset of the codes comes out as that many sums of the query."""
+    off = tl.sum(query[4], 0) * OFFSET
+    scale = by_token(tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)), C.PARTS)
+    return (code_scores(S.codes, at, query[2], 4, C) - off[None, :]) * query[3][None, :] * scale[:, None]

@@ -1,0 +1,50 @@
+"""INT4 with one scale a token, two tokens of a block in a byte, behind a ring that holds a code a byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from qattn_kernels.formats.base import Arrival, Block, Operand, Store, int8_ring, int8_tokens, pack, unpack, write_rows
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+
+LEVELS = 7  # symmetric: -8 is not used
+OFFSET = 8  # of a packed code, which has no sign
+
+
+@dataclass(frozen=True)
+class Int4Store(Store):
+    """`scale = max|x| / 7` of a token, `code = round(x / scale)`; keys only."""
+
+    name = "int4"
+    windowed = True
+    bits: ClassVar[int] = 4
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        shape = (geo.batch, geo.heads, geo.blocks)
+        return {
+            "codes": TensorSpec((*shape, window.block // 2, dim), torch.uint8, block_dim=2),
+            "scale": TensorSpec((*shape, window.block), torch.float32, block_dim=2),
+        }
+
+    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
+        return int8_ring(geo, slots, dim)
+
+    def open(self, new: Arrival, state: State) -> Operand:
+        return int8_tokens(new.x, LEVELS)
+
+    def write(self, state: State, block: Block) -> None:
+        write_rows(state["codes"], block.index, block.write, pack((block.tokens.x + OFFSET).to(torch.uint8), 4))
+        write_rows(state["scale"], block.index, block.write, block.tokens.scales)
+
+    def read(self, state: State, blocks: int) -> Operand:
+        codes = unpack(state["codes"][:, :, :blocks], 4).to(torch.int8) - OFFSET
+        return Operand(codes, state["scale"][:, :, :blocks])
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        return [[4] * heads for _ in range(state["codes"].shape[0])]
+
+
+STORE = Int4Store

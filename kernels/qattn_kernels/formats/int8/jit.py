@@ -1,0 +1,147 @@
+"""INT8 with one scale a token in kernels: `formats/int8/reference.py` is the specification.
+
+Also the INT8 ring of other formats.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.math import divide, round_even
+from qattn_kernels.jit.split_int8 import TWIN_TOP, dot_twins, join_twins, twin_weights
+from qattn_kernels.jit.tile_order import by_token, in_line, token_order
+
+LEVELS = tl.constexpr(127)
+
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state."""
+
+    codes: Any
+    scale: Any
+
+
+@triton.jit
+def quantize(x, LEVELS: tl.constexpr):
+    """INT8 tokens `[n, D]` with one scale each, bit for bit as `int8_tokens`; needs `enable_fp_fusion=False`."""
+    return quantize_to(x, tl.max(tl.abs(x), 1), LEVELS)
+
+
+@triton.jit
+def quantize_to(x, top, LEVELS: tl.constexpr):
+    """The same for scales that are not the tokens' own: `top` `[n]` is what the largest code stands for."""
+    scale = tl.div_rn(top, tl.full(top.shape, LEVELS, tl.float32))
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    rounded = round_even(divide(x, divisor[:, None]))
+    return tl.clamp(rounded, -1.0 * LEVELS, 1.0 * LEVELS), scale
+
+
+@triton.jit
+def open(x):
+    return quantize(x, LEVELS)
+
+
+@triton.jit
+def seen(code, scale, keep):
+    return code, scale
+
+
+@triton.jit
+def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
+    return h
+
+
+@triton.jit
+def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
+    return h, (b * C.H + h).to(tl.int64), h < 0
+
+
+@triton.jit
+def addresses(codes, at, t, VALUES: tl.constexpr, C: tl.constexpr):
+    """Addresses `[n, DP]` of tokens `t` of a block; values lie `[D, tokens]`, as their product wants them."""
+    d = tl.arange(0, C.DP)
+    if VALUES:
+        return codes + at * (C.BLOCK * C.D) + d[None, :] * C.BLOCK + t[:, None]
+    return codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Tokens `t` of a block in their final form, where `write` holds."""
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    inside = tl.arange(0, C.DP) < C.D
+    tl.store(addresses(S.codes, at, t, VALUES, C), code.to(tl.int8), mask=write[:, None] & inside[None, :])
+    tl.store(S.scale + at * C.BLOCK + t, scale, mask=write)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """INT8 tokens `[BLOCK, DP]` of a block, and their scales."""
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    t, inside = tl.arange(0, C.BLOCK), tl.arange(0, C.DP) < C.D
+    return tl.load(addresses(S.codes, at, t, VALUES, C), mask=inside[None, :], other=0), tl.load(
+        S.scale + at * C.BLOCK + t
+    )
+
+
+@triton.jit
+def channels(C: tl.constexpr):
+    return tl.arange(0, C.DP)
+
+
+@triton.jit
+def numbers(x):
+    """INT8 codes as they are; bytes, which are FP8's, as numbers of E4M3."""
+    if x.dtype == tl.uint8:
+        return x.to(tl.float8e4nv, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
+    """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
+    t, d = tl.arange(0, TOKENS), tl.arange(0, C.DP)
+    k = numbers(
+        tl.load(codes + token_order(TOKENS, PARTS)[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0)
+    )
+    if C.N > C.Q:
+        s = join_twins(dot_twins(k, query[2]))
+    else:  # codes are exact in fp16, whose conversions are far cheaper than bf16's
+        s = tl.dot(k.to(tl.float16), query[2])
+    return s * query[3][None, :] * by_token(tl.load(scales + t), PARTS)[:, None]
+
+
+@triton.jit
+def token_values(
+    codes, scales, stride, d, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr
+):
+    """The same for values, whose channels, taken in the order of `d`, lie `stride` apart: a scale is multiplied into
+    its token's weight before the weights, which come in `token_order`, are rounded."""
+    t = tl.arange(0, TOKENS)
+    v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < C.D)[:, None], other=0))
+    w = p * by_token(tl.load(scales + t), PARTS)[:, None]
+    top = tl.maximum(tl.max(w, 0), 1e-30)
+    if C.N > C.Q:
+        o = join_twins(dot_twins(v, twin_weights(in_line(w * (1.0 / top * TWIN_TOP)[None, :], PARTS), C)))
+        unit = 1.0 / 127.0
+    else:
+        o = tl.dot(v.to(tl.float16), in_line(w * (1.0 / top)[None, :], PARTS).to(tl.float16))
+        unit = 1.0
+    return acc * alpha[None, :] + o * (beta * (top * unit))[None, :], tl.sum(p, 0)
+
+
+@triton.jit
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
+    return token_scores(codes, scales, C.BLOCK, C.PARTS, query, query_scale, C)
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
+    return token_values(codes, scales, C.BLOCK, channels(C), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)

@@ -1,0 +1,45 @@
+"""INT8 with one fp32 scale a token: the safe format, and the baseline beside every clever one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qattn_kernels.formats.base import Arrival, Block, Operand, Store, int8_tokens, write_rows
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+
+LEVELS = 127  # nothing is built on top of these codes, so they take the whole range
+
+
+@dataclass(frozen=True)
+class Int8Store(Store):
+    """`scale = max|x| / 127` of a token, `code = round(x / scale)`. Append only: no token is ever touched again."""
+
+    name = "int8"
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        shape = (geo.batch, geo.heads, geo.blocks, window.block)
+        codes = (*shape[:3], dim, window.block) if self.transposed else (*shape, dim)
+        return {
+            "codes": TensorSpec(codes, torch.int8, block_dim=2),
+            "scale": TensorSpec(shape, torch.float32, block_dim=2),
+        }
+
+    def open(self, new: Arrival, state: State) -> Operand:
+        return int8_tokens(new.x, LEVELS)
+
+    def write(self, state: State, block: Block) -> None:
+        codes = block.tokens.x.transpose(-1, -2) if self.transposed else block.tokens.x
+        write_rows(state["codes"], block.index, block.write, codes)
+        write_rows(state["scale"], block.index, block.write, block.tokens.scales)
+
+    def read(self, state: State, blocks: int) -> Operand:
+        codes = state["codes"][:, :, :blocks]
+        return Operand(codes.transpose(-1, -2) if self.transposed else codes, state["scale"][:, :, :blocks])
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        return [[8] * heads for _ in range(state["codes"].shape[0])]
+
+
+STORE = Int8Store

@@ -1,0 +1,66 @@
+"""INT8 values with one scale a block in kernels: `formats/int8_block/reference.py` is the specification.
+
+A decode multiplies weights as 8-bit twins, which err less than the INT8 of the specification, so that whether a row sum
+is of rounded weights makes no difference. Open values stand in the model's precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.int8.jit import LEVELS, addresses, quantize_to
+from qattn_kernels.formats.int8.jit import channels as channels
+from qattn_kernels.formats.int8.jit import locate as locate
+from qattn_kernels.formats.int8.jit import place as place
+from qattn_kernels.formats.model.jit import open as open
+from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+from qattn_kernels.jit.split_int8 import TWIN_TOP, dot_twins, join_twins, twin_weights
+from qattn_kernels.jit.tile_order import in_line
+
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state."""
+
+    codes: Any
+    scale: Any
+    ring: Any
+
+
+@triton.jit
+def seen(code, scale, keep):
+    """A block in INT8 with one scale, full or not."""
+    return quantize_to(code, tl.zeros_like(scale) + tl.max(tl.max(tl.abs(code), 1), 0), LEVELS)
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    inside = tl.arange(0, C.DP) < C.D
+    tl.store(addresses(S.codes, at, t, True, C), code.to(tl.int8), mask=inside[None, :])
+    tl.store(S.scale + at, tl.max(scale, 0))
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    t, inside = tl.arange(0, C.BLOCK), tl.arange(0, C.DP) < C.D
+    code = tl.load(addresses(S.codes, at, t, True, C), mask=inside[None, :], other=0)
+    return code, tl.load(S.scale + at) + tl.full([C.BLOCK], 0, tl.float32)
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    """The largest weight of a block is 1, so that 127 of them fit INT8 as they are."""
+    t, d = tl.arange(0, C.BLOCK), channels(C)
+    codes = S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :]
+    v = tl.load(codes, mask=(d < C.D)[:, None], other=0)
+    scale = tl.load(S.scale + at)
+    if C.N > C.Q:
+        o = join_twins(dot_twins(v, twin_weights(in_line(p * TWIN_TOP, C.PARTS), C)))
+        scale *= 1.0 / 127.0
+    else:
+        o = tl.dot(v.to(tl.float16), in_line(p, C.PARTS).to(tl.float16))
+    return acc * alpha[None, :] + o * (beta * scale)[None, :], tl.sum(p, 0)

@@ -1,0 +1,115 @@
+"""INT8 and INT4 whose tokens share scales in kernels: `formats/int_group/reference.py` is the specification."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.int4.jit import OFFSET
+from qattn_kernels.formats.int8.jit import addresses, quantize_to, token_values
+from qattn_kernels.formats.int8.jit import channels as channels
+from qattn_kernels.formats.int8.jit import locate as locate
+from qattn_kernels.formats.int8.jit import place as place
+from qattn_kernels.formats.int8.jit import seen as seen
+from qattn_kernels.formats.model.jit import open as open
+from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
+from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
+from qattn_kernels.jit.split_int8 import dot_twins, join_twins
+from qattn_kernels.jit.tile_order import token_order
+
+TWINS = True
+
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state."""
+
+    codes: Any
+    scale: Any
+    ring: Any
+
+
+@triton.jit
+def shared(top, GROUP: tl.constexpr):
+    """The largest of each group, for every member: `top` `[n]`, see `granularity.key_groups`."""
+    N: tl.constexpr = top.shape[0]
+    if GROUP == "token":
+        return top
+    elif GROUP == "thread":
+        most = tl.max(tl.max(tl.reshape(top, (N // 64, 8, 4, 2)), 3), 1)
+        return tl.reshape(tl.broadcast_to(most[:, None, :, None], (N // 64, 8, 4, 2)), (N,))
+    else:
+        most = tl.max(tl.reshape(top, (N // 64, 64)), 1)
+        return tl.reshape(tl.broadcast_to(most[:, None], (N // 64, 64)), (N,))
+
+
+@triton.jit
+def _groups(t, GROUP: tl.constexpr):
+    if GROUP == "token":
+        return t
+    elif GROUP == "thread":
+        return t // 64 * 4 + t % 8 // 2
+    else:
+        return t // 64
+
+
+@triton.jit
+def _scales(at, GROUP: tl.constexpr, C: tl.constexpr):
+    """Offset of the scales of block `at`."""
+    COUNT: tl.constexpr = C.BLOCK if GROUP == "token" else (C.BLOCK // 64 * 4 if GROUP == "thread" else C.BLOCK // 64)
+    return at * COUNT
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """A full block, whose tokens come as they are; values have a scale a token."""
+    BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
+    GROUP: tl.constexpr = "token" if VALUES else C.K_GROUP
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    top = shared(tl.where(keep, tl.max(tl.abs(code), 1), 0.0), GROUP)
+    coded, scale = quantize_to(code, top, 127 if BITS == 8 else 7)
+    if BITS == 8:
+        inside = tl.arange(0, C.DP) < C.D
+        tl.store(addresses(S.codes, at, t, VALUES, C), coded.to(tl.int8), mask=inside[None, :])
+    else:
+        write_codes(S.codes, coded.to(tl.int32) + OFFSET, at, 4, False, VALUES, C)
+    tl.store(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP), scale)  # all of a group write the same
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Tokens `[BLOCK, DP]` of a closed block, undone; no scales."""
+    BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
+    GROUP: tl.constexpr = "token" if VALUES else C.K_GROUP
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    t = tl.arange(0, C.BLOCK)
+    if BITS == 8:
+        inside = tl.arange(0, C.DP) < C.D
+        code = tl.load(addresses(S.codes, at, t, VALUES, C), mask=inside[None, :], other=0).to(tl.float32)
+    else:
+        code = (read_codes(S.codes, at, 4, False, VALUES, C) - OFFSET).to(tl.float32)
+    scale = tl.load(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP))
+    return code * scale[:, None], tl.full([C.BLOCK], 0, tl.float32)
+
+
+@triton.jit
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    t = token_order(C.BLOCK, C.PARTS)
+    GROUP: tl.constexpr = C.K_GROUP
+    scale = tl.load(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP))
+    if BITS == 8:
+        d = tl.arange(0, C.DP)
+        codes = S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
+        s = join_twins(dot_twins(tl.load(codes, mask=(d < C.D)[None, :], other=0), query[2]))
+    else:  # the offset of the codes comes out as that many sums of the query
+        s = code_scores(S.codes, at, query[2], 4, C) - (tl.sum(query[4], 0) * OFFSET)[None, :]
+    return s * query[3][None, :] * scale[:, None]
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    """Of 8 bits, with a scale a token."""
+    codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
+    return token_values(codes, scales, C.BLOCK, channels(C), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)

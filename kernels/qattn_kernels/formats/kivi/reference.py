@@ -1,0 +1,104 @@
+"""KIVI: asymmetric 2- to 4-bit codes, of keys by channel over a group of tokens, of values by token over channels.
+
+KIVI (Liu et al.) as the SinkQ and TurboAttention papers describe it. A group of tokens is a block; the newest tokens
+and those of an unfinished group stay in the model's precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qattn_kernels.formats.base import Block, OpenStore, Operand, pack, unpack, write_rows
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+
+LARGEST = torch.finfo(torch.float16).max
+
+
+def asymmetric(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp16 `step` and `zero` of codes for fp32 values from `low` to `high`: `value = code * step + zero`."""
+    low, high = low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST)
+    levels = torch.full_like(low, 2**bits - 1)  # by a number, CUDA would multiply by its rounded inverse
+    return ((high - low) / levels).half(), low.half()
+
+
+def encode(x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes of fp32 `x` from the ROUNDED step and zero of each; where the step is 0 the code is 0."""
+    step, zero = step.float(), zero.float()
+    code = torch.round((x - zero) / torch.where(step == 0, 1.0, step))
+    return torch.where(step == 0, 0.0, code).clamp(0, 2**bits - 1).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class KiviStore(OpenStore):
+    """Blocks of asymmetric codes behind a ring in the model's precision.
+
+    Attributes:
+        bits: 2, 3 or 4.
+        per_token: statistics of a token over groups of as many channels as a block has tokens, codes `[D, tokens]`;
+            else of a channel over the tokens of a block.
+    """
+
+    bits: int = 2
+    per_token: bool = False
+
+    name = "kivi"
+    integer = False
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        b, h, n, tokens = geo.batch, geo.heads, geo.blocks, window.block * self.bits // 8
+        codes = (dim, tokens) if self.per_token else (tokens, dim)
+        scales = (-(-dim // window.block), window.block) if self.per_token else (dim,)
+        return {
+            "codes": TensorSpec((b, h, n, *codes), torch.uint8, 0, 2),
+            "step": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
+            "zero": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
+        }
+
+    def write(self, state: State, block: Block) -> None:
+        x = block.tokens.x.float()
+        step, zero = self._by_token(x) if self.per_token else self._by_channel(x, block.keep)
+        steps, zeros = self._spread(step, zero, x.shape[-1])
+        code = pack(encode(x, steps, zeros, self.bits), self.bits)
+        code = code.transpose(-1, -2) if self.per_token else code
+        for name, values in (("codes", code), ("step", step), ("zero", zero)):
+            write_rows(state[name], block.index, block.write, values)
+
+    def _by_channel(self, x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B, H, D]` of `x` `[B, H, block, D]`: masked tokens do not widen a range, and none at all have none."""
+        some = keep.any(-1)[..., None]
+        low = torch.where(keep[..., None], x, torch.inf).amin(-2)
+        high = torch.where(keep[..., None], x, -torch.inf).amax(-2)
+        return asymmetric(torch.where(some, low, 0.0), torch.where(some, high, 0.0), self.bits)
+
+    def _by_token(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B, H, groups, block]`: of each token over groups of channels, the last of which may be a short one."""
+        group, dim = x.shape[-2:]
+        channels = torch.arange(dim + -dim % group, device=x.device).clamp(max=dim - 1)
+        whole = x[..., channels].unflatten(-1, (-1, group))
+        low, high = whole.aminmax(dim=-1)
+        return asymmetric(low.transpose(-1, -2), high.transpose(-1, -2), self.bits)
+
+    def _spread(self, step: torch.Tensor, zero: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of every value: `[..., block, D]`, or what spreads to that."""
+
+        def spread(scale: torch.Tensor) -> torch.Tensor:
+            if not self.per_token:
+                return scale[..., None, :]
+            return scale.transpose(-1, -2).repeat_interleave(scale.shape[-1], -1)[..., :dim]
+
+        return spread(step), spread(zero)
+
+    def read(self, state: State, blocks: int) -> Operand:
+        codes = state["codes"][:, :, :blocks]
+        code = unpack(codes.transpose(-1, -2) if self.per_token else codes, self.bits).float()
+        step, zero = (state[name][:, :, :blocks].float() for name in ("step", "zero"))
+        step, zero = self._spread(step, zero, code.shape[-1])
+        return Operand((code * step + zero).to(state["ring"].dtype), None)
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        return [[self.bits] * heads for _ in range(state["codes"].shape[0])]
+
+
+STORE = KiviStore

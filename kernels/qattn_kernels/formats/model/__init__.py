@@ -1,0 +1,1 @@
+"""Model precision: the control beside every packed format."""

@@ -1,0 +1,74 @@
+"""Model precision in kernels: `formats/model/reference.py` is the specification."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.int8.jit import channels as channels
+from qattn_kernels.formats.int8.jit import locate as locate
+from qattn_kernels.formats.int8.jit import place as place
+from qattn_kernels.formats.int8.jit import seen as seen
+from qattn_kernels.jit.split_int8 import own_columns, whole_columns
+from qattn_kernels.jit.tile_order import in_line, token_order
+
+
+class Tensors(NamedTuple):
+    """Of one side of a layer, by the names of its state."""
+
+    x: Any
+
+
+@triton.jit
+def open(x):
+    return x, tl.zeros([x.shape[0]], tl.float32)
+
+
+@triton.jit
+def _tokens(x, t, C: tl.constexpr):
+    d = tl.arange(0, C.DP)
+    return tl.load(x + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0.0)
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    d = tl.arange(0, C.DP)
+    where = S.x + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
+    tl.store(where, code.to(S.x.dtype.element_ty), mask=write[:, None] & (d < C.D)[None, :])
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    x = _tokens(S.x + at * (C.BLOCK * C.D), tl.arange(0, C.BLOCK), C)
+    return x, tl.full([C.BLOCK], 0, tl.float32)
+
+
+@triton.jit
+def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
+    """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
+    k = _tokens(x, token_order(TOKENS, PARTS), C)
+    q = whole_columns(query[0].to(k.dtype), C)
+    return own_columns(tl.dot(k, q, input_precision="ieee"), C) * query_scale
+
+
+@triton.jit
+def token_values(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
+    """The same for values that lie as keys do: the accumulator, and the sum of the weights `p`
+    `[TOKENS, Q]`, which come in `token_order`."""
+    v = tl.trans(_tokens(x, tl.arange(0, TOKENS), C))
+    o = own_columns(tl.dot(v, whole_columns(in_line(p, PARTS).to(v.dtype), C), input_precision="ieee"), C)
+    return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
+
+
+@triton.jit
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    return token_scores(S.x + at * (C.BLOCK * C.D), C.BLOCK, C.PARTS, query, query_scale, C)
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    return token_values(S.x + at * (C.BLOCK * C.D), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)

@@ -1,0 +1,37 @@
+"""Model precision: the control beside every packed format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qattn_kernels.formats.base import Arrival, Block, Operand, Store, write_rows
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+
+
+@dataclass(frozen=True)
+class ModelStore(Store):
+    """Keys or values as the model made them."""
+
+    name = "model"
+    integer = False
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((geo.batch, geo.heads, geo.blocks, window.block, dim), geo.dtype, block_dim=2)}
+
+    def open(self, new: Arrival, state: State) -> Operand:
+        return Operand(new.x.to(state["x"].dtype), None)
+
+    def write(self, state: State, block: Block) -> None:
+        write_rows(state["x"], block.index, block.write, block.tokens.x)
+
+    def read(self, state: State, blocks: int) -> Operand:
+        return Operand(state["x"][:, :, :blocks], None)
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        bits = torch.finfo(state["x"].dtype).bits
+        return [[bits] * heads for _ in range(state["x"].shape[0])]
+
+
+STORE = ModelStore

@@ -1,0 +1,204 @@
+"""Codes of 4, 3 and 2 bits as they lie in memory: written, read back, and taken apart into the half tiles of a product.
+
+Byte `t` of a block holds tokens `t`, `t + n`, ... of its `n` bytes, so that masks and shifts yield whole part tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.split_int8 import dot_twins, join_twins, twin_weights
+from qattn_kernels.jit.tile_order import in_line, part_order, stack, take_turns, unstack
+
+
+@triton.jit
+def _plane(codes, at, byte, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Addresses `[n, DP]` of bytes of block `at`, which has `ROWS` a channel."""
+    if VALUES:
+        return codes + at * (ROWS * C.D) + d * ROWS + byte
+    else:
+        return codes + at * (ROWS * C.D) + byte * C.D + d
+
+
+@triton.jit
+def _weave(x, VALUES: tl.constexpr):
+    """Bytes `[n, DP]` of which four neighbours in memory, along `DP` or along `n` of values, have brought the lower
+    halves to the front."""
+    if VALUES:
+        fours = tl.permute(tl.reshape(x, (x.shape[0] // 4, 2, 2, x.shape[1])), (0, 3, 1, 2))
+    else:
+        fours = tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2))
+    one, other = tl.split(fours)
+    halves = tl.join((one & 15) | ((other & 15) << 4), (one >> 4) | (other & 240))
+    if VALUES:
+        return tl.reshape(tl.permute(halves, (0, 3, 2, 1)), x.shape)
+    else:
+        return tl.reshape(tl.permute(halves, (0, 1, 3, 2)), x.shape)
+
+
+@triton.jit
+def _write_plane(codes, code, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WOVEN: tl.constexpr,
+                 VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    PARTS: tl.constexpr = 8 // BITS
+    parts = tl.reshape(code, (PARTS, C.BLOCK // PARTS, C.DP)) << (tl.arange(0, PARTS) * BITS)[:, None, None]
+    packed = tl.sum(parts, 0).to(tl.uint8)  # the parts share no bit, so their sum is their union
+    if WOVEN:
+        packed = _weave(packed, VALUES)
+    d = tl.arange(0, C.DP)
+    where = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, VALUES, C)
+    tl.store(where, packed.to(codes.dtype.element_ty, bitcast=True), mask=(d < C.D)[None, :])
+
+
+@triton.jit
+def write_codes(codes, code, at, BITS: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """int32 codes `[BLOCK, DP]` of block `at`, packed: `[bytes, D]` of keys, `[D, bytes]` of values. 3 bits are the
+    lower two and, behind those, the highest. `WOVEN`: halves of bytes stand as `TurboQuantStore.laid` says."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    if BITS == 3:
+        _write_plane(codes, code & 3, at, 2, 0, ROWS, WOVEN, VALUES, C)
+        _write_plane(codes, code >> 2, at, 1, C.BLOCK // 4, ROWS, WOVEN, VALUES, C)
+    else:
+        _write_plane(codes, code & (2**BITS - 1), at, BITS, 0, ROWS, WOVEN, VALUES, C)
+
+
+@triton.jit
+def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WOVEN: tl.constexpr,
+                VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    OWN: tl.constexpr = C.BLOCK * BITS // 8
+    t, d = tl.arange(0, C.BLOCK)[:, None], tl.arange(0, C.DP)[None, :]
+    byte, shift, inside = t % OWN, t // OWN * BITS, d < C.D
+    if WOVEN:
+        upper, shift = shift // 4 * 2, shift % 4
+        if VALUES:
+            shift += byte % 2 * 4
+            byte = byte // 4 * 4 + upper + byte % 4 // 2
+        else:
+            shift += d % 2 * 4
+            d = d // 4 * 4 + upper + d % 4 // 2
+    x = tl.load(_plane(codes, at, FIRST + byte, d, ROWS, VALUES, C), mask=inside, other=0).to(tl.int32)
+    return (x >> shift) & (2**BITS - 1)
+
+
+@triton.jit
+def read_codes(codes, at, BITS: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """The inverse: int32 `[BLOCK, DP]`."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    if BITS == 3:
+        low = _read_plane(codes, at, 2, 0, ROWS, WOVEN, VALUES, C)
+        return low | _read_plane(codes, at, 1, C.BLOCK // 4, ROWS, WOVEN, VALUES, C) << 2
+    else:
+        return _read_plane(codes, at, BITS, 0, ROWS, WOVEN, VALUES, C)
+
+
+@triton.jit
+def _nibbles(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
+    """Four bytes at a time: one half tile of a packed tile."""
+    if PLAIN:
+        return ((x >> (4 * HIGH)) & 15).to(tl.int8)
+    if HIGH:
+        asm: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f;}"
+    else:
+        asm: tl.constexpr = "and.b32 $0, $1, 0x0f0f0f0f;"
+    return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def _crumbs(x, PART: tl.constexpr, PLAIN: tl.constexpr):
+    """The same for 2 bits and one quarter of the tokens: its codes, and four times those of an odd quarter, which so
+    need no shift of their own."""
+    if PLAIN:
+        return ((x >> (PART // 2 * 4)) & (12 if PART % 2 else 3)).to(tl.int8)
+    if PART == 0:
+        asm: tl.constexpr = "and.b32 $0, $1, 0x03030303;"
+    elif PART == 1:
+        asm: tl.constexpr = "and.b32 $0, $1, 0x0c0c0c0c;"
+    elif PART == 2:
+        asm: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x03030303;}"
+    else:
+        asm: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x0c0c0c0c;}"
+    return tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def _packed(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """The bytes of a block, its channels in the order of `d`: `[bytes, DP]` of keys, `[DP, bytes]` of values."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    t = tl.arange(0, ROWS) if VALUES else part_order(ROWS, C.PARTS * BITS // 8)
+    if VALUES:
+        return tl.load(codes + at * (ROWS * C.D) + d[:, None] * ROWS + t[None, :], mask=(d < C.D)[:, None], other=0)
+    else:
+        return tl.load(codes + at * (ROWS * C.D) + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0)
+
+
+@triton.jit
+def _crumb_pairs(left, right, HIGH: tl.constexpr, PLAIN: tl.constexpr):
+    """2 bits of a half tile of two quarters: codes of the first in its left half, four times those of the second in its
+    right one. `left` and `right` hold the bytes there and nothing elsewhere."""
+    if PLAIN:
+        return ((left >> (4 * HIGH)) & 3 | (right >> (4 * HIGH)) & 12).to(tl.int8)
+    if HIGH:
+        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 4; shr.b32 b, $2, 4; and.b32 a, a, 0x03030303; and.b32 b, b, 0x0c0c0c0c; or.b32 $0, a, b;}"  # noqa: E501
+    else:
+        asm: tl.constexpr = "{.reg .b32 a, b; and.b32 a, $1, 0x03030303; and.b32 b, $2, 0x0c0c0c0c; or.b32 $0, a, b;}"
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [left, right], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
+    """Codes of the two halves of a block of values, `[DP, HALF]` each, channels in the order of `d`; of 2 bits those in
+    the right half of either come as `_crumb_pairs` says."""
+    if BITS == 4:
+        x = _packed(codes, at, d, 4, True, C)
+        return _nibbles(x, 0, C.PLAIN), _nibbles(x, 1, C.PLAIN)
+    else:
+        ROWS: tl.constexpr = C.BLOCK // 4
+        t, inside = tl.arange(0, C.BLOCK // 2), (d < C.D)[:, None]
+        where = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
+        left = tl.load(where, mask=inside & (t < ROWS)[None, :], other=0)
+        right = tl.load(where, mask=inside & (t >= ROWS)[None, :], other=0)
+        return _crumb_pairs(left, right, 0, C.PLAIN), _crumb_pairs(left, right, 1, C.PLAIN)
+
+
+@triton.jit
+def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
+    """Products of the codes of a block with the twins `x8`: `[BLOCK, Q]` in `token_order`."""
+    x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
+    if BITS == 4:
+        lo = join_twins(dot_twins(_nibbles(x, 0, C.PLAIN), x8))
+        hi = join_twins(dot_twins(_nibbles(x, 1, C.PLAIN), x8))
+        return take_turns(stack(lo, hi), C.PARTS)
+    else:
+        first = join_twins(dot_twins(_crumbs(x, 0, C.PLAIN), x8))
+        second = join_twins(dot_twins(_crumbs(x, 1, C.PLAIN), x8)) * 0.25
+        third = join_twins(dot_twins(_crumbs(x, 2, C.PLAIN), x8))
+        fourth = join_twins(dot_twins(_crumbs(x, 3, C.PLAIN), x8)) * 0.25
+        even, odd = stack(first, third), stack(second, fourth)
+        pairs = tl.reshape(tl.join(even, odd), (2, C.BLOCK // 4, even.shape[1], 2))
+        return take_turns(tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (C.BLOCK, even.shape[1])), C.PARTS)
+
+
+@triton.jit
+def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
+    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `TWIN_TOP`, in `token_order`: `[DP, Q]`, channels
+    in the order of `d`."""
+    y_lo, y_hi = unstack(in_line(y, C.PARTS))
+    if BITS == 4:
+        lo, hi = half_values(codes, at, d, 4, C)
+        o = tl.dot(hi, twin_weights(y_hi, C), acc=dot_twins(lo, twin_weights(y_lo, C)), out_dtype=tl.int32)
+    else:
+        # codes of odd quarters come four times as large
+        unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
+        y_lo, y_hi = y_lo * unit, y_hi * unit
+        if C.BLOCK < 128:  # a product takes 32 tokens at least
+            lo, hi = half_values(codes, at, d, 2, C)
+            o = tl.dot(hi, twin_weights(y_hi, C), acc=dot_twins(lo, twin_weights(y_lo, C)), out_dtype=tl.int32)
+        else:
+            x = _packed(codes, at, d, 2, True, C)
+            first, second = unstack(y_lo)
+            third, fourth = unstack(y_hi)
+            o = dot_twins(_crumbs(x, 0, C.PLAIN), twin_weights(first, C))
+            o = tl.dot(_crumbs(x, 1, C.PLAIN), twin_weights(second, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_crumbs(x, 2, C.PLAIN), twin_weights(third, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_crumbs(x, 3, C.PLAIN), twin_weights(fourth, C), acc=o, out_dtype=tl.int32)
+    return join_twins(o)

@@ -1,0 +1,72 @@
+"""llama.cpp's blocks of 32 channels in kernels: `formats/quant_block/reference.py` is the specification."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.channel_block.jit import Tensors as Tensors
+from qattn_kernels.formats.channel_block.jit import block_scores, block_values, get_block, put_block, to_half
+from qattn_kernels.formats.codebook import half_offsets
+from qattn_kernels.formats.int8.jit import channels as channels
+from qattn_kernels.formats.int8.jit import locate as locate
+from qattn_kernels.formats.int8.jit import place as place
+from qattn_kernels.formats.int8.jit import seen as seen
+from qattn_kernels.formats.model.jit import open as open
+from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
+from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+from qattn_kernels.jit.math import round_even
+
+TWINS = True
+UNIT_4 = tl.constexpr(1 / 16)  # see `half_offsets`
+UNIT_8 = tl.constexpr(1.0)
+
+
+@triton.jit
+def encode(x, BITS: tl.constexpr):
+    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and their fp16 scales; needs `enable_fp_fusion=False`."""
+    low, high = tl.min(x, 2), tl.max(x, 2)
+    if BITS == 8:
+        top = tl.maximum(high, -low)
+        scale = to_half(tl.div_rn(top, tl.full(top.shape, 127, tl.float32)))
+    else:
+        scale = to_half(tl.where(high > -low, high, low) * -0.125)
+    whole = scale.to(tl.float32)[:, :, None]
+    divisor = tl.broadcast_to(tl.where(whole == 0.0, 1.0, whole), x.shape)
+    y = tl.where(whole == 0.0, 0.0, tl.div_rn(x, divisor))
+    if BITS == 8:
+        return tl.clamp(round_even(tl.clamp(y, -128.0, 128.0)), -127.0, 127.0).to(tl.int32), scale
+    else:
+        return tl.clamp(tl.floor(y + 8.5), 0.0, 15.0).to(tl.int32), scale
+
+
+@triton.jit
+def levels(code, BITS: tl.constexpr):
+    """int8 levels of codes as they were read, in `UNIT_8` or `UNIT_4`."""
+    if BITS == 8:
+        return code.to(tl.int8)
+    else:
+        return ((code - 8) * 16).to(tl.int8)
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, False, VALUES, C)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    UNIT: tl.constexpr = UNIT_8 if (C.V_BITS if VALUES else C.K_BITS) == 8 else UNIT_4
+    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, False, VALUES, C)
+
+
+@triton.jit
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    UNIT: tl.constexpr = UNIT_8 if BITS == 8 else UNIT_4
+    return block_scores(S, at, query, half_offsets, UNIT, BITS, C)
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    UNIT: tl.constexpr = UNIT_8 if BITS == 8 else UNIT_4
+    return block_values(S, at, p, acc, alpha, beta, half_offsets, UNIT, BITS, C)

@@ -1,0 +1,100 @@
+"""Smoothed keys around another store: a row's mean key is taken off before codes are made, and kept beside them.
+
+SageAttention2's smoothing of K: channels of keys share a mean that queries see as one constant, so that codes need not
+span it. Scores are of the true keys here (the mean's share is added back), which leaves soft caps, learned sinks and
+the log-sum-exp as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+
+from qattn_kernels.formats.base import Arrival, Block, Operand, Store
+from qattn_kernels.formats.int_group.reference import IntGroupStore
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+
+
+def tree_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over tokens of fp32 `[..., tokens, D]`, halves added until one is left: an order that a kernel can keep."""
+    while x.shape[-2] > 1:
+        first, second = x.chunk(2, -2)
+        x = first + second
+    return x[..., 0, :]
+
+
+@dataclass(frozen=True)
+class SmoothedStore(Store):
+    """Keys of `core_store` around the mean key of a row's first block, fixed when that closes.
+
+    The ring is the inner store's and holds tokens as they came: until a row has a block there is no mean.
+    """
+
+    core_store: Store = field(default_factory=IntGroupStore)
+
+    name = "smoothed"
+    windowed = True
+
+    @property
+    def core(self) -> Store:
+        return self.core_store
+
+    @property
+    def label(self) -> str:
+        return f"{self.core.label} around a mean"
+
+    @property
+    def integer(self) -> bool:  # type: ignore[override]
+        return self.core.integer
+
+    def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
+        found = self.core.tensors(geo, window, dim)
+        return found | {"mean": TensorSpec((geo.batch, geo.heads, dim), torch.float32)}
+
+    def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
+        return self.core.ring_tensors(geo, slots, dim)
+
+    def ring(self, state: State) -> Operand:
+        return self.core.ring(state)
+
+    def open(self, new: Arrival, state: State) -> Operand:
+        return self.core.open(new, state)
+
+    def seen(self, tokens: Operand, state: State) -> Operand:
+        """Around the row's mean; while it has none, around that of what stands in its first block (whose empty slots
+        count as zeros: any mean leaves the scores as they are)."""
+        if not self.integer:
+            return self.core.seen(tokens, state)
+        x = tokens.undone()
+        first = tree_sum(x[:, :, 0]) / x.shape[-2]
+        fixed = (state["mean"] != 0).any(-1, keepdim=True)
+        mean = torch.where(fixed, state["mean"], first)[:, :, None, None]
+        there = (tokens.scales != 0)[..., None]  # empty and masked slots have a scale of zero, and so have zeros
+        coded = self.core.seen(self.core.reopen(torch.where(there, x - mean, 0.0)), state)
+        return coded._replace(mean=mean.expand(-1, -1, x.shape[2], -1, -1))
+
+    def write(self, state: State, block: Block) -> None:
+        keep, x = block.keep[..., None], block.tokens.undone()
+        count = keep.sum(-2).clamp(min=1)
+        found = tree_sum(torch.where(keep, x, 0.0)) / count
+        first = (block.write & (block.index == 0))[:, None, None]
+        state["mean"].copy_(torch.where(first, found, state["mean"]))
+        around = torch.where(keep, x - state["mean"][:, :, None], 0.0)
+        self.core.write(state, dataclasses.replace(block, tokens=self.core.reopen(around)))
+
+    def read(self, state: State, blocks: int) -> Operand:
+        read = self.core.read(state, blocks)
+        mean = state["mean"][:, :, None, None].expand(-1, -1, read.x.shape[2], -1, -1)
+        return read._replace(mean=mean)
+
+    def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        return self.core.bits_per_head(state, heads)
+
+    def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
+        state["mean"].masked_fill_((closed == 0)[:, None, None], 0.0)
+        self.core.cropped(state, window, length, closed)
+
+
+STORE = SmoothedStore

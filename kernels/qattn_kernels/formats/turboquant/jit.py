@@ -1,0 +1,81 @@
+"""TurboQuant in kernels: `formats/turboquant/reference.py` is the specification."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.channel_block.jit import Tensors as Tensors
+from qattn_kernels.formats.channel_block.jit import block_scores, block_values, get_block, put_block, to_half
+from qattn_kernels.formats.codebook import half_levels, levels
+from qattn_kernels.formats.int8.jit import channels as channels
+from qattn_kernels.formats.int8.jit import locate as locate
+from qattn_kernels.formats.int8.jit import place as place
+from qattn_kernels.formats.int8.jit import seen as seen
+from qattn_kernels.formats.lloyd_max import UNIT as LEVEL
+from qattn_kernels.formats.lloyd_max import midpoints
+from qattn_kernels.formats.model.jit import open as open
+from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
+from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+
+TWINS = True
+UNIT = tl.constexpr(LEVEL)
+MIDPOINTS_2, MIDPOINTS_3, MIDPOINTS_4 = (tl.constexpr(tuple(midpoints(bits))) for bits in (2, 3, 4))
+
+
+@triton.jit
+def _tree_sum(x):
+    """Sum of the last of three dimensions, neighbours first, as the reference does."""
+    if x.shape[2] == 1:
+        return tl.reshape(x, (x.shape[0], x.shape[1]))
+    else:
+        one, other = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+        return _tree_sum(one + other)
+
+
+@triton.jit
+def _sizes(x, deviation, BITS: tl.constexpr):
+    """How many midpoints of the positive levels lie below |x|."""
+    if BITS == 2:
+        middles: tl.constexpr = MIDPOINTS_2
+    elif BITS == 3:
+        middles: tl.constexpr = MIDPOINTS_3
+    else:
+        middles: tl.constexpr = MIDPOINTS_4
+    size = tl.zeros(x.shape, tl.int32)
+    for i in tl.static_range(2 ** (BITS - 1) - 1):
+        size += (tl.abs(x) > deviation * middles[i]).to(tl.int32)
+    return size
+
+
+@triton.jit
+def encode(x, BITS: tl.constexpr):
+    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and their fp16 scales; needs `enable_fp_fusion=False`."""
+    squares = _tree_sum(x * x)
+    deviation = tl.sqrt_rn(squares * (1.0 / x.shape[2]))
+    size = _sizes(x, tl.broadcast_to(deviation[:, :, None], x.shape), BITS)
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    code = tl.where(x < 0.0, HALF - 1 - size, HALF + size)
+    level = levels(code, BITS).to(tl.float32)
+    scale = tl.sqrt_rn(tl.div_rn(squares, tl.sum(level * level, 2))) * (1.0 / UNIT)
+    return code, to_half(scale)
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, True, VALUES, C)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, True, VALUES, C)
+
+
+@triton.jit
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    return block_scores(S, at, query, half_levels, UNIT, BITS, C)
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    return block_values(S, at, p, acc, alpha, beta, half_levels, UNIT, BITS, C)

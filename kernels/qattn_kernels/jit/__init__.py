@@ -1,0 +1,1 @@
+"""What several kernels share inside Triton."""

@@ -1,0 +1,78 @@
+"""Rounding, division, conversions and exponentials inside kernels, each with a plain form for the interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of a float
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def round_even(x):
+    """To the nearest integer, ties to even, for |x| < 2^22. Exact only where the compiler may not fuse `x`'s product
+    into the addition: kernels that write codes are launched with `enable_fp_fusion=False`."""
+    return (x + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def divide(x, divisor):
+    """`x / divisor`, correctly rounded, for a normal divisor `[n, 1]` or `[1, n]` and quotients far from overflow.
+
+    `div_rn` has a branch in each element for all other numbers, behind which nothing overlaps. Here one inverse serves
+    a row, and each remainder is exact: a product that is correctly rounded is what the second one leaves (Markstein).
+    The interpreter's `fma` rounds twice.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
+    else:
+        up = tl.where(divisor < 8.673617379884035e-19, 1152921504606846976.0, 1.0)  # 2^-60, 2^60: no remainder is lost
+        x, divisor = x * up, divisor * up
+        inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        inverse, negative = tl.broadcast_to(inverse, x.shape), tl.broadcast_to(-divisor, x.shape)
+        quotient = x * inverse
+        quotient = tl.fma(tl.fma(quotient, negative, x), inverse, quotient)
+        return tl.fma(tl.fma(quotient, negative, x), inverse, quotient)
+
+
+@triton.jit
+def short_scale(scale):
+    """A scale whose last two bits are 0: its product with `ROUNDER` is exact, so that an integer sum raised by that
+    comes down without an error. Of codes of 8 bits that would hardly matter, of 4 a unit of the sum is worth a lot."""
+    return (scale.to(tl.int32, bitcast=True) & -4).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_codes(raised):
+    """int8 of integers raised by `ROUNDER`: they stand in the low bytes."""
+    return raised.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def float_to_int8(x):
+    """Round an fp32 in [-127, 127] to int8, ties to even."""
+    return to_codes(x + ROUNDER)
+
+
+@triton.jit
+def exp2_sas(x, threshold):
+    """TurboAttention's SAS in base 2: a cubic for the fraction, here in [-1/2, 1/2], the integer part put in the
+    exponent; 0 below `threshold`. x <= 7. Within 1e-4 relative of 2^x, and so within SAS's own 1.04e-3 of its
+    polynomial. No instruction of it goes to the slow unit for conversions and exponentials."""
+    y = tl.maximum(x, -125.0)
+    z = y + ROUNDER
+    f = y - (z - ROUNDER)
+    p = 0.99992807 + f * (0.69326099 + f * (0.24261113 + f * 0.05517167))
+    p = (p.to(tl.int32, bitcast=True) + (z.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
+    return tl.where(x >= threshold, p, 0.0)
+
+
+@triton.jit
+def broken(x, axis: tl.constexpr):
+    """Which vectors of fp32 `x` are not finite. A maximum would drop a NaN, so that counts as infinity."""
+    return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis) > 3.4028234663852886e38

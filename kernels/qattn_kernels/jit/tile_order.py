@@ -1,0 +1,62 @@
+"""The order of tokens in a tile of scores: packed bytes hold tokens of several parts of a block."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def stack(first, second):
+    """`[n, Q]` and `[n, Q]` as `[2 n, Q]`; nothing moves."""
+    return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (2 * first.shape[0], first.shape[1]))
+
+
+@triton.jit
+def unstack(x):
+    """The inverse."""
+    return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@triton.jit
+def part_order(n: tl.constexpr, PARTS: tl.constexpr):
+    """The token of each row of a tile of `PARTS` parts, one behind the other. Rows of a part that lie eight apart,
+    which one thread has, are neighbours: see `twin_weights`."""
+    row, PART = tl.arange(0, n), n // PARTS
+    return row // PART * PART + row % 8 * (PART // 8) + row % PART // 8
+
+
+@triton.jit
+def token_order(n: tl.constexpr, PARTS: tl.constexpr):
+    """The same for a tile whose parts take turns, eight rows each. So the rows of a thread come in the order of those
+    that it has of an accumulator; in another the compiler would compute the softmax twice, once for the tile and once
+    for the accumulator."""
+    row = tl.arange(0, n)
+    return row // 8 % PARTS * (n // PARTS) + row % 8 * (n // (8 * PARTS)) + row // (8 * PARTS)
+
+
+@triton.jit
+def by_part(x, PARTS: tl.constexpr):
+    """Numbers `[n]` of the tokens in `part_order`. They are loaded in their own order, as whole words and ahead of
+    their use."""
+    return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (0, 2, 1)), (x.shape[0],))
+
+
+@triton.jit
+def by_token(x, PARTS: tl.constexpr):
+    """The same in `token_order`."""
+    return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (2, 0, 1)), (x.shape[0],))
+
+
+@triton.jit
+def take_turns(x, PARTS: tl.constexpr):
+    """`[n, Q]` in `part_order` as a tile in `token_order`; nothing moves."""
+    parts = tl.reshape(x, (PARTS, x.shape[0] // (8 * PARTS), 8, x.shape[1]))
+    return tl.reshape(tl.permute(parts, (1, 0, 2, 3)), (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def in_line(x, PARTS: tl.constexpr):
+    """A tile in `token_order` in the order of the tokens; nothing moves."""
+    parts = tl.reshape(x, (x.shape[0] // (8 * PARTS), PARTS, 8, x.shape[1]))
+    return tl.reshape(tl.permute(parts, (1, 2, 0, 3)), (x.shape[0], x.shape[1]))

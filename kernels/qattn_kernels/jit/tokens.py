@@ -1,0 +1,72 @@
+"""New tokens and those of the ring inside kernels, and what a call brings to a row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.math import broken
+
+
+@triton.jit
+def _load_new(X, strides, b, h, fresh, new, first, C: tl.constexpr):
+    """fp32 `[BLOCK, DP]`, zeros where `new` is false."""
+    d = tl.arange(0, C.DP)
+    column = tl.where(new, first + fresh, 0).to(tl.int64)
+    at = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + column * strides[2]
+    x = tl.load(X + at[:, None] + d[None, :], mask=new[:, None] & (d < C.D)[None, :], other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, C: tl.constexpr):
+    """New keys and values, zeros where either is not finite, and where that is so."""
+    k = _load_new(KEY, k_strides, b, h, fresh, new, first, C)
+    v = _load_new(VALUE, v_strides, b, h, fresh, new, first, C)
+    bad = new & (broken(k, 1) | broken(v, 1))
+    return tl.where(bad[:, None], 0.0, k), tl.where(bad[:, None], 0.0, v), bad
+
+
+@triton.jit
+def ring_codes(S, slot, SLOTS: tl.constexpr, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    """Addresses `[n, DP]` in a ring of `SLOTS` slots; INT8 values lie `[D, slots]`, as their product wants them."""
+    d = tl.arange(0, C.DP)
+    base = S.ring + bh.to(tl.int64) * SLOTS * C.D
+    if VALUES and (S.ring.dtype.element_ty == tl.int8):
+        return base + d[None, :] * SLOTS + slot[:, None]
+    else:
+        return base + slot[:, None] * C.D + d[None, :]
+
+
+@triton.jit
+def from_ring(S, pos, there, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    """Open tokens in fp32 with their scales; a ring in the model's precision has none."""
+    inside = there[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
+    code = tl.load(ring_codes(S, pos % C.RING, C.RING, bh, VALUES, C), mask=inside, other=0).to(tl.float32)
+    scale = tl.zeros([code.shape[0]], tl.float32)
+    if S.ring.dtype.element_ty == tl.int8:
+        scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, mask=there, other=0.0)
+    return code, scale
+
+
+@triton.jit
+def with_ring(S, code, scale, pos, old, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    """Open tokens: old ones from the ring, new ones as they were just made."""
+    before, before_scale = from_ring(S, pos, old, bh, VALUES, C)
+    return tl.where(old[:, None], before, code), tl.where(old, before_scale, scale)
+
+
+@triton.jit
+def chosen_bits(CHOSEN, regions, bh, j, C: tl.constexpr):
+    """The bits of the tokens of block `j` of the region that the sink pool took; nobody reads them without a pool."""
+    return CHOSEN + (bh.to(tl.int64) * regions + j) * (C.BLOCK // 8)
+
+
+@triton.jit
+def row_before(STATE, SPANS, span_stride, b, NB, C: tl.constexpr):
+    """`load_row`'s six numbers, from the state and the call's mask; of its tokens no more than there is room for."""
+    length, closed, open_start = tl.load(STATE[0] + b), tl.load(STATE[1] + b), tl.load(STATE[2] + b)
+    first, count = tl.load(SPANS + b * span_stride), tl.load(SPANS + b * span_stride + 1)
+    count = tl.minimum(count, (NB - closed) * C.BLOCK - (length - open_start))
+    ready = tl.maximum(length + count - open_start - C.RESIDUAL, 0)
+    return length, closed, open_start, ready // C.SPAN * (C.SPAN // C.BLOCK), first, count

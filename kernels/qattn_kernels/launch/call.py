@@ -1,0 +1,123 @@
+"""One call of the operator, its tensors in the form in which launchers take them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from qattn_kernels.formats.contract import pieces_of, side_tensors, sink_tensors
+from qattn_kernels.launch.constants import Sizes, sizes_of
+from qattn_kernels.launch.panel import ROW_FIELDS
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layout import State
+from qattn_kernels.reference.rows import region_blocks
+
+ROW_STATE = ("length", "closed", "open_start", "longest", "seen", "padded", "overflow")
+
+
+class Table(NamedTuple):
+    """The tensors `sink.*` of a layer."""
+
+    pos: Any
+    slot: Any
+    born: Any
+    evicted: Any
+    written: Any
+    norm: Any
+
+
+class Call(NamedTuple):
+    """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
+    or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the region that it takes, `moved` the
+    slots that a short call moves. `center` fp32 `[B, H, D]`:
+    the mean around which a long call sees smoothed keys; else a tensor that nobody reads."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    span: torch.Tensor
+    state: State
+    spec: LayerSpec
+    scores: Scores
+    sizes: Sizes
+    k: tuple
+    v: tuple
+    rows: torch.Tensor
+    table: tuple | None
+    k_sinks: tuple | None
+    v_sinks: tuple | None
+    chosen: torch.Tensor | None
+    moved: torch.Tensor | None
+    center: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The rows' mean keys; where keys are not smoothed a tensor that nobody reads."""
+        return self.state.get("k.mean", self.center)
+
+    @property
+    def batch(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def blocks(self) -> int:
+        """Capacity of a row in blocks."""
+        return self.state["block_len"].shape[1]
+
+    @property
+    def new(self) -> tuple:
+        """The arguments of a kernel that reads new keys and values."""
+        return self.key, self.value, self.key.stride()[:3], self.value.stride()[:3]
+
+    @property
+    def spans(self) -> tuple:
+        """The call's mask, whose one row may stand for all."""
+        return self.span, 0 if self.span.shape[0] == 1 else self.span.stride(0)
+
+    @property
+    def picked(self) -> tuple:
+        """What the sink pool took of the region, and how many blocks that has; without a pool nobody reads it."""
+        return (self.state["dropped"], 0) if self.chosen is None else (self.chosen, self.chosen.shape[2])
+
+    @property
+    def row_state(self) -> tuple:
+        return tuple(self.state[name] for name in ROW_STATE)
+
+
+def make_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+) -> Call:
+    """Arguments as in `step.operator.attend`."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    batch, heads, tokens, dim = key.shape
+    short = tokens <= SHORT_CALL
+    int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
+    int8 |= short and any(getattr(pieces_of(store), "TWINS", False) for store in (spec.k, spec.v))
+    columns = tokens if short else 1
+    asks = scores.softcap != 0, scores.window != 0
+    sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)
+    rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
+    k, v = (side_tensors(state, side, store, heads) for side, store in (("k", spec.k), ("v", spec.v)))
+    sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5
+    if spec.sink_pool.num:
+        table = Table(*(state[f"sink.{name}"] for name in Table._fields))
+        shape = (batch, heads, region_blocks(spec.window, tokens), spec.window.block // 8)
+        chosen = torch.empty(shape, dtype=torch.uint8, device=key.device)
+        moved = torch.empty((batch, heads, 2 * sizes.SINKS), dtype=torch.int32, device=key.device)
+        sinks = table, sink_tensors(state, "k"), sink_tensors(state, "v"), chosen, moved
+    center = state["length"]
+    if sizes.SMOOTH:
+        center = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
+    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, center=center)

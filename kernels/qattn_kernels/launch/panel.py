@@ -1,0 +1,51 @@
+"""What a prefill kernel sees: keys and values of past and new tokens in one uniform, unpacked form, for one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+ROW_FIELDS = 8  # columns of `Panel.rows`, of which seven are used
+
+
+class Panel(NamedTuple):
+    """Slots `N` are those of the arenas: the token at row position `p >= open_start` lies in slot
+    `closed * block + p - open_start`, the packed past before it.
+
+    `k`: INT8 `[B, Hkv, N, Dk]` with fp32 `k_scale` `[B, Hkv, N]`, or the model's dtype with None.
+    `v`: INT8 TRANSPOSED `[B, Hkv, Dv, N]` with fp32 `v_scale` `[B, Hkv, N]`, or the model's dtype `[B, Hkv, N, Dv]`.
+    `bias`: fp32 `[B, Hkv, N]`, added to every score: 0, or -inf for slots that hold no token or a masked one.
+    `pos`: int32 `[B, N]` row positions. `rows`: int32 `[B, ROW_FIELDS]`: length, closed, open_start, closing, first
+    real column and count of the new tokens, and how many more there were that do not fit. Slots past a row's end hold
+    anything but NaN, with bias -inf.
+
+    What `ops.prefill.coded` makes codes of may have fewer slots than `bias`, where none beyond is seen, and any strides
+    but the last: a cache's own tensors (`step/stock_cache.py`).
+
+    What `ops.prefill.coded` adds: `v` in E4M3 `[B, Hkv, Dv, N]` with fp32 `v_channel` `[B, Hkv, Dv]` instead of token
+    scales, around `v_mean` like it; int32 `clean` `[B * Hkv]`, the first masked slot; `k` around `k_mean`
+    `[B, Hkv, Dk]`, which a smoothed store's panel has too; queries around `q_mean` `[B, Hq, n, Dk]`, of all (n = 1)
+    or of blocks, whose scores `shift` is, `[B, Hq, n, N]`.
+    """
+
+    k: torch.Tensor
+    k_scale: torch.Tensor | None
+    v: torch.Tensor
+    v_scale: torch.Tensor | None
+    bias: torch.Tensor
+    pos: torch.Tensor
+    rows: torch.Tensor
+    v_channel: torch.Tensor | None = None
+    v_mean: torch.Tensor | None = None
+    clean: torch.Tensor | None = None
+    k_mean: torch.Tensor | None = None
+    q_mean: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+
+
+def tensors(panel: Panel) -> tuple:
+    """Pointers of a panel; a kernel that writes no scales gets another tensor in their place and leaves it alone."""
+    k_scale = panel.bias if panel.k_scale is None else panel.k_scale
+    v_scale = panel.bias if panel.v_scale is None else panel.v_scale
+    return panel.k, k_scale, panel.v, v_scale, panel.bias, panel.pos

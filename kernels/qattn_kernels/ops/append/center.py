@@ -1,0 +1,36 @@
+"""Smoothed keys in kernels: a row's mean key, and keys around it; `formats/smoothed/reference.py` specifies them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.rows import slot_bits
+from qattn_kernels.jit.tokens import new_tokens, row_before, with_ring
+from qattn_kernels.ops.append.smooth import mean_key, undone
+
+
+@triton.jit
+def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, MEAN, CENTER, NB,
+                K_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (head, row) before a long call: `CENTER` `[B, H, D]`, the mean around which the call sees keys. It is the
+    row's own if a block of it closed before, or closes now, which fixes it; else that of what stands in the first."""
+    h, b = tl.program_id(0), tl.program_id(1)
+    length, closed, open_start, closing, first, count = row_before(STATE, SPANS, span_stride, b, NB, C)
+    d, bh = tl.arange(0, C.DP), b * C.H + h
+    if closed > 0:
+        mean = tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+    else:
+        t = tl.arange(0, C.BLOCK)
+        pos = open_start + t
+        old = pos < length
+        new = (~old) & (pos < length + count)
+        k, _, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
+        code, scale = K_OPEN(k)
+        code, scale = with_ring(K, code, scale, pos, old, bh, False, C)
+        flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
+        keep = (old | new) & (~bad) & ~(old & (slot_bits(flags, t) == 1))
+        mean = mean_key(undone(K, code, scale), keep, closing > 0)
+        if closing > 0:
+            tl.store(MEAN + bh * C.D + d, mean, mask=d < C.D)
+    tl.store(CENTER + bh * C.D + d, mean, mask=d < C.D)

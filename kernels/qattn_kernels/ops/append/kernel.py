@@ -1,0 +1,268 @@
+"""Append and close in Triton: one program a block of the region, KV head and row; `reference.py` specifies it.
+
+Every kernel here makes codes, so it is launched with `enable_fp_fusion=False`: a product fused into a rounding would
+give other codes than the reference.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
+from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_codes, row_before, with_ring
+from qattn_kernels.ops.append.smooth import around, mean_key, undone
+
+
+@triton.jit
+def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    inside = write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
+    tl.store(ring_codes(S, pos % C.RING, C.RING, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
+    if S.ring.dtype.element_ty == tl.int8:
+        tl.store(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, scale, mask=write)
+
+
+@triton.jit
+def to_panel(X, SCALE, x, scale, bh, slot, slots, VALUES: tl.constexpr, C: tl.constexpr):
+    """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`."""
+    d = tl.arange(0, C.DP)
+    base = X + bh.to(tl.int64) * slots * C.D
+    if X.dtype.element_ty == tl.int8:
+        if VALUES:
+            where = base + d[:, None].to(tl.int64) * slots + slot[None, :]
+            tl.store(where, tl.trans(x.to(tl.int8)), mask=(d < C.D)[:, None])
+        else:
+            where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
+            tl.store(where, x.to(tl.int8), mask=(d < C.D)[None, :])
+        tl.store(SCALE + bh.to(tl.int64) * slots + slot, scale)
+    else:
+        where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
+        tl.store(where, x.to(X.dtype.element_ty), mask=(d < C.D)[None, :])
+
+
+@triton.jit
+def _row_mean(S, MEAN, flags, b, h, start, index, closed, C: tl.constexpr):
+    """The mean around which a block of a short call closes; the row's first block fixes it."""
+    d, bh = tl.arange(0, C.DP), b * C.H + h
+    if closed == 0:
+        t = tl.arange(0, C.BLOCK)
+        code, scale = from_ring(S, start - index * C.BLOCK + t, t >= 0, bh, False, C)
+        mean = mean_key(undone(S, code, scale), slot_bits(flags, t) == 0, True)
+        if index == 0:
+            tl.store(MEAN + bh * C.D + d, mean, mask=d < C.D)
+    else:
+        mean = tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+    return mean
+
+
+@triton.jit
+def _short_side(S, MEAN, x, pos, new, stale, closes, b, h, start, index, closed, NB, flags, chosen, OPEN: tl.constexpr,
+                SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, VALUES: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
+    """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed."""
+    bh = b * C.H + h
+    code, scale = OPEN(x)
+    t = tl.arange(0, C.BLOCK)
+    if C.RING == 0:
+        PUT(S, code, scale, new, new, pos - start, b, h, index, NB, h, VALUES, C)
+        if stale:  # a crop left tokens behind the row's end
+            empty = tl.full([C.BLOCK, C.DP], 0.0, tl.float32)
+            behind = start + t > tl.max(tl.where(new, pos, 0), 0)
+            PUT(S, empty, tl.max(empty, 1), behind, behind, t, b, h, index, NB, h, VALUES, C)
+    else:
+        to_ring(S, code, scale, pos, new, bh, VALUES, C)
+        if closes:
+            tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
+            full, full_scale = from_ring(S, start + t, t >= 0, bh, VALUES, C)
+            keep = slot_bits(flags, index * C.BLOCK + t) == 0
+            if C.ENTRIES > 0 and not VALUES:  # see `ops/sink_pool/reference.py`
+                keep = keep & (slot_bits(chosen, t) == 0)
+            if C.SMOOTH and not VALUES:
+                mean = _row_mean(S, MEAN, flags, b, h, start, index, closed, C)
+                full, full_scale = OPEN(around(S, full, full_scale, keep, mean))
+            full, full_scale = SEEN(full, full_scale, keep)
+            place = PLACE(S, b, h, index == 0, VALUES, C)
+            PUT(S, full, full_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+
+
+@triton.jit
+def _long_side(S, CENTER, X, SCALE, x, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
+               OPEN: tl.constexpr, SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr,
+               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Keys or values of one block of a long call: into the panel, and if it closes or is final into the arenas."""
+    bh = b * C.H + h
+    t = tl.arange(0, C.BLOCK)
+    code, scale = OPEN(x)
+    if C.RING > 0:
+        code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
+        if C.SMOOTH and not VALUES:
+            d = tl.arange(0, C.DP)
+            mean = tl.load(CENTER + bh * C.D + d, mask=d < C.D, other=0.0)
+            kept, kept_scale = OPEN(around(S, code, scale, keep, mean))
+            kept, kept_scale = SEEN(kept, kept_scale, keep)
+            if closes:
+                place = PLACE(S, b, h, index == 0, VALUES, C)
+                PUT(S, kept, kept_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+            if X.dtype.element_ty == tl.int8:
+                code, scale = kept, kept_scale
+        elif closes:
+            place = PLACE(S, b, h, index == 0, VALUES, C)
+            if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
+                keep = keep & (slot_bits(chosen, t) == 0)
+                kept, kept_scale = SEEN(code, scale, keep)
+                PUT(S, kept, kept_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+                code, scale = SEEN(code, scale, t >= 0)
+            else:
+                code, scale = SEEN(code, scale, keep)
+                PUT(S, code, scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+        elif (X.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
+            code, scale = SEEN(code, scale, keep)  # open tokens have no codes of their own: as if the block closed here
+    else:
+        if used:
+            PUT(S, code, scale, keep, ~old, t, b, h, index, NB, h, VALUES, C)
+        code, scale = SEEN(code, scale, keep)
+        before, before_scale = GET(S, b, h, tl.minimum(index, NB - 1), NB, h, VALUES, C)
+        code = tl.where(old[:, None], before.to(tl.float32), code)
+        scale = tl.where(old, before_scale, scale)
+    to_panel(X, SCALE, code, scale, bh, slot, slots, VALUES, C)
+
+
+@triton.jit
+def _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C: tl.constexpr):
+    """What is one for all heads: the row's numbers for later kernels, behind them the tokens that do not fit, and the
+    block that closes."""
+    if h == 0:
+        if j == 0:
+            for i in tl.static_range(6):
+                tl.store(ROWS + b * 8 + i, row[i])
+            tl.store(ROWS + b * 8 + 6, tl.load(SPANS + b * span_stride + 1) - row[5])
+        if closes:
+            tl.store(BLOCK_POS + b * NB + row[1] + j, row[2] + j * C.BLOCK)
+            tl.store(BLOCK_LEN + b * NB + row[1] + j, C.BLOCK)
+
+
+@triton.jit
+def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
+    """Bits of a block's masked tokens `gone` `[BLOCK]`, and the count of the new ones among them."""
+    eights = tl.reshape(gone << (tl.arange(0, C.BLOCK) % 8), (C.BLOCK // 8, 8))
+    tl.store(flags + index * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8), tl.sum(eights, 1).to(tl.uint8))
+    worse = tl.sum(bad.to(tl.int64), 0)
+    if worse > 0:
+        tl.atomic_add(NONFINITE + bh, worse)
+
+
+@triton.jit
+def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
+                 K, V, MEAN, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
+                 K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
+                 V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (block of the region, head, row) of a call of at most `NEW` tokens; lengths are committed later."""
+    j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    length, closed, open_start, closing, first, count = row
+    start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
+    used = (start < length + count) & (index < NB)  # never behind the arenas
+    closes = (j < closing) & used
+    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C)
+    if used:
+        pos = tl.maximum(length, start) + tl.arange(0, NEW)
+        new = pos < tl.minimum(length + count, start + C.BLOCK)
+        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
+        flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
+        if tl.max(bad.to(tl.int32), 0) > 0:
+            t = tl.arange(0, C.BLOCK)
+            hit = (start + t)[:, None] == tl.where(bad, pos, -1)[None, :]
+            gone = slot_bits(flags, index * C.BLOCK + t) | tl.max(hit.to(tl.int32), 1)
+            tl.debug_barrier()  # every bit is read before a byte is written
+            _drop(flags, NONFINITE, gone, bad, index, bh, C)
+        stale = length < tl.load(STATE[3] + b)
+        chosen = chosen_bits(CHOSEN, regions, bh, j, C)
+        _short_side(K, MEAN, k, pos, new, stale, closes, b, h, start, index, closed, NB, flags, chosen, K_OPEN, K_SEEN,
+                    K_PLACE, K_PUT, False, C)  # fmt: skip
+        _short_side(V, MEAN, v, pos, new, stale, closes, b, h, start, index, closed, NB, flags, chosen, V_OPEN, V_SEEN,
+                    V_PLACE, V_PUT, True, C)  # fmt: skip
+
+
+@triton.jit
+def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
+                K, V, CENTER, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
+                K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr, V_OPEN: tl.constexpr,
+                V_SEEN: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, V_GET: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
+    """The same for a long call, whose tokens also go to the `PANEL` (k, k_scale, v, v_scale, bias, pos), and into the
+    ring only when all have read it. Every program writes its slots, those behind the row's end included.
+    """
+    j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    length, closed, open_start, closing, first, count = row
+    index, bh, t = closed + j, b * C.H + h, tl.arange(0, C.BLOCK)
+    pos = open_start + j * C.BLOCK + t
+    used = (open_start + j * C.BLOCK < length + count) & (index < NB)
+    closes = (j < closing) & used
+    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C)
+    old = pos < length
+    new = (~old) & (pos < length + count)
+    k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
+    flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
+    slot = index * C.BLOCK + t
+    gone = tl.where(old, slot_bits(flags, tl.where(old, slot, 0)), bad.to(tl.int32))
+    keep = (old | new) & (gone == 0)
+    if used:
+        tl.debug_barrier()  # every bit is read before a byte is written
+        _drop(flags, NONFINITE, gone, bad, index, bh, C)
+    tl.store(PANEL[4] + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
+    if h == 0:
+        tl.store(PANEL[5] + b.to(tl.int64) * slots + slot, pos)
+    chosen = chosen_bits(CHOSEN, regions, bh, j, C)
+    _long_side(K, CENTER, PANEL[0], PANEL[1], k, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
+               K_OPEN, K_SEEN, K_PLACE, K_PUT, K_GET, False, C)  # fmt: skip
+    _long_side(V, CENTER, PANEL[2], PANEL[3], v, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
+               V_OPEN, V_SEEN, V_PLACE, V_PUT, V_GET, True, C)  # fmt: skip
+
+
+@triton.jit
+def undo_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, MEAN, PANEL, NB, slots, K_LOCATE: tl.constexpr,
+                V_LOCATE: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (block of the past, head, row): packed blocks into the panel."""
+    index, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if index < tl.load(STATE[1] + b):
+        t, bh = tl.arange(0, C.BLOCK), b * C.H + h
+        slot = index * C.BLOCK + t
+        there = t < tl.load(BLOCK_LEN + b * NB + index)
+        keep = there & (slot_bits(DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8), slot) == 0)
+        tl.store(PANEL[4] + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
+        if h == 0:
+            tl.store(PANEL[5] + b.to(tl.int64) * slots + slot, tl.load(BLOCK_POS + b * NB + index) + t)
+        k_place, _, _ = K_LOCATE(K, b, h, C.K_LOW, C)
+        v_place, _, _ = V_LOCATE(V, b, h, C.V_LOW, C)
+        k, k_scale = K_GET(K, b, h, index, NB, k_place, False, C)
+        v, v_scale = V_GET(V, b, h, index, NB, v_place, True, C)
+        if C.SMOOTH and (PANEL[0].dtype.element_ty != tl.int8):
+            d = tl.arange(0, C.DP)
+            k += tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)[None, :]
+        to_panel(PANEL[0], PANEL[1], k, k_scale, bh, slot, slots, False, C)
+        to_panel(PANEL[2], PANEL[3], v, v_scale, bh, slot, slots, True, C)
+
+
+@triton.jit
+def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, NB, B, T, K_OPEN: tl.constexpr,
+                  V_OPEN: tl.constexpr, BP: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """After a long call: program (tile of the ring, head, row) writes the newest tokens, one a head what the call did
+    to its sinks, and one the row's lengths."""
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = load_row(ROWS, b)
+    if C.RING > 0:
+        last = row[0] + row[5] - 1
+        at = i * C.BLOCK + tl.arange(0, C.BLOCK)
+        pos = last - (last - at + C.RING) % C.RING
+        new = (at < C.RING) & (pos >= row[0])
+        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row[0], new, row[4], C)
+        k_code, k_scale = K_OPEN(k)
+        v_code, v_scale = V_OPEN(v)
+        to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)
+        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, C)
+    if C.ENTRIES > 0:
+        if i == 0:
+            settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
+    if (i == 0) & (h == 0):
+        commit_row(ROWS, STATE, row, b, B, T, BP, C)

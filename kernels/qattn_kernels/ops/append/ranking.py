@@ -1,0 +1,87 @@
+"""Which heads of a row get 2 bits, decided when its first block closes: one program a row ranks its heads."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.flashq.jit import number
+from qattn_kernels.jit.rows import slot_bits
+from qattn_kernels.jit.tokens import chosen_bits, new_tokens, row_before, with_ring
+
+
+@triton.jit
+def _priority(S, code, scale, keep, pos, old, bh, SEEN: tl.constexpr, KIND: tl.constexpr,
+              VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """TurboAttention section 3.3 in fp64, as `formats.flashq.reference.head_priority`."""
+    code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
+    code, scale = SEEN(code, scale, keep)
+    x = code.to(tl.float64) * tl.max(scale, 0).to(tl.float64)
+    inside = (tl.arange(0, C.DP) < C.D) & (tl.max(keep.to(tl.int32), 0) > 0)
+    low = tl.min(tl.where(keep[:, None], x, float("inf")), 0)
+    high = tl.max(tl.where(keep[:, None], x, float("-inf")), 0)
+    gap = tl.where(inside, high - low, 0.0)
+    head_gap = tl.max(tl.where(inside, high, float("-inf")), 0) - tl.min(tl.where(inside, low, float("inf")), 0)
+    head_gap = tl.where(tl.max(keep.to(tl.int32), 0) > 0, head_gap, 0.0)
+    mean = tl.sum(gap, 0) / C.D
+    off = tl.where(tl.arange(0, C.DP) < C.D, gap - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(off * off, 0) / (C.D - 1))
+    if KIND == 0:
+        return head_gap * deviation
+    elif KIND == 1:
+        return head_gap
+    else:
+        return deviation
+
+
+@triton.jit
+def _places(S, priority, b, C: tl.constexpr):
+    """Heads of lowest priority to the 2-bit places behind the others, ties to the lower head."""
+    n = tl.arange(0, triton.next_power_of_2(C.H))
+    real = n < C.H
+    same = priority[None, :] == priority[:, None]
+    less = (priority[None, :] < priority[:, None]) | (same & (n[None, :] < n[:, None]))
+    rank = tl.sum((less & real[None, :]).to(tl.int32), 1)
+    low = (rank < number(S.low)).to(tl.int32)
+    low_row = tl.sum(tl.where(n[:, None] == n[None, :], low[:, None], 0), 0)
+    before = (low_row[None, :] < low[:, None]) | ((low_row[None, :] == low[:, None]) & (n[None, :] < n[:, None]))
+    place = tl.sum((before & real[None, :]).to(tl.int32), 1)
+    tl.store(S.head_of + b * C.H + place, n, mask=real)
+
+
+@triton.jit
+def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, regions, NB,
+                K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
+                K_KIND: tl.constexpr, V_KIND: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (row). `KIND` -1: that side is not ranked."""
+    b = tl.program_id(0)
+    length, closed, open_start, closing, first, count = row_before(STATE, SPANS, span_stride, b, NB, C)
+    if (closed == 0) & (closing > 0):
+        n = tl.arange(0, triton.next_power_of_2(C.H))
+        t = tl.arange(0, C.BLOCK)
+        k_priority = tl.full(n.shape, 0, tl.float64)
+        v_priority = tl.full(n.shape, 0, tl.float64)
+        pos = open_start + t
+        old = pos < length
+        new = (~old) & (pos < length + count)
+        for i in range(C.H):
+            h = i + tl.full([], 0, tl.int32)  # the interpreter counts in Python's integers
+            k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
+            flags = DROPPED + (b * C.H + h).to(tl.int64) * NB * (C.BLOCK // 8)
+            gone = (tl.load(flags + t // 8).to(tl.int32) >> (t % 8)) & 1
+            keep = (old | new) & (~bad) & ~(old & (gone == 1))
+            if K_KIND >= 0:
+                k_keep = keep
+                if C.ENTRIES > 0:
+                    k_keep = keep & (slot_bits(chosen_bits(CHOSEN, regions, b * C.H + h, 0, C), t) == 0)
+                code, scale = K_OPEN(k)
+                found = _priority(K, code, scale, k_keep, pos, old, b * C.H + h, K_SEEN, K_KIND, False, C)
+                k_priority = tl.where(n == h, found, k_priority)
+            if V_KIND >= 0:
+                code, scale = V_OPEN(v)
+                found = _priority(V, code, scale, keep, pos, old, b * C.H + h, V_SEEN, V_KIND, True, C)
+                v_priority = tl.where(n == h, found, v_priority)
+        if K_KIND >= 0:
+            _places(K, k_priority, b, C)
+        if V_KIND >= 0:
+            _places(V, v_priority, b, C)

@@ -1,0 +1,1 @@
+"""Tokens taken back, and the ring in another size."""

@@ -1,0 +1,45 @@
+"""The ring of open tokens in another size."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.formats import Operand, Store
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.layout import State
+from qattn_kernels.ops.sink_pool.table import FIELDS, read_sinks
+from qattn_kernels.reference.rows import pick
+
+
+def resized_ring(state: State, old: LayerSpec, new: LayerSpec) -> State:
+    """The rings of `state`, and what its sink pool keeps for roll-backs, for `new`, whose window is larger: every token
+    they hold keeps its row position. `state` stays as it is; the result has the tensors that change."""
+    before, after = old.window.ring, new.window.ring
+    last = state["length"][:, None] - 1
+    pos = last - (last - torch.arange(after, device=last.device)) % after
+    held = (pos >= 0) & (pos >= state["longest"][:, None] - before)
+    pool = new.sink_pool
+    more = pool.entries(new.window) - pool.entries(old.window)
+    made: State = {}
+    for side, store in (("k", old.k), ("v", old.v)):
+        if not store.windowed:
+            continue
+        kept = store.ring(side_of(state, side)).map(
+            lambda x: torch.where(held[:, None, :, None], pick(x, pos % before), 0)
+        )
+        made |= _named(f"{side}.ring", store, kept)
+        if pool.num:
+            sinks = read_sinks(side_of(state, side), store).map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, more)))
+            made |= _named(f"{side}.sink", store, sinks)
+    if pool.num:
+        if pool.select == "attention":
+            made["mass.ring"] = torch.where(held[:, None, :, None], pick(state["mass.ring"], pos % before), 0)
+        made |= {f"sink.{name}": torch.nn.functional.pad(state[f"sink.{name}"], (0, more)) for name in FIELDS}
+    made["ring_from"] = torch.maximum(state["ring_from"], state["longest"] - before).int()
+    return made
+
+
+def _named(name: str, store: Store, tokens: Operand) -> State:
+    made = {name: tokens.x.transpose(-1, -2).contiguous() if store.transposed else tokens.x}
+    return made if tokens.scale is None else {**made, f"{name}_scale": tokens.scale}

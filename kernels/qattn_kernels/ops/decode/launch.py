@@ -1,0 +1,58 @@
+"""Launches of the decode: parts of the context, then their merge."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from qattn_kernels.formats.contract import pieces_of
+from qattn_kernels.launch.call import Call
+from qattn_kernels.launch.constants import power_of_two
+from qattn_kernels.layer.skip_counts import tally_of
+from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
+from qattn_kernels.ops.decode.table import chip_of, choose
+
+LOG2E = math.log2(math.e)
+
+
+def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a short call after its append; commits the rows' lengths.
+
+    Returns:
+        `[B, Hq, T, D]` in the query's dtype, memory in the order B, T, Hq, D; fp32 log-sum-exp `[B, Hq, T]`.
+    """
+    size, state, scores, batch, tokens = call.sizes, call.state, call.scores, call.batch, call.tokens
+    k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
+    rows = tokens * size.G
+    tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
+    few, many, long, _ = tuned.plan
+    most = few if call.blocks < few * long else many
+    splits = min(most, call.blocks) + size.OPEN
+
+    over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=call.query.device)
+
+    parts, stats = (empty(batch * size.H, splits, rows, n) for n in (size.D, 3 if size.SPARSE else 2))
+    tally, sparsity = tally_of(state) if size.SPARSE else None, call.spec.sparsity
+    threshold = call.spec.compute.sas_threshold * LOG2E
+    decode_kernel[(batch * size.H, -(-rows // size.Q), splits)](
+        call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.mean, call.k_sinks, call.v_sinks,
+        call.table, call.moved, state["dropped"], state["block_pos"],
+        state["block_len"], call.row_state, parts, stats, tally, call.blocks, batch, tokens,
+        (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold), (sparsity.tau, sparsity.budget),
+        tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
+        size, num_warps=tuned.warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    chunk = min(64, power_of_two(many))  # not of the capacity: sums must not depend on it
+    out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
+    lse = empty(batch, size.H * size.G, tokens)
+    merge_kernel[(rows, size.H, batch)](
+        parts, stats, tally, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
+        state["dropped"], call.blocks, splits, tokens,
+        tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk <= 4 else 4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse

@@ -1,0 +1,50 @@
+"""Decode attention in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
+from qattn_kernels.ops.sink_pool.reference import packed_copies, sink_tiles
+from qattn_kernels.reference.attention import Attended, attend
+from qattn_kernels.reference.queries import short_queries
+from qattn_kernels.reference.rows import Region
+from qattn_kernels.reference.tiles import FOREVER, Tiles, packed_tiles
+
+
+def decode(
+    q: torch.Tensor, q_pos: torch.Tensor, state: State, spec: LayerSpec, region: Region, scores: Scores
+) -> Attended:
+    """Attention of a short call, after its tokens were appended.
+
+    A query at row position p reads a block that this call closed from its codes if single steps would: the block's
+    last token lies before p, and the step that closed it is not after p. Otherwise it reads the ring, which still
+    holds that block. Drafted tokens are so verified with the numbers of single steps.
+
+    Args:
+        q: `[B, Hq, T, D]`, real tokens first. q_pos: int32 `[B, T]` row positions, negative for padding.
+        state: the layer's tensors after the append. region: what the call appended.
+    """
+    window = spec.window
+    n = torch.arange(region.pos.shape[1], device=q.device)
+    closes = n < region.closing[:, None]
+    start = region.pos[:, 0, 0][:, None]
+    end = start + (n + 1) * window.block - 1
+    step = start + (n * window.block // window.span + 1) * window.span - 1 + window.residual
+    packed_since = torch.where(closes, torch.maximum(end + 1, step), FOREVER).int()  # `[B, n]`
+
+    packed = packed_tiles(state, spec, region.closed + region.closing)
+    index = torch.arange(packed.pos.shape[2], device=q.device)
+    j = index - region.closed[:, None]
+    late = torch.where(j >= 0, packed_since.gather(1, j.clamp(0, len(n) - 1).long()), 0)
+    packed = packed._replace(since=torch.maximum(late[:, None, :, None], packed.since))
+    if spec.sink_pool.num:
+        packed = packed_copies(packed, state, region.closed, packed_since)
+        packed = packed.joined(sink_tiles(state, spec, region.closed, packed_since))
+    until = torch.where(closes, packed_since - 1, FOREVER).int()[..., None].expand_as(region.pos)
+    since = torch.where(region.valid, region.pos, FOREVER)
+    ring = Tiles(region.k, region.v, region.pos[:, None], since[:, None], until[:, None], region.keep)
+    queries = short_queries(q, scores.scale, spec.compute)
+    return attend(queries, q_pos, packed.joined(ring), scores, spec.compute, spec.sparsity, prefill=False)

@@ -1,0 +1,151 @@
+"""A panel with codes where the call multiplies codes: launches of `ops/prefill/quantize.py`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from qattn_kernels.formats.granularity import QUERY_BLOCK
+from qattn_kernels.launch.constants import power_of_two
+from qattn_kernels.launch.panel import Panel
+from qattn_kernels.layer.spec import Compute, LayerSpec
+from qattn_kernels.layout import Window
+from qattn_kernels.ops.prefill.quantize import FIELDS, TILE, keys_kernel, settle_kernel, stats_kernel, values_kernel
+from qattn_kernels.reference.operands import FP8, fp8_values
+
+STEP = 256  # slots of a program that gathers statistics
+
+
+class _Statistics(NamedTuple):
+    """fp32 `[sides, B, H, D]`: means of all visible keys and values (zeros where they are not smoothed), and scales
+    around them; int32 `[B * H]`, the first masked slot."""
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    clean: torch.Tensor
+
+
+def coded_panel(q: torch.Tensor, panel: Panel, spec: LayerSpec, scale: float) -> Panel:
+    """`panel` with keys in INT8 and values in FP8 or INT8, if `spec.compute` multiplies those and it has none.
+
+    Args:
+        q: `[B, Hq, T, D]`, whose means smoothing takes. scale: of the scores.
+        panel: what gets codes may have fewer slots than `bias`, if none beyond is seen, and any strides but the last.
+    """
+    compute = spec.compute
+    if compute.prefill != "int8":
+        return panel
+    found = None
+    if fp8_values(compute) or (compute.smooth_k and panel.k_scale is None):
+        found = _statistics(panel, compute, spec.window)
+    if panel.k_scale is None:
+        mean = found.mean[0] if found is not None and compute.smooth_k else None
+        panel = _with_keys(q, panel, compute, spec.window, mean, scale)
+    if fp8_values(compute):
+        assert found is not None
+        return _with_fp8_values(panel, found, compute, spec.window)
+    if compute.pv == "int8" and panel.v_scale is None:
+        codes, scales = _empty_values(panel, torch.int8), torch.empty_like(panel.bias)
+        _values(panel, panel.bias, panel.bias, codes, scales, False, False, spec.window)
+        panel = panel._replace(v=codes, v_scale=scales)
+    return panel
+
+
+def _statistics(panel: Panel, compute: Compute, window: Window) -> _Statistics:
+    """Of what the panel has in the model's precision: keys alone where values are not made FP8."""
+    batch, heads, slots = panel.bias.shape
+    fp8 = fp8_values(compute)
+    k, v = panel.k if panel.k_scale is None else panel.v, panel.v if fp8 else panel.k
+    dim, sides, parts = k.shape[-1], 2 if fp8 else 1, -(-slots // STEP)
+    sizes = {"D": dim, "DP": power_of_two(dim)}
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=k.device)
+
+    stats = empty(sides, batch * heads, parts, FIELDS.value, dim)
+    stats_kernel[(parts, batch * heads, sides)](
+        k, v, k.stride()[:3], v.stride()[:3], panel.bias, panel.rows, stats, heads, slots,
+        **sizes, STEP=STEP, BLOCK=window.block, SMOOTH_V=compute.smooth_v, num_warps=8,
+    )  # fmt: skip
+    mean, scale = empty(sides, batch, heads, dim), empty(sides, batch, heads, dim)
+    clean = torch.empty(batch * heads, dtype=torch.int32, device=k.device)
+    largest = torch.finfo(FP8[compute.pv]).max if fp8 else 1.0
+    settle_kernel[(batch * heads, sides)](
+        stats, mean, scale, clean, parts, largest, **sizes, CHUNK=32, SMOOTH_K=int(compute.smooth_k),
+        SMOOTH_V=int(compute.smooth_v),
+    )  # fmt: skip
+    return _Statistics(mean, scale, clean)
+
+
+def _with_keys(
+    q: torch.Tensor, panel: Panel, compute: Compute, window: Window, mean: torch.Tensor | None, scale: float
+) -> Panel:
+    (batch, heads, slots), dim = panel.bias.shape, panel.k.shape[3]
+    codes = torch.empty((batch, heads, slots, dim), dtype=torch.int8, device=panel.k.device)
+    scales = torch.empty_like(panel.bias)
+    keys_kernel[(-(-slots // TILE.value), batch * heads)](
+        panel.k, panel.k.stride()[:3], panel.bias, panel.rows, panel.bias if mean is None else mean, codes, scales,
+        heads, slots, LEVELS=compute.qk_levels, GROUP=compute.k_scale, SMOOTH=mean is not None, D=dim,
+        DP=power_of_two(dim), BLOCK=window.block,
+    )  # fmt: skip
+    shift = q_mean = None
+    if compute.smooth_q != "none":
+        q_mean = _query_means(q, panel, compute)
+        shift = torch.nn.functional.pad(_shift(q_mean, panel.k, mean, scale), (0, slots - panel.k.shape[2]))
+    return panel._replace(k=codes, k_scale=scales, k_mean=mean, q_mean=q_mean, shift=shift)
+
+
+def _query_means(q: torch.Tensor, panel: Panel, compute: Compute) -> torch.Tensor:
+    """fp32 `[B, Hq, n, D]`: of each block of real queries, or n = 1, of all. By a product in the model's precision:
+    what rounding a mean loses stays in the queries around it."""
+    tokens = q.shape[2]
+    size = tokens if compute.smooth_q == "tensor" else QUERY_BLOCK
+    place = torch.arange(tokens, device=q.device) - panel.rows[:, 4:5]
+    block = torch.where((place >= 0) & (place < panel.rows[:, 5:6]), place // size, -1)
+    member = (block[:, None] == torch.arange(-(-tokens // size), device=q.device)[:, None]).float()
+    share = member / member.sum(-1, keepdim=True).clamp(min=1)
+    q = torch.where(q.isfinite().all(-1, keepdim=True), q, 0.0)  # see `reference.queries.Queries`
+    return (share.to(q.dtype)[:, None] @ q).float().contiguous()
+
+
+def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """fp32 `[B, Hq, n, N]`: scores of the mean queries with the keys as they are, around their mean. Slots that nobody
+    sees hold any finite number, whatever key lies there."""
+    heads = k.shape[1]
+    by_head = (q_mean * scale).unflatten(1, (heads, -1)).flatten(2, 3)
+    shift = (by_head @ k.float().transpose(-1, -2)).nan_to_num_(0.0, 0.0, 0.0)
+    if mean is not None:
+        shift -= by_head @ mean[..., None]
+    return shift.unflatten(2, (-1, q_mean.shape[2])).flatten(1, 2).contiguous()
+
+
+def _empty_values(panel: Panel, dtype: torch.dtype) -> torch.Tensor:
+    (batch, heads, slots), dim = panel.bias.shape, panel.v.shape[3]
+    return torch.empty((batch, heads, dim, slots), dtype=dtype, device=panel.v.device)
+
+
+def _with_fp8_values(panel: Panel, found: _Statistics, compute: Compute, window: Window) -> Panel:
+    mean, channel = found.mean[1], found.scale[1]
+    codes = _empty_values(panel, torch.uint8)
+    _values(panel, mean, channel, codes, panel.bias, True, compute.smooth_v, window)
+    v_mean = mean if compute.smooth_v else None
+    codes = codes.view(torch.float8_e4m3fn)  # bytes, cast inside the product's loop, would go through registers
+    return panel._replace(v=codes, v_channel=channel, v_mean=v_mean, clean=found.clean)
+
+
+def _values(
+    panel: Panel,
+    mean: torch.Tensor,
+    channel: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    fp8: bool,
+    smooth: bool,
+    window: Window,
+) -> None:
+    (batch, heads, slots), dim = panel.bias.shape, panel.v.shape[3]
+    values_kernel[(-(-slots // TILE.value), batch * heads)](
+        panel.v, panel.v.stride()[:3], panel.bias, panel.rows, mean, channel, codes, scales, heads, slots,
+        FP8=fp8, SMOOTH=smooth, D=dim, DP=power_of_two(dim), BLOCK=window.block,
+    )  # fmt: skip

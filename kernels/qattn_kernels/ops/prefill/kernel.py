@@ -1,0 +1,351 @@
+"""Prefill attention over a panel in Triton: INT8, FP8 or model-precision products, fp32 softmax, one pass.
+
+What makes it fast, beyond the products themselves:
+
+- A value's scale goes into its score as a logarithm, so that `exp2` yields the weight times that scale, ready to be
+  rounded; the row sum takes it out again in a multiply-add.
+- An int32 sum becomes a float without the conversion unit: the product starts from the bits of 1.5 * 2^23, so that its
+  result read as a float is `ROUNDER + sum`, and the multiply-add that scales it subtracts `ROUNDER * scale` as well.
+  That costs at most one unit of a sum of thousands.
+- The keys of a tile are taken in the order in which the second product wants their weights in registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.fp8.jit import rounded
+from qattn_kernels.formats.granularity import QUERY_BLOCK
+from qattn_kernels.jit.math import LN2, LOG2E, ROUNDER, broken, float_to_int8, to_codes
+from qattn_kernels.jit.rows import load_row
+from qattn_kernels.ops.prefill.weights import (
+    LARGEST,
+    LEVELS,
+    NEGATIVE,
+    NO_SCALE,
+    NOTHING,
+    block_weights,
+    factor,
+    group_weights,
+    row_weights,
+    token_scores,
+    token_weights,
+)
+
+MEAN_QUERIES = tl.constexpr(QUERY_BLOCK)
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for. All are compile-time constants inside it.
+
+    `BM` queries a program, `BN` slots a tile of the main loop, `TAIL` of the others, `STAGES` of their pipelines;
+    `HQ`, `G` query heads and how many share a KV head; `D`, `DV` head dims of K and V, `DP`, `DVP` the powers of two
+    that hold them; `BLOCK` slots of a block; `BLOCK_SCALES`: the slots of a closed block share scales, in groups of K;
+    `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product, `V_FP8` FP8 in both; `Q_LEVELS` largest
+    code of a query, `Q_GROUP` which share a scale (`groups`, `block` being the program's own); `CENTER` keys stand
+    around a mean, `SHIFT` which queries around one (`smooth_q`), `V_MEAN` values do; `BY_ROW`
+    scores may stay in units of their query, and if `RAISED` INT8 weights be rounded at once (`row_weights`);
+    `PLAIN`: the interpreter runs.
+    """
+
+    BM: int
+    BN: int
+    TAIL: int
+    STAGES: int
+    HQ: int
+    G: int
+    D: int
+    DV: int
+    DP: int
+    DVP: int
+    BLOCK: int
+    BLOCK_SCALES: bool
+    K_CODES: bool
+    V_CODES: bool
+    K_INT8: bool
+    V_INT8: bool
+    V_FP8: bool
+    Q_LEVELS: float
+    Q_GROUP: str
+    CENTER: bool
+    SHIFT: str
+    V_MEAN: bool
+    BY_ROW: bool
+    RAISED: bool
+    WINDOW: int
+    SOFTCAP: bool
+    SAS: bool
+    SINKS: bool
+    PLAIN: bool
+
+
+@triton.jit
+def value_columns(v_scale, bias, column, inverse, clean, rows, heads, N, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Of one (row, KV head): `column` = bias + log2 of the value's scale, `inverse` = 1 / scale, both `[N]`, and
+    `clean`, the first slot whose bias is not 0. Slots that nobody sees get an inverse of 0."""
+    head = tl.program_id(0)
+    length, closed, open_start, _, _, count = load_row(rows, head // heads)
+    base = head.to(tl.int64) * N
+    end = (closed * BLOCK + length - open_start + count + BLOCK - 1) // BLOCK * BLOCK
+    masked = end
+    for start in range(0, end, STEP):
+        n = start + tl.arange(0, STEP)
+        b = tl.load(bias + base + n, mask=n < end, other=0.0)
+        scale = tl.load(v_scale + base + n, mask=n < end, other=1.0)
+        scale = tl.where((scale == 0.0) | (b != 0.0), NO_SCALE, scale)
+        tl.store(column + base + n, tl.log2(scale) + b, mask=n < end)
+        tl.store(inverse + base + n, tl.where(b == 0.0, 1.0 / scale, 0.0), mask=n < end)
+        masked = tl.minimum(masked, tl.min(tl.where(b == 0.0, end, n)))
+    tl.store(clean + head, masked)
+
+
+@triton.jit
+def _key_order(n, CODES: tl.constexpr):
+    """The token that column `n` of a tile's scores holds: for 8-bit weights bits 1, 2 and 3 are rotated."""
+    return ((n & ~15) | ((n & 6) << 1) | ((n & 8) >> 2) | (n & 1)) if CODES else n
+
+
+@triton.jit
+def _token_order(p):
+    """Columns back in the order of the tokens. On a GPU nothing moves: it renames registers."""
+    BM: tl.constexpr = p.shape[0]
+    BN: tl.constexpr = p.shape[1]
+    return p.reshape(BM, BN // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(BM, BN)
+
+
+@triton.jit
+def _load_keys(k, n0, i, C: tl.constexpr):
+    """`[DP, BN]`: slots `n0 + i`. Offsets inside one head fit 31 bits: 8 million slots of 256 channels."""
+    d = tl.arange(0, C.DP)
+    at = k + n0 * C.D + (i[None, :] * C.D + d[:, None])
+    return tl.load(at) if C.D == C.DP else tl.load(at, mask=d[:, None] < C.D, other=0)
+
+
+@triton.jit
+def _load_values(v, n0, i, N, C: tl.constexpr):
+    """`[BN, DVP]`: slots `n0 + i`."""
+    d = tl.arange(0, C.DVP)
+    if C.V_CODES or C.V_FP8:
+        at = v + n0 + (d[:, None] * N + i[None, :])
+        # channels behind the last are summed apart and never stored; the interpreter has no FP8 zero for them
+        return tl.trans(tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV))
+    else:
+        at = v + n0 * C.DV + (i[:, None] * C.DV + d[None, :])
+        return tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[None, :] < C.DV, other=0)
+
+
+@triton.jit
+def _product(x, y, C: tl.constexpr):
+    """In the dtype of `x`, summed in fp32; the interpreter knows no products of bf16."""
+    if C.PLAIN:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32))
+    return tl.dot(x, y.to(x.dtype), input_precision="ieee")
+
+
+@triton.jit
+def _sums(x, y):
+    """INT8 products as floats, `ROUNDER` above their value."""
+    start = tl.full([x.shape[0], y.shape[1]], ROUNDER_BITS, tl.int32)
+    return tl.dot(x, y, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _seen(pos, place, n, C: tl.constexpr):
+    """Which slots `n` queries at row positions `place` see: `[BM, BN]`."""
+    there = tl.load(pos + n)[None, :]
+    see = there <= place[:, None]
+    if C.WINDOW:
+        see &= there > place[:, None] - C.WINDOW
+    return see
+
+
+@triton.jit
+def _tile(q, unit, place, carry, at, n0, N, cap, center, threshold, BN: tl.constexpr, BLOCKS: tl.constexpr,
+          MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Take the slots from `n0` into `carry`: sums of values and of weights, the largest score with its value's scale,
+    and without it. `place` `[BM]`: the queries' row positions, compared if `MASK`. `BLOCKS`: scales are read by block
+    and nothing is masked."""
+    k, _, v, _, _, pos, _ = at
+    acc, total, top, _ = carry
+    i = tl.arange(0, BN)
+    order = _key_order(i, C.V_INT8 or C.V_FP8)
+    keys = _load_keys(k, n0, order, C)
+    x = _sums(q, keys) if C.K_INT8 else _product(q, keys, C)
+    if BLOCKS and C.V_FP8:
+        p, mass, here, new, peak = group_weights(x, unit, carry, at, n0, BN, C)
+    elif BLOCKS:
+        p, mass, here, new, peak = block_weights(x, unit, carry, at, n0, threshold, BN, C)
+    elif C.BY_ROW:
+        see = _seen(pos, place, n0 + order, C) if MASK else True
+        p, mass, here, new, peak = row_weights(x, unit, carry, at, n0 + order, see, BN, MASK, C)
+    else:
+        one = unit
+        if C.K_INT8 and C.Q_GROUP != "block":
+            x, one = (x - ROUNDER) * unit[:, None], 1.0
+        s, r = token_scores(x, one, at, n0 + order, cap, center, C)
+        if MASK:
+            s = tl.where(_seen(pos, place, n0 + order, C), s, NEGATIVE)
+        p, mass, here, new, peak = token_weights(s, r, carry, threshold, C)
+    alpha = tl.exp2(top - new)
+    values = _load_values(v, n0, i, N, C)
+    if C.V_INT8:
+        beta = tl.exp2(here - new)
+        sums = _sums(_token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
+        acc = sums * beta[:, None] + (acc * alpha[:, None] - (beta * ROUNDER)[:, None])
+        mass *= beta
+    elif C.V_FP8:  # from zero, and added outside: the unit for FP8 sums in fewer bits than an accumulator has
+        if C.PLAIN:
+            sums = tl.dot(_token_order(rounded(p)), values.to(tl.float32))
+        else:
+            sums = tl.dot(_token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=BN)
+        acc = acc * alpha[:, None] + sums
+    else:
+        p = p.to(q.dtype) if C.V_CODES else p.to(values.dtype)
+        acc = acc * alpha[:, None] + _product(p, values, C)
+    return acc, total * alpha + mass, new, peak
+
+
+@triton.jit
+def _load_queries(q, stride, column, real, C: tl.constexpr):
+    """`[BM, DP]` as they came, with zeros for those that are not finite, and which these are."""
+    d = tl.arange(0, C.DP)
+    x = tl.load(
+        q + column.to(tl.int64)[:, None] * stride + d[None, :], mask=real[:, None] & (d < C.D)[None, :], other=0
+    )
+    bad = broken(x.to(tl.float32), 1)
+    return tl.where(bad[:, None], 0.0, x), bad
+
+
+@triton.jit
+def _queries(q, stride, column, real, scale, cap, k_mean, q_mean, C: tl.constexpr):
+    """`[BM, DP]` as the product takes them, the unit of their products with keys: log2, or the cap's exponent, one for
+    all of them or one each, `[BM]`; and in it their products with the keys' mean."""
+    d = tl.arange(0, C.DP)
+    x, bad = _load_queries(q, stride, column, real, C)
+    unit, center = scale, tl.full([C.BM], 0.0, tl.float32)
+    to_log2 = factor(cap, C)
+    if C.CENTER:
+        mean = tl.load(k_mean + d, mask=d < C.D, other=0.0)
+        center = tl.sum(x.to(tl.float32) * mean[None, :], 1) * (scale * to_log2)
+    if C.K_INT8:
+        x = x.to(tl.float32)
+        if C.SHIFT != "none":
+            x -= tl.where((real & ~bad)[:, None], tl.load(q_mean + d, mask=d < C.D, other=0.0)[None, :], 0.0)
+        x *= scale
+        top = tl.max(tl.abs(x), 1)
+        if C.Q_GROUP == "block":
+            top = tl.max(top, 0) + tl.zeros_like(top) if C.BY_ROW else tl.max(top, 0)
+        elif C.Q_GROUP == "thread":
+            most = tl.max(tl.reshape(top, (C.BM // 32, 4, 8)), 1)
+            top = tl.reshape(tl.broadcast_to(most[:, None, :], (C.BM // 32, 4, 8)), (C.BM,))
+        unit = top / C.Q_LEVELS
+        unit = tl.where(unit < 1e-36, 1e-36, unit)
+        inverse = 1.0 / unit
+        x = float_to_int8(x * (inverse if C.Q_GROUP == "block" and not C.BY_ROW else inverse[:, None]))
+    return x, unit * to_log2, center
+
+
+@triton.jit
+def _window_start(pos, slot, place, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """The first slot of the tile that holds the oldest token which a query at `place`, in `slot`, sees. Slots lie at
+    least as far apart as positions, so it is that many slots back, or farther after crops."""
+    start = tl.maximum(slot - WINDOW + 1, 0) // BN * BN
+    while (start > 0) & (tl.load(pos + start) > place - WINDOW + 1):
+        start -= BN
+    return start
+
+
+@triton.jit(do_not_specialize=["T"])
+def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, sinks, extra, out, lse, T, N, scale,
+           cap, threshold, C: tl.constexpr):  # fmt: skip
+    """One program: `BM` queries of a head. Those of one KV head follow one another, long ones first. `extra`: of the
+    panel `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean`, where it has them."""
+    blocks = tl.cdiv(T, C.BM)
+    pid = tl.program_id(0)
+    group = pid // C.G
+    t0 = (blocks - 1 - group % blocks) * C.BM
+    bh = group // blocks
+    b, h = bh // (C.HQ // C.G), bh % (C.HQ // C.G) * C.G + pid % C.G
+    length, closed, open_start, closing, first, count = load_row(rows, b)
+
+    t = t0 + tl.arange(0, C.BM)
+    real = t < count
+    to = first + t
+    to = tl.where(to < T, to, to - T)  # tokens beyond the row's count stand for its padding columns
+    k_mean, q_mean, shift, v_channel, v_mean = extra
+    if C.SHIFT != "none":
+        part = (b * C.HQ + h).to(tl.int64)
+        if C.SHIFT == "block":
+            part = part * tl.cdiv(T, MEAN_QUERIES) + t0 // MEAN_QUERIES
+        q_mean, shift = q_mean + part * C.D, shift + part * N
+    q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+    x, unit, center = _queries(q, q_t, to, real, scale, cap, k_mean + bh * C.D, q_mean, C)
+
+    base = bh.to(tl.int64) * N
+    at = (k + base * C.D, k_scale + base, v + base * C.DV, column + base, inverse + base, pos + b.to(tl.int64) * N,
+          shift)  # fmt: skip
+    slot = closed * C.BLOCK + length - open_start
+    last = tl.minimum(t0 + C.BM, count)
+    end = tl.where(t0 < count, slot + last, 0)
+    plain = tl.minimum(slot + t0 + 1, end)  # slots below are seen by every query
+    if C.BLOCK_SCALES:
+        plain = tl.minimum(plain, tl.load(clean + bh))
+        if not C.V_FP8:
+            plain = tl.minimum(plain, (closed + closing) * C.BLOCK)
+    start = 0
+    main = 0
+    if C.WINDOW:
+        oldest = tl.minimum(t0, count - 1)
+        start = _window_start(at[5], slot + oldest, length + oldest, C.BN, C.WINDOW)
+        main = tl.maximum(tl.cdiv(slot + last - C.WINDOW, C.BN) * C.BN, start)
+    plain = tl.maximum(plain // C.BN * C.BN, main)
+
+    nothing = tl.full([C.BM], NOTHING, tl.float32)
+    acc = tl.full([C.BM, C.DVP], 0.0, tl.float32)
+    total, top, peak = tl.full([C.BM], 0.0, tl.float32), nothing, nothing
+    if C.WINDOW:
+        for n0 in tl.range(start, tl.minimum(main, end), C.TAIL, num_stages=C.STAGES):
+            acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
+                                          threshold, C.TAIL, False, True, C)  # fmt: skip
+    for n0 in tl.range(main, plain, C.BN, num_stages=C.STAGES):
+        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
+                                      threshold, C.BN, C.BLOCK_SCALES, False, C)  # fmt: skip
+    for n0 in tl.range(plain, end, C.TAIL, num_stages=C.STAGES):
+        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
+                                      threshold, C.TAIL, False, True, C)  # fmt: skip
+    _, bad = _load_queries(q, q_t, to, real, C)  # again: carried through the loops it would cost registers
+    _finish(acc, total, top, center, bad, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real,
+            t < T, T, C)  # fmt: skip
+
+
+@triton.jit
+def _finish(acc, total, top, center, bad, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
+            C: tl.constexpr):  # fmt: skip
+    """Normalise and write; zeros for columns without a token, and for queries that see nothing; NaN for `bad` ones."""
+    WHOLE: tl.constexpr = LEVELS if C.V_INT8 else (LARGEST if C.V_FP8 else 1.0)  # what a weight of 1 is
+    if C.CENTER and not C.SOFTCAP:
+        top += center
+    if C.SINKS:
+        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        new = tl.maximum(top, sink)
+        fade = tl.exp2(top - new)
+        acc, total, top = acc * fade[:, None], total * fade, new
+        total += tl.exp2(sink - new) * WHOLE
+    some = real & (total > 0.0)
+    weight = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
+    sums = top * LN2 + tl.log(tl.where(some, total, 1.0) / WHOLE)
+    sums = tl.where(some, sums, tl.where(real, NEGATIVE, 0.0))
+    tl.store(lse + (b * C.HQ + h).to(tl.int64) * T + to, sums, mask=inside)
+    d = tl.arange(0, C.DVP)
+    x = acc * weight[:, None]
+    if C.V_FP8:
+        x *= tl.load(v_channel + d, mask=d < C.DV, other=0.0)[None, :]
+        if C.V_MEAN:
+            x = tl.where(some[:, None], x + tl.load(v_mean + d, mask=d < C.DV, other=0.0)[None, :], x)
+    x = tl.where(bad[:, None], float("nan"), x)
+    where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
+    tl.store(out + where, x.to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])

@@ -1,0 +1,131 @@
+"""The prefill kernel's launcher: what it is compiled for, and where its results go."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+
+from qattn_kernels.launch.constants import power_of_two
+from qattn_kernels.launch.panel import Panel
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.ops.prefill.configs import CONFIGS, Config
+
+BLOCK_SCALED = {"flashq"}  # stores whose closed blocks have one scale
+MODEL_QUERIES = 64  # queries of a program where no scale ties them together
+LEAST_CUT = -80.0  # of SAS in log2 units: below it a weight is nothing, and so is that of a score of -inf
+LOG2E = math.log2(math.e)
+STEP = 2048  # slots at a time in `value_columns`
+
+
+def _config(q: torch.Tensor, kind: str | None, width: int) -> Config:
+    kind = kind or ("float" if q.dtype == torch.float32 else "half")
+    return CONFIGS[kind, max(width, 64)]
+
+
+def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `kernel.value_columns`. Values without scales have the bias alone."""
+    from qattn_kernels.ops.prefill.kernel import value_columns
+
+    if panel.v_scale is None:
+        return panel.bias, panel.bias, panel.rows if panel.clean is None else panel.clean
+    column, inverse = torch.empty_like(panel.bias), torch.empty_like(panel.bias)
+    batch, heads, slots = panel.bias.shape
+    clean = torch.empty(batch * heads, dtype=torch.int32, device=panel.bias.device)
+    value_columns[(batch * heads,)](
+        panel.v_scale, panel.bias, column, inverse, clean, panel.rows, heads, slots, BLOCK=block, STEP=STEP
+    )
+    return column, inverse, clean
+
+
+def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[Any, Config]:
+    """What a call is compiled for, and how it is launched."""
+    from qattn_kernels.ops.prefill.kernel import Shape
+
+    compute = spec.compute
+    hq, dim, heads = q.shape[1], q.shape[3], panel.k.shape[1]
+    k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
+    k_int8 = k_codes and compute.prefill == "int8"
+    v_int8, v_fp8 = v_codes and compute.prefill == compute.pv == "int8", panel.v_channel is not None
+    plain = k_int8 and not scores.softcap and compute.softmax == "exact"
+    dim_v = panel.v.shape[2] if v_codes or v_fp8 else panel.v.shape[3]
+    dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
+    config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
+    grouped = plain and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
+    by_block = {spec.k.name, spec.v.name} <= BLOCK_SCALED
+    shape = Shape(
+        BM=compute.block_q if k_int8 and compute.q_scale == "block" else MODEL_QUERIES,
+        BN=min(config.bn, 2 * spec.window.block),
+        TAIL=min(config.tail, spec.window.block),
+        STAGES=config.stages,
+        HQ=hq,
+        G=hq // heads,
+        D=dim,
+        DV=dim_v,
+        DP=dp,
+        DVP=dvp,
+        BLOCK=spec.window.block,
+        BLOCK_SCALES=grouped if v_fp8 else by_block and k_int8 and v_int8 and not scores.softcap,
+        K_CODES=k_codes,
+        V_CODES=v_codes,
+        K_INT8=k_int8,
+        V_INT8=v_int8,
+        Q_LEVELS=float(compute.qk_levels),
+        V_FP8=v_fp8,
+        Q_GROUP=compute.q_scale if k_int8 else "block",
+        CENTER=panel.k_mean is not None,
+        SHIFT="none" if panel.shift is None else compute.smooth_q,
+        V_MEAN=panel.v_mean is not None,
+        BY_ROW=plain and (v_fp8 or (v_int8 and spec.v.name == "int8_block")),
+        RAISED=compute.round_sum,
+        WINDOW=scores.window,
+        SOFTCAP=scores.softcap != 0,
+        SAS=compute.softmax == "sas",
+        SINKS=scores.sinks is not None,
+        PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
+    )
+    return shape, config
+
+
+def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a long call over its panel; `ops/prefill/reference.py` is the specification.
+
+    INT8 codes are multiplied as integers if `spec.compute.prefill` is `int8`; what the panel has in the model's dtype
+    always in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which are not the
+    reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels whatever
+    `spec.compute` says, and `round_sum` acts where the softmax is exact and nothing is capped; elsewhere row sums are
+    of what was rounded.
+
+    Args:
+        q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `panel.rows` says which are real.
+        panel: contiguous tensors; slots that nobody sees hold finite values.
+
+    Returns:
+        `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
+        for padding; a query that sees nothing has zeros and -inf.
+    """
+    from qattn_kernels.ops.prefill.coded import coded_panel
+    from qattn_kernels.ops.prefill.kernel import attend
+
+    q = q if q.stride(3) == 1 else q.contiguous()
+    panel = coded_panel(q, panel, spec, scores.scale)
+    shape, config = _shape(q, panel, spec, scores)
+    batch, hq, tokens = q.shape[:3]
+    out = torch.empty((batch, tokens, hq, shape.DV), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, hq, tokens), dtype=torch.float32, device=q.device)
+    column, inverse, clean = _value_columns(panel, spec.window.block)
+    k_scale = panel.bias if panel.k_scale is None else panel.k_scale
+    sinks = lse if scores.sinks is None else scores.sinks
+    extra = tuple(
+        panel.bias if x is None else x for x in (panel.k_mean, panel.q_mean, panel.shift, panel.v_channel, panel.v_mean)
+    )
+    cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
+    attend[(batch * hq * -(-tokens // shape.BM),)](
+        q, *q.stride()[:3], panel.k, k_scale, panel.v, column, inverse, clean, panel.pos, panel.rows, sinks, extra, out,
+        lse, tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=shape,
+        num_warps=config.warps * max(1, shape.BM // MODEL_QUERIES), num_stages=config.stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse

@@ -1,0 +1,160 @@
+"""Codes for what a panel has in the model's precision, in Triton; `reference/operands.py` is the specification."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.fp8.jit import rounded
+from qattn_kernels.formats.int_group.jit import shared
+from qattn_kernels.jit.math import round_even, short_scale
+from qattn_kernels.jit.rows import load_row
+
+TILE = tl.constexpr(64)
+FIELDS = tl.constexpr(4)  # of `stats_kernel`
+FAR = tl.constexpr(1073741824.0)  # behind all slots
+
+
+@triton.jit
+def _end(rows, b, BLOCK: tl.constexpr):
+    """Slots of a row that hold anything, whole blocks."""
+    length, closed, open_start, _, _, count = load_row(rows, b)
+    return (closed * BLOCK + length - open_start + count + BLOCK - 1) // BLOCK * BLOCK
+
+
+@triton.jit
+def _of_head(X, strides, head, heads, n):
+    """Where tokens `n` of a head of a row begin, `[n, 1]`, in `X` `[B, H, <= N, D]` of any `strides` but the last,
+    which is 1. Only slots that are seen are read, so that a cache's own tensor, shorter than the panel, will do."""
+    first = X + (head // heads).to(tl.int64) * strides[0] + (head % heads).to(tl.int64) * strides[1]
+    return first + n.to(tl.int64)[:, None] * strides[2]
+
+
+@triton.jit
+def _gather(X, strides, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexpr, RANGE: tl.constexpr, D: tl.constexpr,
+            DP: tl.constexpr):  # fmt: skip
+    """Of slots `first` to `end`: see `stats_kernel`. What nobody asks for is not kept: registers are what is short."""
+    d = tl.arange(0, DP)
+    # reduced once: between warps that is what costs
+    sums, high = tl.full([TILE, DP], 0.0, tl.float32), tl.full([TILE, DP], float("-inf"), tl.float32)
+    low, count = tl.full([TILE, DP], float("inf"), tl.float32), tl.full([TILE], 0.0, tl.float32)
+    clean = tl.full([TILE], FAR, tl.float32)
+    for start in range(first, end, TILE):
+        n = start + tl.arange(0, TILE)
+        seen = tl.load(BIAS + head.to(tl.int64) * N + n, mask=n < end, other=float("-inf")) == 0.0
+        there = seen[:, None] & (d < D)[None, :]
+        x = tl.load(_of_head(X, strides, head, heads, n) + d[None, :], mask=there, other=0.0).to(tl.float32)
+        if MEAN:
+            sums += x
+        if RANGE and MEAN:
+            high = tl.maximum(high, tl.where(seen[:, None], x, float("-inf")))
+            low = tl.minimum(low, tl.where(seen[:, None], x, float("inf")))
+        elif RANGE:
+            high = tl.maximum(high, tl.abs(x))
+        count += seen.to(tl.float32)
+        clean = tl.minimum(clean, tl.where(seen, FAR, n.to(tl.float32)))
+    if MEAN:
+        tl.store(OUT + d, tl.sum(sums, 0), mask=d < D)
+    if RANGE:
+        top = tl.max(high, 0)
+        tl.store(OUT + D + d, top, mask=d < D)
+        tl.store(OUT + 2 * D + d, tl.min(low, 0) if MEAN else -top, mask=d < D)
+    tl.store(OUT + 3 * D + d, tl.where(d == 0, tl.sum(count, 0), tl.min(clean, 0)), mask=d < D)
+
+
+@triton.jit
+def stats_kernel(K, V, k_strides, v_strides, BIAS, ROWS, OUT, heads, N, D: tl.constexpr, DP: tl.constexpr,
+                 STEP: tl.constexpr, BLOCK: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
+    """Program (part of the slots, row and head, keys or values): of `STEP` slots (`_of_head`) sum, largest and
+    smallest of each channel, into `OUT` fp32 `[sides, B * H, parts, FIELDS, D]`, and there the count of visible tokens
+    and the first masked slot as channels 0 and 1 of a fourth field. Of keys the sum alone; that of values if they are
+    smoothed, else their largest and smallest lie around 0."""
+    part, head, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    end = tl.minimum(_end(ROWS, head // heads, BLOCK), (part + 1) * STEP)
+    own = OUT + ((side * tl.num_programs(1) + head) * tl.num_programs(0) + part).to(tl.int64) * (FIELDS * D)
+    if side == 0:
+        _gather(K, k_strides, BIAS, own, head, heads, part * STEP, end, N, True, False, D, DP)
+    else:
+        _gather(V, v_strides, BIAS, own, head, heads, part * STEP, end, N, SMOOTH_V, True, D, DP)
+
+
+@triton.jit
+def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+                  SMOOTH_K: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
+    """Program (row and head, keys or values): the parts together, `MEAN` `[sides, B * H, D]`, zeros unless smoothed,
+    and of values what `largest` stands for in each channel around it, `SCALE` alike; `CLEAN` `[B * H]` the first masked
+    slot."""
+    side, d = tl.program_id(1), tl.arange(0, DP)
+    head = side * tl.num_programs(0) + tl.program_id(0)
+    of_values = tl.full([CHUNK, DP], side, tl.int32) == 1
+    smooth = tl.where(of_values, SMOOTH_V, SMOOTH_K) == 1
+    sums, count, clean = tl.full([DP], 0.0, tl.float32), 0.0, FAR + 0.0
+    high, low = tl.full([DP], float("-inf"), tl.float32), tl.full([DP], float("inf"), tl.float32)
+    for start in range(0, parts, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        own = STATS + (head * parts + i).to(tl.int64) * (FIELDS * D)
+        at, there = own[:, None] + d[None, :], (i < parts)[:, None] & (d < D)[None, :]
+        ranged = there & of_values
+        sums += tl.sum(tl.load(at, mask=there & smooth, other=0.0), 0)
+        high = tl.maximum(high, tl.max(tl.load(at + D, mask=ranged, other=float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.load(at + 2 * D, mask=ranged, other=float("inf")), 0))
+        count += tl.sum(tl.load(own + 3 * D, mask=i < parts, other=0.0), 0)
+        clean = tl.minimum(clean, tl.min(tl.load(own + 3 * D + 1, mask=i < parts, other=FAR), 0))
+    mean = sums / tl.maximum(count, 1.0)
+    top = tl.where(count > 0, tl.maximum(high - mean, mean - low), 0.0)
+    tl.store(MEAN + head * D + d, mean, mask=d < D)
+    tl.store(CLEAN + tl.program_id(0), clean.to(tl.int32))  # the same of both
+    tl.store(SCALE + head * D + d, tl.where(top < largest * 1.1754943508222875e-38, 0.0, top / largest), mask=d < D)
+
+
+@triton.jit
+def _load_tile(X, strides, BIAS, MEAN, head, heads, n, N, SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Tokens `n` of a head in fp32 `[TILE, DP]`, around `MEAN` if they are smoothed; zeros where nobody sees them."""
+    d = tl.arange(0, DP)
+    seen = (tl.load(BIAS + head.to(tl.int64) * N + n) == 0.0)[:, None]
+    x = _of_head(X, strides, head, heads, n) + d[None, :]
+    x = tl.load(x, mask=seen & (d < D)[None, :], other=0.0).to(tl.float32)
+    if SMOOTH:
+        mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
+        x = tl.where(seen, x - mean[None, :], 0.0)
+    return x
+
+
+@triton.jit
+def keys_kernel(K, strides, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr,
+                SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program (tile of slots, row and head): INT8 codes `[B, H, N, D]` of keys around `MEAN`, scales `[B, H, N]`."""
+    head, d = tl.program_id(1), tl.arange(0, DP)
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
+        at = head.to(tl.int64) * N + n
+        x = _load_tile(K, strides, BIAS, MEAN, head, heads, n, N, SMOOTH, D, DP)
+        scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / LEVELS)
+        scale = short_scale(tl.where(scale < 1.1754943508222875e-38, 0.0, scale))
+        code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
+        code = tl.clamp(code, -1.0 * LEVELS, 1.0 * LEVELS)
+        tl.store(CODES + at[:, None] * D + d[None, :], code.to(tl.int8), mask=(d < D)[None, :])
+        tl.store(SCALES + at, scale)
+
+
+@triton.jit
+def values_kernel(V, strides, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl.constexpr,
+                  SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program (tile of slots, row and head): codes `[B, H, D, N]` of values. In FP8 by their `CHANNEL` around `MEAN`,
+    as bytes; else INT8 with scales `[B, H, N]`."""
+    head, d = tl.program_id(1), tl.arange(0, DP)
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
+        x = _load_tile(V, strides, BIAS, MEAN, head, heads, n, N, FP8 and SMOOTH, D, DP)
+        where = CODES + head.to(tl.int64) * D * N + d[:, None].to(tl.int64) * N + n[None, :]
+        if FP8:
+            scale = tl.load(CHANNEL + head * D + d, mask=d < D, other=0.0)
+            x = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[None, :], -448.0, 448.0)
+            byte = rounded(x).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            tl.store(where, tl.trans(byte), mask=(d < D)[:, None])
+        else:
+            scale = tl.max(tl.abs(x), 1) * (1.0 / 127.0)
+            scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+            code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
+            tl.store(where, tl.trans(code.to(tl.int8)), mask=(d < D)[:, None])
+            tl.store(SCALES + head.to(tl.int64) * N + n, scale)

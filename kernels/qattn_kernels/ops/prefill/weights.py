@@ -1,0 +1,172 @@
+"""Weights of a tile of the prefill from its products of queries and keys; see `ops/prefill/kernel.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.math import LOG2E, ROUNDER, exp2_sas, short_scale
+
+NOTHING = tl.constexpr(-1e30)  # a running maximum before any score: finite, so that differences stay numbers
+NEGATIVE = tl.constexpr(float("-inf"))
+LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than the 119 of what is stored
+LOG2_LEVELS = tl.constexpr(6.988684686772166)
+LARGEST = tl.constexpr(448.0)  # of E4M3, which weights are scaled by
+LOG2_LARGEST = tl.constexpr(8.807354922057604)
+FEW_BITS = tl.constexpr(3.0)  # of weights that small values may lose
+NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
+
+
+@triton.jit
+def factor(cap, C: tl.constexpr):
+    """From scores to log2 units, or to the exponent of their cap's tanh."""
+    return 2.0 * LOG2E * LOG2E / cap if C.SOFTCAP else LOG2E
+
+
+@triton.jit
+def exponentials(x, cut, C: tl.constexpr):
+    """`2^x`, by SAS if that is asked for: nothing where `x` is below `cut`."""
+    return exp2_sas(x, cut) if C.SAS else tl.exp2(x)
+
+
+@triton.jit
+def block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.constexpr):
+    """Weights of a tile of whole blocks from its integer sums `x`. The largest sum of a block gives its largest score,
+    so that one multiply-add takes a sum to its exponent.
+
+    The terms with `ROUNDER` are large, so that their difference errs by up to one unit of a sum. Scores are taken from
+    one unit above the largest: a weight beyond 127 would come out as a negative 8-bit integer."""
+    PARTS: tl.constexpr = (BN + C.BLOCK - 1) // C.BLOCK
+    _, k_scale, _, column, inverse, _, _ = at
+    _, _, top, peak = carry
+    block = n0 + tl.arange(0, PARTS) * C.BLOCK
+    r = tl.load(inverse + block)[None, :]
+    a = tl.load(k_scale + block)[None, :] * unit
+    b = tl.load(column + block)[None, :] - a * ROUNDER
+    x = x.reshape(C.BM, PARTS, BN // PARTS)
+    best = tl.max(x, 2) * a + b
+    here = tl.max(best, 1) + tl.max(a, 1)
+    base = here - LOG2_LEVELS
+    cut = best
+    if C.SAS:
+        bare = tl.log2(r)
+        peak = tl.maximum(peak, tl.max(best + bare, 1))
+        cut = (peak + threshold - base)[:, None] - bare
+    p = exponentials(x * a[:, :, None] + (b - base[:, None])[:, :, None], cut[:, :, None], C)
+    return p.reshape(C.BM, BN), tl.sum(tl.sum(p, 2) * r, 1), here, tl.maximum(top, here), peak
+
+
+@triton.jit
+def token_scores(x, unit, at, n, cap, center, C: tl.constexpr):
+    """Scores in log2 units plus the logarithm of each value's scale, and 1 / that scale, `[BM, BN]` and `[BN]`.
+
+    Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`. `center` `[BM]`: what keys
+    around a mean lack, which a softmax alone would not miss."""
+    _, k_scale, _, column, inverse, _, shift = at
+    b = tl.load(column + n)
+    r = tl.full([x.shape[1]], 1.0, tl.float32)
+    a = r * unit
+    if C.K_CODES:  # a slot that nobody sees may have any scale
+        a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n) * unit)
+    if C.V_CODES:
+        r = tl.load(inverse + n)
+    low = a * (-ROUNDER if C.K_INT8 and C.Q_GROUP == "block" else 0.0)
+    if C.SHIFT != "none":
+        low += tl.load(shift + n) * factor(cap, C)
+    if C.SOFTCAP:  # `unit` makes this the exponent of its tanh
+        y = x * a[None, :] + low[None, :]
+        if C.CENTER:
+            y += center[:, None]
+        s = cap - 2.0 * cap / (tl.exp2(y) + 1.0) + b[None, :]
+    else:
+        s = x * a[None, :] + (low + b)[None, :]
+    return s, r
+
+
+@triton.jit
+def row_weights(x, unit, carry, at, n, see, BN: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):
+    """Weights of a tile from its integer sums `x` where keys have scales of their own: scores stay in units of their
+    query until the exponent, where its scale costs nothing. FP8 weights are against the running maximum, times
+    `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have. `RAISED`: these come with
+    `ROUNDER` added, and the mass is of the rounded ones, but where a block's values are so small beside another's that
+    nothing would be left of its weights."""
+    _, k_scale, _, column, _, _, shift = at
+    _, _, top, peak = carry
+    PARTS: tl.constexpr = BN // min(BN, C.BLOCK)
+    b = tl.load(column + n)
+    a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n))
+    if C.Q_LEVELS < LEVELS:
+        a = short_scale(a)
+    mask = tl.where(b == NEGATIVE, NEGATIVE, 0.0)
+    if C.PLAIN:  # the interpreter rounds the product before it is summed
+        s = (x - ROUNDER) * a[None, :] + mask[None, :]
+    else:
+        s = x * a[None, :] + (mask - a * ROUNDER)[None, :]
+    if C.SHIFT != "none":
+        s = s * unit[:, None] + (tl.load(shift + n) * LOG2E)[None, :]
+        unit = tl.full([C.BM], 1.0, tl.float32)
+    if MASK:
+        s = tl.where(see, s, NEGATIVE)
+    if C.V_FP8:
+        here = tl.max(s, 1) * unit
+        new = tl.maximum(top, here)
+        p = tl.exp2(s * unit[:, None] - (new - LOG2_LARGEST)[:, None])
+        mass = tl.sum(p, 1)
+    else:
+        scale = tl.max(tl.reshape(b, (PARTS, BN // PARTS)), 1)
+        s = tl.reshape(s, (C.BM, PARTS, BN // PARTS))
+        here = tl.max(tl.max(s, 2) * unit[:, None] + scale[None, :], 1)
+        new = tl.maximum(top, here)
+        base = tl.where(here == NEGATIVE, 0.0, here) - LOG2_LEVELS
+        p = tl.exp2(s * unit[:, None, None] + (scale[None, :] - base[:, None])[:, :, None])
+        sums = tl.sum(p, 2)
+        if C.RAISED:
+            p += ROUNDER
+            small = scale < tl.max(scale, 0) - FEW_BITS
+            sums = tl.where(small[None, :], sums, tl.sum(p - ROUNDER, 2))
+        inverse = tl.where(scale == NEGATIVE, 0.0, tl.exp2(-scale))
+        mass = tl.sum(sums * inverse[None, :], 1)
+        p = tl.reshape(p, (C.BM, BN))
+    return p, mass, here, new, peak
+
+
+@triton.jit
+def group_weights(x, unit, carry, at, n0, BN: tl.constexpr, C: tl.constexpr):
+    """The same for FP8 where keys share scales in groups and none is masked: the largest sum of a group gives its
+    largest score, so that one multiply-add takes a sum to its exponent. Columns are in `_key_order`, in which bits 3
+    and 1 of a column's number are the low and the high bit of its group."""
+    _, k_scale, _, _, _, _, _ = at
+    _, _, top, peak = carry
+    PARTS: tl.constexpr = BN // 64
+    part, two = tl.arange(0, PARTS) * 64, tl.arange(0, 2) * 2
+    group = part[:, None, None] + two[None, :, None] + 2 * two[None, None, :]  # the first token of each
+    a = short_scale(tl.load(k_scale + n0 + group)[None, :, :, :] * unit[:, None, None, None])
+    y = tl.reshape(x, (C.BM, PARTS, 4, 2, 2, 2, 2))  # bits 5 and 4, 3, 2, 1, 0 of the column
+    most = tl.max(tl.max(y, 6), 2)
+    best = most * a[:, :, :, None, :] - (a * ROUNDER)[:, :, :, None, :]
+    here = tl.max(tl.reshape(best, (C.BM, PARTS * 8)), 1)
+    new = tl.maximum(top, here)
+    off = (a * -ROUNDER) - (new - LOG2_LARGEST)[:, None, None, None]
+    p = tl.exp2(y * a[:, :, None, :, None, :, None] + off[:, :, None, :, None, :, None])
+    p = tl.reshape(p, (C.BM, BN))
+    return p, tl.sum(p, 1), here, new, peak
+
+
+@triton.jit
+def token_weights(s, r, carry, threshold, C: tl.constexpr):
+    """Weights of a tile from its scores: INT8 ones against the tile's own maximum, others against the running one."""
+    _, _, top, peak = carry
+    here = tl.max(s, 1)
+    new = tl.maximum(top, here)
+    base = new
+    if C.V_INT8:
+        base = tl.where(here == NEGATIVE, 0.0, here) - LOG2_LEVELS
+    if C.V_FP8:
+        base -= LOG2_LARGEST
+    cut = s
+    if C.SAS:  # its cut is by the score alone
+        bare = tl.log2(tl.maximum(r, NO_SCALE))[None, :]
+        peak = tl.maximum(peak, tl.max(s + bare, 1))
+        cut = (peak + threshold - base)[:, None] - bare
+    p = exponentials(s - base[:, None], cut, C)
+    return p, tl.sum(p * r[None, :] if C.V_CODES else p, 1), here, new, peak

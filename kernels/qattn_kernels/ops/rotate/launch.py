@@ -1,0 +1,32 @@
+"""Launches of the rotation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from qattn_kernels.ops.rotate.kernel import rotate_kernel
+from qattn_kernels.ops.rotate.reference import signs
+
+NUMBERS = 2048  # of one program
+
+
+def rotate(tensors: list[torch.Tensor], back: bool = False) -> list[torch.Tensor]:
+    """Each `[B, H, T, D]`, of one B, T and D, rotated or turned back in its own dtype and order of memory, in one
+    launch."""
+    if not tensors:
+        return []
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    out = [torch.empty_like(x) for x in given]
+    heads = tuple(x.shape[1] for x in given)
+    batch, _, tokens, dim = given[0].shape
+    rows, size = tuple(batch * h * tokens for h in heads), dim & -dim
+    tile = NUMBERS // size
+    rotate_kernel[(-(-max(rows) * (dim // size) // tile), len(given))](
+        tuple(given), tuple(out), *(tuple(s for x in part for s in x.stride()[:3]) for part in (given, out)),
+        signs(dim, given[0].device), rows, heads, tokens, 1 / math.sqrt(size),
+        COUNT=len(given), BACK=back, DIM=dim, SIZE=size, STAGES=size.bit_length() - 1, ROWS=tile,
+        enable_fp_fusion=False, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,209 @@
+"""SinkQ's pool in Triton: `ops/sink_pool/reference.py` is the specification.
+
+A decode reads the table as it is after the append, and the bits of `dropped` as they were before the call: what a close
+changed holds for queries from `turn` on, as in single steps, and the bits follow when all have read them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.math import round_even
+from qattn_kernels.jit.rows import flip_bits, packed_since, slot_bits
+from qattn_kernels.jit.tokens import new_tokens, ring_codes, row_before, with_ring
+
+FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
+UNDECIDED = tl.constexpr(9223372036854775807)  # an age that no entry has
+
+
+@triton.jit
+def turn_of(row, C: tl.constexpr):
+    """The first query position of a short call, which closes one block at most, that sees what the close changed."""
+    return tl.where(row[3] > 0, packed_since(0, row[2], C), FOREVER)
+
+
+@triton.jit
+def swapped(MOVED, block, t, bh, C: tl.constexpr):
+    """Tokens `t` of a block that a short call's close moved into the table or back out of it."""
+    found = t < 0
+    for i in tl.static_range(2 * C.SINKS):
+        found = found | (tl.load(MOVED + bh * (2 * C.SINKS) + i) == block * C.BLOCK + t)
+    return found
+
+
+@triton.jit
+def _note_moved(MOVED, entries, closed, bh, C: tl.constexpr):
+    """Slots of the tokens that one close can move, at most: `SINKS` into the table, and as many back out of it."""
+    moved = (entries[2] > closed) ^ (entries[4] > closed)
+    last = tl.full([], -1, tl.int32)
+    for i in tl.static_range(2 * C.SINKS):
+        last = tl.min(tl.where(moved & (entries[1] > last), entries[1], FOREVER), 0)
+        tl.store(MOVED + bh * (2 * C.SINKS) + i, last)
+
+
+@triton.jit
+def sinks_seen(TABLE, at, row, p, window, C: tl.constexpr):
+    """Which entries `at` queries at positions `p` see: what stands in the table for them."""
+    born, written = tl.load(TABLE.born + at), tl.load(TABLE.written + at)
+    before = (born > 0) & (born <= row[1]) & ((written == 0) | (written > row[1]))
+    after = (born > 0) & (written == 0)
+    see = tl.where((p >= turn_of(row, C))[None, :], after[:, None], before[:, None])
+    if C.LOCAL:
+        see = see & (tl.load(TABLE.pos + at)[:, None] > (p - window)[None, :])
+    return see
+
+
+@triton.jit
+def _load_table(TABLE, at):
+    pos, slot, norm = tl.load(TABLE.pos + at), tl.load(TABLE.slot + at), tl.load(TABLE.norm + at)
+    return pos, slot, tl.load(TABLE.born + at), tl.load(TABLE.evicted + at), tl.load(TABLE.written + at), norm
+
+
+@triton.jit
+def _store_table(TABLE, at, entries):
+    tl.store(TABLE.pos + at, entries[0])
+    tl.store(TABLE.slot + at, entries[1])
+    tl.store(TABLE.born + at, entries[2])
+    tl.store(TABLE.evicted + at, entries[3])
+    tl.store(TABLE.written + at, entries[4])
+    tl.store(TABLE.norm + at, entries[5])
+
+
+@triton.jit
+def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
+    """The smallest of a block's keys, the oldest of equal ones, against the pool: entries, sizes left, who is taken."""
+    entry_pos, entry_slot, born, evicted, written, norm = entries
+    best = tl.min(size, 0)
+    index = tl.min(tl.where(size == best, t, C.BLOCK), 0)
+    inside = (born > 0) & (evicted == 0)
+    members = tl.sum(inside.to(tl.int32), 0)
+    worst = tl.max(tl.where(inside, norm, float("-inf")), 0)
+    takes = (best < float("inf")) & ((members < C.SINKS) | (best < worst))
+    rival = inside & (norm == worst)
+    last = tl.where(takes & (members == C.SINKS), tl.max(tl.where(rival, entry_pos, -1), 0), -1)
+    evicted = tl.where(rival & (entry_pos == last), count, evicted)
+    e = tl.arange(0, C.ENTRIES)
+    mine = e == tl.where(takes, tl.min(tl.where(born == 0, e, C.ENTRIES), 0), -1)
+    entry_pos, entry_slot = tl.where(mine, pos + index, entry_pos), tl.where(mine, slot + index, entry_slot)
+    born, norm = tl.where(mine, count, born), tl.where(mine, best, norm)
+    hit = t == tl.where(takes, index, -1)
+    return (entry_pos, entry_slot, born, evicted, written, norm), tl.where(hit, float("inf"), size), hit
+
+
+@triton.jit
+def _write_back(entries, count, C: tl.constexpr):
+    """If the window of the evicted overflows, its oldest is read from its codes again."""
+    pos, slot, born, evicted, written, norm = entries
+    waiting = (evicted > 0) & (written == 0)
+    age = evicted.to(tl.int64) * 4294967296 + pos
+    oldest = tl.min(tl.where(waiting, age, UNDECIDED), 0)
+    oldest = tl.where(tl.sum(waiting.to(tl.int32), 0) > C.EVICTED, oldest, -1)
+    return pos, slot, born, evicted, tl.where(waiting & (age == oldest), count, written), norm
+
+
+@triton.jit
+def _forget(entries, until, closed, flags):
+    """Free the places of what was written back so long ago that no crop can bring it back."""
+    pos, slot, born, evicted, written, norm = entries
+    gone = (written > 0) & (written <= until)
+    flip_bits(flags, slot, gone & (written > closed) & (born <= closed))
+    pos, slot, norm = tl.where(gone, 0, pos), tl.where(gone, 0, slot), tl.where(gone, 0.0, norm)
+    return pos, slot, tl.where(gone, 0, born), tl.where(gone, 0, evicted), tl.where(gone, 0, written), norm
+
+
+@triton.jit
+def _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, OPEN: tl.constexpr, C: tl.constexpr):
+    """fp64 magnitudes of the keys of a block that closes; infinity where there is none to choose."""
+    length, closed, open_start, closing, first, count = row
+    t = tl.arange(0, C.BLOCK)
+    pos = open_start + j * C.BLOCK + t
+    old = pos < length
+    k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, ~old, first, C)
+    code, scale = OPEN(k)
+    code, scale = with_ring(K, code, scale, pos, old, b * C.H + h, False, C)
+    size = tl.sum(tl.abs(code).to(tl.float64), 1)
+    if K.ring.dtype.element_ty == tl.int8:
+        size = size * scale.to(tl.float64)
+    dropped = old & (slot_bits(flags, (closed + j) * C.BLOCK + t) == 1)
+    return tl.where(bad | dropped, float("inf"), size)
+
+
+@triton.jit
+def _fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    """Entries in open form, where `write` holds."""
+    e = tl.arange(0, C.ENTRIES)
+    inside = write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
+    tl.store(ring_codes(S, e, C.ENTRIES, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
+    if S.ring.dtype.element_ty == tl.int8:
+        tl.store(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, scale, mask=write)
+
+
+@triton.jit
+def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, K_SINKS, V_SINKS, TABLE,
+                CHOSEN, MOVED, NB, regions, K_OPEN: tl.constexpr, V_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (head, row), before the append: the pool competes with each block that closes. `CHOSEN`: one bit for each
+    token of the `regions` blocks of the region, for those that close; `MOVED`: see `swapped`."""
+    SINKS: tl.constexpr = C.SINKS
+    h, b = tl.program_id(0), tl.program_id(1)
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    length, closed, open_start, closing, first, count = row
+    closing = tl.minimum(closing, NB - closed)
+    if closing > 0:
+        bh, t = b * C.H + h, tl.arange(0, C.BLOCK)
+        at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
+        flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
+        entries = _load_table(TABLE, at)
+        for j in range(0, closing):
+            total = closed + j + 1
+            entries = _forget(entries, total - C.UNDOABLE, closed, flags)
+            size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_OPEN, C)
+            chosen = t < 0
+            for _ in tl.static_range(SINKS):
+                entries, size, hit = _take(entries, size, t, open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C)
+                chosen = chosen | hit
+            for _ in tl.static_range(SINKS):
+                entries = _write_back(entries, total, C)
+            eights = tl.reshape(chosen.to(tl.int32) << (t % 8), (C.BLOCK // 8, 8))
+            byte = CHOSEN + (bh.to(tl.int64) * regions + j) * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8)
+            tl.store(byte, tl.sum(eights, 1).to(tl.uint8))
+        _store_table(TABLE, at, entries)
+        _note_moved(MOVED, entries, closed, bh, C)
+        pos, born = entries[0], entries[2]
+        new = born > closed
+        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new & (pos >= length), first, C)
+        k_code, k_scale = K_OPEN(k)
+        v_code, v_scale = V_OPEN(v)
+        k_code, k_scale = with_ring(K, k_code, k_scale, pos, new & (pos < length), bh, False, C)
+        v_code, v_scale = with_ring(V, v_code, v_scale, pos, new & (pos < length), bh, True, C)
+        _fill(K_SINKS, k_code, k_scale, new | (born == 0), bh, False, C)
+        _fill(V_SINKS, v_code, v_scale, new | (born == 0), bh, True, C)
+
+
+@triton.jit
+def _restore(S, X, SCALE, slot, live, bh, slots, VALUES: tl.constexpr, C: tl.constexpr):
+    """Entries into a panel; INT8 ones by the scale of their slot, which a tile may read for its whole block."""
+    e, d = tl.arange(0, C.ENTRIES), tl.arange(0, C.DP)
+    inside = live[:, None] & (d < C.D)[None, :]
+    code = tl.load(ring_codes(S, e, C.ENTRIES, bh, VALUES, C), mask=inside, other=0.0).to(tl.float32)
+    where = slot[:, None].to(tl.int64) * C.D + d[None, :]
+    if X.dtype.element_ty == tl.int8:
+        scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, mask=live, other=0.0)
+        unit = tl.load(SCALE + bh.to(tl.int64) * slots + slot, mask=live, other=0.0)
+        code = code * tl.where(unit == 0.0, 0.0, scale / tl.where(unit == 0.0, 1.0, unit))[:, None]
+        code = tl.clamp(round_even(tl.clamp(code, -127.0, 127.0)), -127.0, 127.0)
+        if VALUES:
+            where = d[None, :].to(tl.int64) * slots + slot[:, None]
+    tl.store(X + bh.to(tl.int64) * slots * C.D + where, code.to(X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def restore_kernel(TABLE, K_SINKS, V_SINKS, PANEL, slots, C: tl.constexpr):
+    """Program (head, row) of a long call, before the pool competes: its sinks to their slots of the panel."""
+    bh = tl.program_id(1) * C.H + tl.program_id(0)
+    at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
+    slot = tl.load(TABLE.slot + at)
+    live = (tl.load(TABLE.born + at) > 0) & (tl.load(TABLE.written + at) == 0)
+    _restore(K_SINKS, PANEL[0], PANEL[1], slot, live, bh, slots, False, C)
+    _restore(V_SINKS, PANEL[2], PANEL[3], slot, live, bh, slots, True, C)
+    tl.store(PANEL[4] + bh.to(tl.int64) * slots + slot, tl.full([C.ENTRIES], 0, tl.float32), mask=live)

@@ -1,0 +1,169 @@
+"""SinkQ's pool in plain PyTorch: the specification.
+
+SinkQ section 3: the tokens of the smallest keys leave their block, and are replaced there by the mean of its others. A
+key that takes no part in the block's scales leaves the same scales as that mean would, and its own codes are never
+read while it is away: so nothing is replaced, and a token that comes back finds its codes there, clamped to the block's
+scales, as a write then would put them. Values take part: those of sinks are small, and those of tokens that only were
+the smallest of a block may be any.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.layout import State
+from qattn_kernels.ops.sink_pool.mass import mass
+from qattn_kernels.ops.sink_pool.table import FIELDS, at_slots, blank, flip, read_sinks
+from qattn_kernels.reference.rows import Region, pick_each
+from qattn_kernels.reference.tiles import FOREVER, Tiles
+
+
+def compete(state: State, spec: LayerSpec, region: Region) -> Region:
+    """Let the pool compete with each block that a call closes, in order; the region with what left it `chosen`.
+
+    Changes the table and the sinks' tensors in place; bits of `dropped` follow at the end of the call (`settle`).
+    """
+    pool, table = spec.sink_pool, side_of(state, "sink")
+    norms, chosen = _norms(state, spec, region), torch.zeros_like(region.keep)
+    first = (state["length"] == 0)[:, None] & (pool.prefill == "whole")
+    blocks = chosen.shape[2]
+    if region.closing.device.type == "cpu":
+        blocks = int(region.closing.max())
+    for j in range(blocks):
+        closes, count = (j < region.closing)[:, None], (region.closed + j + 1)[:, None]
+        _forget(state, table, closes, count - pool.undoable(spec.window), region.closed)
+        for _ in range(pool.num):
+            best, t = norms[:, :, j].min(-1)
+            t = (norms[:, :, j] == best[..., None]).int().argmax(-1)  # the oldest of equal ones
+            takes = _take(table, pool.num, closes, count, best, first)
+            pos, slot = region.pos[:, j].gather(1, t), (region.closed[:, None] + j) * spec.window.block + t
+            _insert(table, takes, {"pos": pos, "slot": slot, "born": count, "norm": best})
+            at = torch.nn.functional.one_hot(t, norms.shape[-1]).bool() & takes[..., None]
+            norms[:, :, j].masked_fill_(at, torch.inf)
+            chosen[:, :, j] |= at
+        for _ in range(pool.num):
+            _write_back(table, pool.window, closes, count)
+    if pool.prefill == "whole":
+        stayed = at_slots((table["born"] > 0) & first[..., None], table["slot"], chosen.shape[2:].numel())
+        chosen = torch.where(first[..., None, None], stayed.view_as(chosen), chosen)
+    _fill(state, spec, region)
+    return region._replace(chosen=chosen)
+
+
+def _norms(state: State, spec: LayerSpec, region: Region) -> torch.Tensor:
+    """fp64 `[B, H, n, block]`: the smallest compete best; infinity where there is no token to choose."""
+    pool = spec.sink_pool
+    if pool.select == "attention":
+        norm = -mass(state, spec.window, region)
+    elif pool.select == "random":
+        heads = torch.arange(region.keep.shape[1], device=region.pos.device)[:, None, None]
+        norm = (torch.sin(region.pos[:, None] * 12.9898 + heads.double() * 78.233) * 43758.5453).frac().abs()
+    else:
+        norm = region.k.x.double().abs().sum(-1)
+        norm = norm if region.k.scale is None else norm * region.k.scale.double()
+    return torch.where(region.keep, -norm if pool.select == "largest_key" else norm, torch.inf)
+
+
+def _forget(state: State, table: State, closes: torch.Tensor, until: torch.Tensor, closed: torch.Tensor) -> None:
+    """Free the places of tokens written back so long ago that no crop can bring them back."""
+    written, born = table["written"], table["born"]
+    gone = (written > 0) & (written <= until[..., None]) & closes[..., None]
+    before = closed[:, None, None]
+    unsettled = gone & (written > before) & (born <= before)
+    flips = at_slots(unsettled, table["slot"], state["dropped"].shape[2:].numel() * 8)
+    flip(state, flips)
+    for name in FIELDS:
+        table[name].masked_fill_(gone, 0)
+
+
+def _take(
+    table: State, num: int, closes: torch.Tensor, count: torch.Tensor, best: torch.Tensor, first: torch.Tensor
+) -> torch.Tensor:
+    """Whether `best` `[B, H]` enters the pool; if that is full its worst, the youngest of equal ones, is evicted."""
+    inside = (table["born"] > 0) & (table["evicted"] == 0)
+    full = inside.sum(-1) >= num
+    norm = torch.where(inside, table["norm"], -torch.inf)
+    worst = norm.amax(-1)
+    takes = closes & best.isfinite() & (~full | (best < worst))
+    last = torch.where(inside & (norm == worst[..., None]), table["pos"], -1).argmax(-1)
+    goes = torch.nn.functional.one_hot(last, norm.shape[-1]).bool() & (takes & full)[..., None]
+    table["evicted"].copy_(torch.where(goes & ~first[..., None], count[..., None].int(), table["evicted"]))
+    for name in FIELDS:
+        table[name].masked_fill_(goes & first[..., None], 0)
+    return takes
+
+
+def _insert(table: State, takes: torch.Tensor, entry: dict[str, torch.Tensor]) -> None:
+    """A new entry `{name: [B, H]}` at the first free place of each row and head for which `takes` holds."""
+    free = (table["born"] == 0).int().argmax(-1)
+    at = torch.nn.functional.one_hot(free, table["born"].shape[-1]).bool() & takes[..., None]
+    for name, value in entry.items():
+        table[name].copy_(torch.where(at, value[..., None].to(table[name].dtype), table[name]))
+
+
+def _write_back(table: State, window: int, closes: torch.Tensor, count: torch.Tensor) -> None:
+    """If more than `window` are evicted, the one that was so first, and of these the oldest, is read from its codes."""
+    waiting = (table["evicted"] > 0) & (table["written"] == 0)
+    over = closes & (waiting.sum(-1) > window)
+    age = table["evicted"].long() * 2**32 + table["pos"]
+    oldest = torch.where(waiting, age, 2**63 - 1).argmin(-1)
+    at = torch.nn.functional.one_hot(oldest, age.shape[-1]).bool() & over[..., None]
+    table["written"].copy_(torch.where(at, count[..., None].int(), table["written"]))
+
+
+def _fill(state: State, spec: LayerSpec, region: Region) -> None:
+    """Tokens of the entries that the call made, as the region has them; free places hold zeros."""
+    table, first = side_of(state, "sink"), (region.closed * spec.window.block)[:, None, None]
+    new = table["born"] > region.closed[:, None, None]
+    index = (table["slot"] - first).clamp(0, region.keep.shape[2:].numel() - 1)
+    for name, store, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
+        sinks = read_sinks(side_of(state, name), store)
+        found = tokens.map(lambda x: pick_each(x.flatten(2, 3), index))
+        sinks.x.copy_(torch.where(new[..., None], found.x, sinks.x))
+        if sinks.scale is not None:
+            sinks.scale.copy_(torch.where(new, found.scales, sinks.scale))
+        blank(sinks, table["born"] == 0)
+
+
+def sink_tiles(state: State, spec: LayerSpec, closed: torch.Tensor, since: torch.Tensor | None) -> Tiles:
+    """The sinks as tiles, whose tokens stand in the order of the table.
+
+    A long call, which asks before it competes (`since` None), sees what stands in the table. In a short one, which has
+    competed, a query sees what single steps would show it: block `closed + j` counts as closed from row position
+    `since[b, j]` on.
+    """
+    table, block = side_of(state, "sink"), spec.window.block
+    start, end = torch.zeros_like(table["pos"]), torch.where(table["written"] > 0, -1, FOREVER).int()
+    if since is not None:
+        start = when(table["born"], closed, since)
+        end = torch.where(table["written"] > 0, when(table["written"], closed, since) - 1, FOREVER).int()
+    start = torch.where(table["born"] > 0, start, FOREVER).int()
+
+    def tiles(x: torch.Tensor) -> torch.Tensor:
+        pad = x.new_zeros(*x.shape[:2], -x.shape[2] % block, *x.shape[3:])
+        return torch.cat([x, pad], 2).unflatten(2, (-1, block))
+
+    k, v = (read_sinks(side_of(state, name), store).map(tiles) for name, store in (("k", spec.k), ("v", spec.v)))
+    return Tiles(k, v, tiles(table["pos"]), tiles(start), tiles(end), tiles(table["born"] > 0))
+
+
+def packed_copies(tiles: Tiles, state: State, closed: torch.Tensor, since: torch.Tensor) -> Tiles:
+    """Packed tiles of a short call that has competed: since when their own codes stand for tokens of the table."""
+    table, shape = side_of(state, "sink"), tiles.keep.shape
+    slots = shape[2] * shape[3]
+    new = torch.maximum(table["born"], table["written"]) > closed[:, None, None]
+    start = torch.where(table["written"] > 0, when(table["written"], closed, since), FOREVER)
+    later = torch.zeros(*shape[:2], slots + 1, dtype=torch.int32, device=start.device)
+    later.scatter_(2, torch.where(new, table["slot"], slots).long(), start.int())
+    later, mine = later[..., :slots].view(shape), at_slots(new, table["slot"], slots).view(shape)
+    return tiles._replace(since=torch.maximum(tiles.since, later), keep=tiles.keep | mine)
+
+
+def when(times: torch.Tensor, closed: torch.Tensor, since: torch.Tensor) -> torch.Tensor:
+    """Row position from which a query sees what happened when block number `times` `[B, H, n]` (1 is the first) closed;
+    0 if that was before the call."""
+    j = times - 1 - closed[:, None, None]
+    late = since[:, None].expand(-1, j.shape[1], -1).gather(2, j.clamp(0, since.shape[1] - 1).long())
+    return torch.where(j >= 0, late, 0)

@@ -1,0 +1,1 @@
+"""Attention in plain PyTorch: the specification of what kernels compute."""

@@ -1,0 +1,79 @@
+"""Queries as a product of integers takes them, for decode and prefill; plain PyTorch, the specification."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from qattn_kernels.formats import Operand
+from qattn_kernels.formats.base import int8_tokens
+from qattn_kernels.formats.granularity import QUERY_BLOCK, grouped_maximum, query_groups
+from qattn_kernels.layer.spec import Compute
+
+
+class Queries(NamedTuple):
+    """`exact` fp32 `[B, Hq, T, D]`, scaled; `coded` the same in INT8 with a scale a token, or None; `broken` bool
+    `[B, Hq, T]`, queries that are not finite: they stand as zeros, so that no other's scale or mean meets them, and
+    their own output is NaN; `mean` what smoothing took off before, like `exact`, or None."""
+
+    exact: torch.Tensor
+    coded: Operand | None
+    broken: torch.Tensor
+    mean: torch.Tensor | None = None
+
+    def part(self, start: int, end: int) -> Queries:
+        """The queries `start` to `end`."""
+        coded = None if self.coded is None else self.coded.map(lambda x: x[:, :, start:end])
+        mean = None if self.mean is None else self.mean[:, :, start:end]
+        return Queries(self.exact[:, :, start:end], coded, self.broken[:, :, start:end], mean)
+
+
+def _finite(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`exact` and `broken` of `q` `[B, Hq, T, D]`."""
+    broken = ~q.isfinite().all(-1)
+    return torch.where(broken[..., None], 0.0, q.float() * scale), broken
+
+
+def short_queries(q: torch.Tensor, scale: float, compute: Compute) -> Queries:
+    """Of a call that decodes: each has a scale of its own, and none is smoothed, since one alone is its own mean."""
+    exact, broken = _finite(q, scale)
+    return Queries(exact, int8_tokens(exact, compute.decode_levels) if compute.decode == "int8" else None, broken)
+
+
+def long_queries(q: torch.Tensor, scale: float, compute: Compute, real: torch.Tensor) -> Queries:
+    """Of a prefill, by `compute`; `real` bool `[B, T]` says which are, those first."""
+    exact, broken = _finite(q, scale)
+    exact = torch.where(real[:, None, :, None], exact, 0.0)  # padding must not raise a scale
+    if compute.prefill != "int8":
+        return Queries(exact, None, broken)
+    mean = query_mean(exact, compute.smooth_q, real)
+    left_out = broken | ~real[:, None]
+    around = exact if mean is None else torch.where(left_out[..., None], 0.0, exact - mean)
+    return Queries(exact, quantize_queries(around, compute), broken, mean)
+
+
+def query_mean(q: torch.Tensor, smooth: str, real: torch.Tensor) -> torch.Tensor | None:
+    """The mean of all real queries of a head or of blocks of them, for each query: like `q` `[B, Hq, T, D]`, fp32,
+    rounded from fp64 so that it does not depend on the order of the sum."""
+    if smooth == "none":
+        return None
+    size = q.shape[2] if smooth == "tensor" else QUERY_BLOCK
+    pad = -q.shape[2] % size
+    blocks = torch.nn.functional.pad(q, (0, 0, 0, pad)).unflatten(2, (-1, size))
+    count = torch.nn.functional.pad(real, (0, pad)).unflatten(1, (-1, size)).sum(2).clamp(min=1)
+    mean = (blocks.double().sum(3) / count[:, None, :, None]).float()
+    return mean.repeat_interleave(size, 2)[:, :, : q.shape[2]]
+
+
+def quantize_queries(q: torch.Tensor, compute: Compute) -> Operand:
+    """INT8 queries `[B, Hq, T, D]` by `compute.q_scale`."""
+    own = int8_tokens(q, compute.qk_levels)
+    if compute.q_scale == "token":
+        return own
+    groups = query_groups(compute.q_scale, q.shape[2], q.device, compute.block_q)
+    top = grouped_maximum(q.abs().amax(-1), groups)
+    scale = top / torch.full_like(top, compute.qk_levels)
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
+    codes = torch.round(q / torch.where(scale == 0, 1.0, scale)[..., None])
+    return Operand(codes.clamp(-compute.qk_levels, compute.qk_levels).to(torch.int8), scale)

@@ -1,0 +1,153 @@
+"""Rows of a cache: where the tokens of a call stand, and the region of open and new tokens that every call works on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from qattn_kernels.formats import Arrival, Operand, Store
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.layout import State, Window
+
+
+class Region(NamedTuple):
+    """The tokens of each row that are open before a call, and the new ones behind them, cut into blocks.
+
+    Block `j` of the region is block `closed + j` of the arenas. `pos` `[B, n, block]` row positions; `valid` same
+    shape, false past the row's end; `keep` `[B, H, n, block]` false also for dropped tokens; `k`, `v` open form
+    `[B, H, n, block, D]`; `closed`, `closing` `[B]` blocks before the call and blocks that it closes; `chosen` like
+    `keep`, tokens of these that the sink pool took; `given` what each token's query gave the open ones, if the pool
+    asks (`ops.sink_pool.mass`).
+    """
+
+    pos: torch.Tensor
+    valid: torch.Tensor
+    keep: torch.Tensor
+    k: Operand
+    v: Operand
+    closed: torch.Tensor
+    closing: torch.Tensor
+    chosen: torch.Tensor
+    given: torch.Tensor | None = None
+
+
+def region_blocks(window: Window, tokens: int) -> int:
+    """Blocks that hold the most tokens a row can have open, and `tokens` new ones."""
+    return -(-(window.span - 1 + window.residual + tokens) // window.block)
+
+
+def pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`x` `[B, H, N, D]` at token `index` `[B, n]`."""
+    return x.gather(2, index.long()[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def pick_each(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`x` `[B, H, N, D]` at token `index` `[B, H, n]` of each head."""
+    return x.gather(2, index.long()[..., None].expand(-1, -1, -1, x.shape[3]))
+
+
+def real_first(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
+    """Move the real columns of each row to the front: `[B, H, T, D]`, `span` `[B, 2]` first real column and count."""
+    tokens = torch.arange(x.shape[2], device=x.device)
+    return pick(x, (tokens + span[:, :1]).clamp(max=x.shape[2] - 1))
+
+
+def fitting(state: State, window: Window, span: torch.Tensor) -> torch.Tensor:
+    """`span` int32 `[B, 2]` (first real column, count) with no more tokens than a row has room for."""
+    room = state["block_len"].shape[1] * window.block - state["closed"] * window.block
+    room = room - state["length"] + state["open_start"]
+    return torch.stack([span[:, 0], torch.minimum(span[:, 1], room)], 1).int()
+
+
+def padding_end(span: torch.Tensor, columns: int) -> torch.Tensor:
+    """0-d: how many of a call's `columns` reach to the end of its last padding, in the row where that is farthest."""
+    first, count = span.unbind(1)
+    return torch.where(first + count < columns, columns, first).max()
+
+
+def columns_back(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
+    """The inverse of `real_first`: padded columns get zeros."""
+    tokens = torch.arange(x.shape[2], device=x.device) - span[:, :1]
+    real = (tokens >= 0) & (tokens < span[:, 1:])
+    return torch.where(real[:, None, :, None], pick(x, tokens.clamp(0, x.shape[2] - 1)), 0)
+
+
+def bits_to_bool(bits: torch.Tensor) -> torch.Tensor:
+    """uint8 `[..., n]` to bool `[..., 8 n]`, lowest bit first."""
+    return ((bits[..., None] >> torch.arange(8, device=bits.device, dtype=torch.uint8)) & 1).flatten(-2).bool()
+
+
+def bool_to_bits(flags: torch.Tensor) -> torch.Tensor:
+    """The inverse of `bits_to_bool`."""
+    weights = 2 ** torch.arange(8, device=flags.device)
+    return (flags.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
+
+
+class _Places(NamedTuple):
+    """Where each token `[B, n]` of a region stands: row position, arena slot, index among the new ones; old or new."""
+
+    pos: torch.Tensor
+    slot: torch.Tensor
+    fresh: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+
+
+def _places(state: State, window: Window, tokens: int, count: torch.Tensor) -> _Places:
+    flat = torch.arange(region_blocks(window, tokens) * window.block, device=count.device)
+    pos = state["open_start"][:, None] + flat
+    fresh = pos - state["length"][:, None]
+    slot = (state["closed"] * window.block)[:, None] + flat
+    slots = state["block_len"].shape[1] * window.block
+    new = (fresh >= 0) & (fresh < count[:, None])
+    return _Places(pos, slot.clamp(max=slots - 1), fresh.clamp(0, tokens - 1), fresh < 0, new)
+
+
+def _open_tokens(store: Store, side: State, at: _Places, blocks: int) -> Operand:
+    """What a store holds of open tokens: in the ring at their position, or in the arena at their slot."""
+    if store.windowed:
+        return store.ring(side).map(lambda x: pick(x, at.pos % x.shape[2]))
+    return store.read(side, blocks).map(lambda x: pick(x.flatten(2, 3), at.slot))
+
+
+def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
+    """Open tokens from the cache and behind them the new ones, zeros past the row's end."""
+
+    def join(older: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
+        there = torch.where(at.new[:, None, :, None], pick(newer, at.fresh), older)
+        return torch.where((at.old | at.new)[:, None, :, None], there, 0)
+
+    scale = None if arrived.scale is None else join(before.scales[..., None], arrived.scale[..., None])[..., 0]
+    return Operand(join(before.x, arrived.x), scale)
+
+
+def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, count: torch.Tensor) -> Region:
+    """The region of a call from `k`, `v` `[B, H, T, D]`, real tokens first, and `count` `[B]`.
+
+    Tokens that are not finite in K or V become zeros, are masked, and counted in the state. Stores may fix scales of
+    the row here (`Store.open`); nothing else of the state changes.
+    """
+    window, tokens, length = spec.window, k.shape[2], state["length"]
+    at = _places(state, window, tokens, count)
+    real = torch.arange(tokens, device=k.device) < count[:, None]
+    bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1)) & real[:, None]
+    state["nonfinite"].add_(bad.sum(-1))
+
+    sides = []
+    for name, store, x in (("k", spec.k, k), ("v", spec.v, v)):
+        side = side_of(state, name)
+        clean = torch.where((real[:, None] & ~bad)[..., None], x.float(), 0.0)
+        arrived = store.open(Arrival(clean, real, length, count, window.block), side)
+        joined = _join(_open_tokens(store, side, at, state["block_len"].shape[1]), arrived, at)
+        sides.append(joined.map(lambda x: x.unflatten(2, (-1, window.block))))
+
+    dropped = pick(bits_to_bool(state["dropped"]).flatten(2)[..., None], at.slot)[..., 0]
+    masked = torch.where(at.new[:, None], pick(bad[..., None], at.fresh)[..., 0], dropped & at.old[:, None])
+    valid = (at.old | at.new).unflatten(1, (-1, window.block))
+    keep = valid[:, None] & ~masked.unflatten(2, (-1, window.block))
+    ready = (length + count - state["open_start"] - window.residual).clamp(min=0)
+    closing = ready // window.span * (window.span // window.block)
+    pos = at.pos.unflatten(1, (-1, window.block))
+    return Region(pos, valid, keep, sides[0], sides[1], state["closed"].clone(), closing, torch.zeros_like(keep))

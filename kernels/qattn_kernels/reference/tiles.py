@@ -1,0 +1,85 @@
+"""Tiles: blocks of stored tokens in the form of their store, each token knowing which queries see it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from qattn_kernels.formats import Operand
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.layout import State
+from qattn_kernels.reference.rows import bits_to_bool
+
+FOREVER = 2**31 - 1  # a row position that no query reaches
+
+
+class Tiles(NamedTuple):
+    """`n` tiles of tokens in order of their row positions.
+
+    `k`, `v` `[B, Hkv, n, block, D]`; `pos`, `since`, `until` int32 `[B, Hkv or 1, n, block]`: the token's row position,
+    and the first and last query position that sees this copy of it; `keep` bool `[B, Hkv, n, block]`, false for masked
+    tokens. `k_exact` fp32 like `k`: its numbers without their mean, where smoothed queries want them.
+    """
+
+    k: Operand
+    v: Operand
+    pos: torch.Tensor
+    since: torch.Tensor
+    until: torch.Tensor
+    keep: torch.Tensor
+    k_exact: torch.Tensor | None = None
+
+    def first(self, n: int) -> Tiles:
+        """The first `n` tiles."""
+        k, v = (side.map(lambda x: x[:, :, :n]) for side in (self.k, self.v))
+        rest = (None if x is None else x[:, :, :n] for x in self[2:])
+        return Tiles(k, v, *rest)  # type: ignore[arg-type]
+
+    def joined(self, other: Tiles) -> Tiles:
+        """These tiles, then the others'; where only one has codes, the other's numbers stand beside them."""
+
+        def cat(a: Any, b: Any, dim: int) -> Any:
+            return None if a is None else torch.cat([a, b], dim)
+
+        def side(a: Operand, b: Operand) -> Operand:
+            if (a.scale is None) != (b.scale is None):
+                a, b = a.scaled(), b.scaled()
+            if (a.mean is None) != (b.mean is None):
+                a, b = a.centered(), b.centered()
+            return Operand(*(cat(x, y, 2) for x, y in zip(a, b, strict=True)))
+
+        def each(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            heads = max(a.shape[1], b.shape[1])
+            return torch.cat([x.expand(-1, heads, -1, -1) for x in (a, b)], 2)
+
+        pos, since, until = (each(a, b) for a, b in zip(self[2:5], other[2:5], strict=True))
+        return Tiles(side(self.k, other.k), side(self.v, other.v), pos, since, until, cat(self.keep, other.keep, 2))
+
+
+def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
+    """Which tokens each query sees: bool `[B, Hkv, T, n, block]`; `q_pos` int32 `[B, T]`, negative for padding."""
+    q = q_pos[:, None, :, None, None]
+    see = (tiles.since[:, :, None] <= q) & (q <= tiles.until[:, :, None]) & (q >= 0)
+    if window:
+        see &= tiles.pos[:, :, None] > q - window
+    return see & tiles.keep[:, :, None]
+
+
+def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
+    """The first `closed` `[B]` blocks of each row as tiles, seen by every query.
+
+    On a CPU, where lengths are at hand, only as many as some row has; elsewhere all of the capacity, masked.
+    """
+    capacity = state["block_len"].shape[1]
+    blocks = int(closed.max()) if closed.device.type == "cpu" else capacity
+    start, length = (state[name][:, :blocks, None] for name in ("block_pos", "block_len"))
+    offset = torch.arange(spec.window.block, device=start.device, dtype=torch.int32)
+    index = torch.arange(start.shape[1], device=start.device)
+    valid = (offset < length) & (index < closed[:, None])[..., None]
+    since = torch.where(valid, 0, FOREVER).int()
+    keep = ~bits_to_bool(state["dropped"][:, :, :blocks])
+    k, v = (store.read(side_of(state, side), blocks) for side, store in (("k", spec.k), ("v", spec.v)))
+    since = since[:, None]
+    return Tiles(k, v, (start + offset)[:, None], since, torch.full_like(since, FOREVER), keep)

@@ -1,0 +1,49 @@
+"""The whole step in Triton; `step.reference` is the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.launch.call import Call, make_call
+from qattn_kernels.launch.panel import Panel
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layout import State
+from qattn_kernels.ops.append.launch import append, append_long, center, finish, make_panel, rank, undo
+from qattn_kernels.ops.decode.launch import decode
+from qattn_kernels.ops.prefill.launch import prefill
+from qattn_kernels.ops.sink_pool.launch import compete, restore
+
+
+def fused_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+    past: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and results as in `step.operator.attend`."""
+    call = make_call(query, key, value, span, state, spec, scores)
+    if call.tokens <= SHORT_CALL:
+        compete(call)
+        rank(call)
+        append(call)
+        return decode(call)
+    out, lse = prefill(call.query, write_long(call, past), spec, scores)
+    finish(call)
+    return out, lse
+
+
+def write_long(call: Call, past: int) -> Panel:
+    """What a long call does before it attends; returns what its queries see."""
+    panel = make_panel(call, past)
+    undo(call, panel, past)
+    restore(call, panel, past)
+    compete(call)
+    rank(call)
+    center(call)
+    append_long(call, panel)
+    return panel

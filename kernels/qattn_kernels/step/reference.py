@@ -1,0 +1,53 @@
+"""The whole step in plain PyTorch, the specification of `step.kernels`."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.skip_counts import add_tally
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layout import State
+from qattn_kernels.ops.append.reference import append
+from qattn_kernels.ops.decode.reference import decode
+from qattn_kernels.ops.prefill.reference import packed_past, prefill
+from qattn_kernels.ops.sink_pool.mass import given
+from qattn_kernels.ops.sink_pool.reference import compete
+from qattn_kernels.ops.sink_pool.table import settle
+from qattn_kernels.reference.rows import build_region, columns_back, fitting, real_first
+
+
+def reference_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole step in plain PyTorch; arguments as in `attend`."""
+    asked = span.expand(q.shape[0], 2)
+    span = fitting(state, spec.window, asked)
+    count = span[:, 1].contiguous()
+    state["overflow"].add_(asked[:, 1] - count)
+    tokens = torch.arange(q.shape[2], device=q.device)
+    q_pos = torch.where(tokens < count[:, None], state["length"][:, None] + tokens, -1).int()
+    q, k, v = (real_first(x, span) for x in (q, k, v))
+    region = build_region(state, spec, k, v, count)
+    short = q.shape[2] <= SHORT_CALL
+    past = None if short else packed_past(state, spec)
+    if spec.sink_pool.num:
+        if spec.sink_pool.select == "attention":
+            region = region._replace(given=given(q, q_pos, state, spec.window, region, scores))
+        region = compete(state, spec, region)
+    append(state, spec, region, span, q.shape[2])
+    if past is None:
+        result = decode(q, q_pos, state, spec, region, scores)
+    else:
+        result = prefill(q, q_pos, past, state, spec, region, scores)
+    if spec.sink_pool.num:
+        settle(state, region.closed)
+    if result.tally is not None:
+        add_tally(state, result.tally)
+    return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]

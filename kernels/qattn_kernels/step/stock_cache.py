@@ -1,0 +1,147 @@
+"""Prefill attention over keys and values that a stock cache holds: nothing is stored here, codes live for one call."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from qattn_kernels.formats import Operand
+from qattn_kernels.launch.panel import ROW_FIELDS, Panel
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import Compute, LayerSpec, decode_spec
+from qattn_kernels.ops.prefill.reference import attend_all
+from qattn_kernels.reference.operands import fp8_values
+from qattn_kernels.reference.rows import columns_back, real_first
+from qattn_kernels.reference.tiles import FOREVER, Tiles
+
+
+def attend_over(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor,
+    offset: int | torch.Tensor,
+    spec: LayerSpec,
+    scores: Scores,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of `T` new tokens over `S` columns of a cache, as `spec.compute` has a prefill.
+
+    Args:
+        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, S, D]`, the new tokens in the columns from `offset` on.
+        key_mask: bool `[B, S]`, false for columns that hold no token; those behind the new ones count as such, and
+            those whose key or value is not finite, which would be in the scales and means of all others.
+        offset: column of the first query, one for all rows or `[B]`.
+        spec: of stores in the model's precision; `spec.impl` computes.
+
+    Returns:
+        `[B, Hq, T, Dv]` in the query's dtype; fp32 log-sum-exp `[B, Hq, T]` of the true scores, what smoothing took off
+        added back. Zeros in both for padding before a row's first and behind its last new token.
+    """
+    at = offset if isinstance(offset, torch.Tensor) else torch.full((), offset, device=query.device)
+    at = at.to(query.device, torch.int32).expand(query.shape[0])
+    sizes = scores.scale, scores.softcap, scores.window, scores.sinks
+    return over(query, key, value, key_mask, at, spec.encode(), *sizes)
+
+
+@torch.library.custom_op("qattn::attend_over", mutates_args=())
+def over(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor,
+    offset: torch.Tensor,
+    spec: str,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_over` as an operator: `offset` int32 `[B]`, `spec` encoded, the rest as in `Scores`."""
+    layer, scores, tokens = decode_spec(spec), Scores(scale, softcap, window, sinks), query.shape[2]
+    columns = torch.arange(key.shape[2], device=key.device)
+    finite = torch.stack([bound(x, (1, 3)) for x in (key, value) for bound in (torch.amin, torch.amax)]).isfinite()
+    key_mask = key_mask & (columns < offset[:, None] + tokens) & finite.all(0)
+    rows = _rows(key_mask, offset, tokens)
+    if layer.impl == "triton":
+        from qattn_kernels.ops.prefill.launch import prefill
+
+        with torch.cuda.device_of(query):  # as in `step.operator.attend`
+            return prefill(query, _panel(key, value, key_mask, rows, layer), layer, scores)
+    with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
+        return _reference(query, key, value, key_mask, rows, layer, scores)
+
+
+@over.register_fake
+def _(query, key, value, key_mask, offset, spec, scale, softcap, window, sinks):
+    batch, heads, tokens = query.shape[:3]
+    out = query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2)
+    return out, query.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+def _rows(key_mask: torch.Tensor, offset: torch.Tensor, tokens: int) -> torch.Tensor:
+    """`Panel.rows`. Columns keep their slots, so a row's past reaches to its first real query; padding between real
+    tokens is computed like them, since its keys alone matter to others."""
+    columns = offset[:, None].long() + torch.arange(tokens, device=offset.device)
+    new = key_mask.gather(1, columns).int()
+    first = new.argmax(1)
+    count = (tokens - new.flip(1).argmax(1) - first) * new.amax(1)
+    rows = torch.zeros((len(offset), ROW_FIELDS), dtype=torch.int32, device=offset.device)
+    rows[:, 0], rows[:, 4], rows[:, 5] = offset + first, first, count
+    return rows
+
+
+def _panel(
+    key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor, rows: torch.Tensor, spec: LayerSpec
+) -> Panel:
+    """Slots are columns. What gets codes stays where the cache has it; what does not is copied, whole blocks of it."""
+    batch, heads, columns, _ = key.shape
+    behind = -columns % spec.window.block
+    coded_k, coded_v = _coded(spec.compute)
+    bias = pad(torch.where(key_mask, 0.0, -torch.inf), (0, behind), value=-torch.inf)
+    pos = torch.arange(columns + behind, dtype=torch.int32, device=key.device)
+    return Panel(
+        _side(key, coded_k, behind),
+        None,
+        _side(value, coded_v, behind),
+        None,
+        bias=bias[:, None].expand(-1, heads, -1).contiguous(),
+        pos=pos.expand(batch, -1).contiguous(),
+        rows=rows,
+    )
+
+
+def _coded(compute: Compute) -> tuple[bool, bool]:
+    """Whether a prefill makes codes of keys and of values."""
+    int8 = compute.prefill == "int8"
+    return int8, fp8_values(compute) or (int8 and compute.pv == "int8")
+
+
+def _side(x: torch.Tensor, coded: bool, behind: int) -> torch.Tensor:
+    if coded:
+        return x if x.stride(3) == 1 else x.contiguous()
+    return pad(x, (0, 0, 0, behind)).contiguous()
+
+
+def _reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor,
+    rows: torch.Tensor,
+    spec: LayerSpec,
+    scores: Scores,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain PyTorch, the specification."""
+    length, span, block = rows[:, :1], rows[:, 4:6], spec.window.block
+    tokens = torch.arange(query.shape[2], device=query.device)
+    q_pos = torch.where(tokens < span[:, 1:], length + tokens, -1).int()
+    behind = -key.shape[2] % block
+    k, v = (Operand(pad(x, (0, 0, 0, behind)).unflatten(2, (-1, block)), None) for x in (key, value))
+    keep = pad(key_mask, (0, behind)).unflatten(1, (-1, block))[:, None].expand(-1, key.shape[1], -1, -1)
+    pos = torch.arange(key.shape[2] + behind, dtype=torch.int32, device=key.device).view(1, 1, -1, block)
+    tiles = Tiles(k, v, pos, pos, torch.full_like(pos, FOREVER), keep)
+    past = int(length.max()) if length.device.type == "cpu" else key.shape[2]  # elsewhere that would wait for a device
+    found = attend_all(real_first(query, span), q_pos, tiles, spec, scores, lambda end: -(-(past + end) // block))
+    out = columns_back(found.out.to(query.dtype), span)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # in memory as kernels leave it
+    return out, columns_back(found.lse[..., None], span)[..., 0]
