@@ -10,7 +10,7 @@ A recipe may choose otherwise for some layers, under the key `layers`:
 
 A choice of the same method stands on the recipe's settings, one of another method on that method's defaults and on
 those of the recipe's settings that every method has. What layers must agree in (`SHARED`) stands in the recipe alone;
-everything else is each layer's own: store, window, sinks, arithmetic. Lists of heads are of the whole model here too.
+everything else is each layer's own: format, window, sinks, arithmetic. Lists of heads are of the whole model here too.
 
 Settings stand on others in three places: a family's below the recipe's, the recipe's below keywords of `patch`, and all
 of them below a layer's. What stands above wins, and a setting for all (`bits`) also wins over what stands below it for
@@ -126,7 +126,7 @@ class Recipe:
         return yaml.safe_dump(said, sort_keys=False, default_flow_style=None)
 
     def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu", share: Share = ALL) -> list[LayerSpec]:
-        """What each layer of a model with this config stores, and who computes it on this type of device.
+        """What each layer of a model with this config formats, and who computes it on this type of device.
 
         Of a model that is split over processes, the part of this one.
 

@@ -15,7 +15,7 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe
-from qattn_kernels.layer.skip_counts import tally_of
+from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layer.support import no_triton, unsupported
@@ -91,11 +91,11 @@ def _skipped(layer: QAttnLayer) -> dict[str, float]:
     """What sparse V did in all decodes since the layer was empty; nothing where it is off."""
     if layer.spec.sparsity.tau == 0:
         return {}
-    tally = tally_of(layer.state)
+    skip_counts = skip_counts_of(layer.state)
     return {
-        "skip_rate": int(tally.skipped.sum()) / max(1, int(tally.read.sum())),
-        "dropped_mass": float(tally.dropped.sum()) / max(1, int(tally.queries.sum())),
-        "dropped_worst": float(tally.worst.max()),
+        "skip_rate": int(skip_counts.skipped.sum()) / max(1, int(skip_counts.read.sum())),
+        "dropped_mass": float(skip_counts.dropped.sum()) / max(1, int(skip_counts.queries.sum())),
+        "dropped_worst": float(skip_counts.worst.max()),
     }
 
 
@@ -139,8 +139,8 @@ def _block_bits(layer: QAttnLayer, values: int) -> float | None:
 
 def _bits(layer: QAttnLayer, side: str) -> list[list[int]]:
     """Code bits of each head for each row; one list if all rows agree."""
-    store = layer.spec.k if side == "k" else layer.spec.v
-    rows = store.bits_per_head(side_of(layer.state, side), layer.geometry.heads)
+    fmt = layer.spec.k if side == "k" else layer.spec.v
+    rows = fmt.bits_per_head(side_of(layer.state, side), layer.geometry.heads)
     return rows[:1] if all(r == rows[0] for r in rows) else rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from qattn_kernels.formats import Store
+from qattn_kernels.formats import Format
 from qattn_kernels.layer.spec import LayerSpec
 
 
@@ -57,11 +57,11 @@ def own_part(spec: LayerSpec, heads: int, share: Share) -> LayerSpec:
     return dataclasses.replace(spec, k=_part(spec.k, own, share), v=_part(spec.v, own, share))
 
 
-def _part(store: Store, own: range, share: Share) -> Store:
-    core: Any = store.core
+def _part(fmt: Format, own: range, share: Share) -> Format:
+    core: Any = fmt.core
     low = getattr(core, "n_low", 0)
     if not low:
-        return store
+        return fmt
     if core.low_heads is not None:
         listed = tuple(head - own.start for head in core.low_heads if head in own)
         core = dataclasses.replace(core, n_low=len(listed), low_heads=listed)
@@ -72,4 +72,4 @@ def _part(store: Store, own: range, share: Share) -> Store:
         )
     else:
         core = dataclasses.replace(core, n_low=low // share.size)
-    return core if store is store.core else dataclasses.replace(store, core_store=core)  # type: ignore[call-arg]
+    return core if fmt is fmt.core else dataclasses.replace(fmt, core_store=core)  # type: ignore[call-arg]

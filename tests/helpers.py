@@ -11,9 +11,9 @@ from qattn_hf import list_methods
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.skip_counts import Tally
+from qattn_kernels.layer.skip_counts import SkipCounts
 
-COUNTERS = ("nonfinite", *(f"v_{name}" for name in Tally._fields))  # of events: roll-backs do not undo them
+COUNTERS = ("nonfinite", *(f"v_{name}" for name in SkipCounts._fields))  # of events: roll-backs do not undo them
 Case = tuple[str, dict[str, Any]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels are tested, see conftest.py
 # settings beside the variants of methods with which a row keeps what its first tokens fixed

@@ -26,8 +26,8 @@ def model(fake: FakeGraphs) -> LlamaForCausalLM:
 
 def eager(model: LlamaForCausalLM, ids: torch.Tensor = IDS, **kwargs: Any) -> Any:
     """What the same model generates without graphs; a model of its own."""
-    twin = patch(unpatch(copy.deepcopy(model)), model._qattn.recipe.method, decode="eager")
-    return twin.generate(ids, **{**GREEDY, **kwargs})
+    split_int8 = patch(unpatch(copy.deepcopy(model)), model._qattn.recipe.method, decode="eager")
+    return split_int8.generate(ids, **{**GREEDY, **kwargs})
 
 
 def addresses(cache: QAttnCache) -> list[int]:
@@ -251,14 +251,14 @@ def test_inputs_are_copied_and_the_cache_is_handed_back(fake, model):
 def test_second_turn(fake, model):
     first = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
     more = torch.cat([first.sequences, random_ids(2, 150, seed=4)], 1)
-    twin = copy.deepcopy(first.past_key_values)
+    split_int8 = copy.deepcopy(first.past_key_values)
     got = model.generate(more, past_key_values=first.past_key_values, **GREEDY)
-    assert torch.equal(got, eager(model, more, past_key_values=twin))
+    assert torch.equal(got, eager(model, more, past_key_values=split_int8))
     assert fake.captured == 2  # it grew
     again = torch.cat([got, IDS[:, :1]], 1)
-    twin = copy.deepcopy(first.past_key_values)
+    split_int8 = copy.deepcopy(first.past_key_values)
     got = model.generate(again, past_key_values=first.past_key_values, max_new_tokens=5, do_sample=False)
-    assert torch.equal(got, eager(model, again, past_key_values=twin, max_new_tokens=5))
+    assert torch.equal(got, eager(model, again, past_key_values=split_int8, max_new_tokens=5))
     assert fake.captured == 2  # it did not
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 BATCH, TOKENS, ROOM = 4, 32768, 256
 HEADS = Heads()  # of an 8B model: 32 query heads, 8 KV heads, head dim 128
-LIMIT = 64 * 2**20  # keys alone, undone to bf16, would be 256 MiB, and scores in fp32 16 MiB
+LIMIT = 64 * 2**20  # keys alone, dequantized to bf16, would be 256 MiB, and scores in fp32 16 MiB
 
 
 @pytest.mark.parametrize("case", cases(), ids=case_id)

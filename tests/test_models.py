@@ -363,10 +363,10 @@ def test_copies_of_a_patched_model_are_patched(copied):
     logits = model(ids).logits
     patch(model, "turbo", bits=2)
     want = model.generate(ids, **GREEDY)
-    twin = copied(model)
-    assert torch.equal(twin.generate(ids, **GREEDY), want)
-    assert report(twin).to_dict()["recipe"]["bits"] == 2
-    assert torch.equal(unpatch(twin)(ids).logits, logits)
+    split_int8 = copied(model)
+    assert torch.equal(split_int8.generate(ids, **GREEDY), want)
+    assert report(split_int8).to_dict()["recipe"]["bits"] == 2
+    assert torch.equal(unpatch(split_int8)(ids).logits, logits)
     assert torch.equal(model.generate(ids, **GREEDY), want), "undoing the copy undid the original"
 
 

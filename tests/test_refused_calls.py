@@ -212,11 +212,11 @@ BAD_TURNS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], tuple[str, ...]
 
 @pytest.mark.parametrize("turn", BAD_TURNS)
 def test_refused_turn_leaves_the_cache(patched, turn):
-    cache, twin = (patched(ONE).past_key_values for _ in range(2))
+    cache, split_int8 = (patched(ONE).past_key_values for _ in range(2))
     before, (call, parts) = state(cache), BAD_TURNS[turn]
     refused(lambda: call(patched, {"past_key_values": cache}), UnsupportedError, *parts)
     assert same(before, cache)
-    got, want = (patched(ONE[:, :5], past_key_values=c).logits for c in (cache, twin))
+    got, want = (patched(ONE[:, :5], past_key_values=c).logits for c in (cache, split_int8))
     assert torch.equal(got, want)
 
 

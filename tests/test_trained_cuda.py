@@ -13,18 +13,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qattn_hf import QAttnCache, patch
 from qattn_hf.assets import demo_model_dir
-from qattn_kernels.layer.skip_counts import Tally
+from qattn_kernels.layer.skip_counts import SkipCounts
 from qattn_kernels.step import kernels as fused
 from qattn_kernels.step.reference import reference_step
 
 ON_GPU = DEVICE == "cuda"
-TALLY = {f"v_{name}" for name in Tally._fields}  # of sparse V: kernels skip whole tiles, the reference single tokens
+SKIP_COUNTS = {
+    f"v_{name}" for name in SkipCounts._fields
+}  # of sparse V: kernels skip whole tiles, the reference single tokens
 TEXT = "Question: Tom has 7 apples and buys 15 more. He gives 4 to Mary. How many apples has Tom now?\nAnswer: "
 # long calls, calls of several widths, and single tokens
 CUTS = (61, 122, 183, 188, 204, 205, 206) if ON_GPU else (61, 122, 127, 128, 129)
 # Where weights and queries are INT8, the reference's own rounding of them moves a steep row by 0.1 and more. A kernel
 # may err no more than that, in the mean of all calls of a width (of one token, whose few rows are steep or not, each
-# may round either way); and by as much as its products of halves and twins do, where the reference has floats.
+# may round either way); and by as much as its products of halves and INT8 pairs do, where the reference has floats.
 SLACK, FLOOR = 1.25, 2e-3
 # Sinks in an INT8 panel have the scale of their block, and so few of its levels, since they are small; a head that
 # looks at them alone shows it: 1.4 times the reference's error, which has them by their own scales. KL is the same.
@@ -50,7 +52,7 @@ class Compared:
         exact, _ = reference_step(query, key, value, span, other, floats, scores)
         ours, theirs = (((x.double() - exact.double()).norm() / exact.double().norm()).item() for x in (out, want))
         self.errors.append((query.shape[2], ours, theirs))
-        self.states |= {name for name in state if name not in TALLY and not torch.equal(state[name], copy[name])}
+        self.states |= {name for name in state if name not in SKIP_COUNTS and not torch.equal(state[name], copy[name])}
         return out, lse
 
     def worse(self, slack: float) -> list[tuple[int, float, float]]:

@@ -72,7 +72,7 @@ def test_positions_are_what_counts():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_beyond_the_window_are_refused_before_anything_is_written(family):
     model = patch(tiny(family), "turbo")
-    cache, twin = (model(IDS[:, : WINDOW - 1]).past_key_values for _ in range(2))
+    cache, split_int8 = (model(IDS[:, : WINDOW - 1]).past_key_values for _ in range(2))
     for call in (
         lambda: model(IDS[:, : WINDOW + 1]),
         lambda: model(IDS[:, WINDOW - 1 : WINDOW + 1], past_key_values=cache),
@@ -83,7 +83,7 @@ def test_tokens_beyond_the_window_are_refused_before_anything_is_written(family)
         refused(call, UnsupportedError, *BEYOND)
         assert int(cache.get_seq_length()) == WINDOW - 1
     last = IDS[:, WINDOW - 1 : WINDOW]
-    got, want = (model(last, past_key_values=c).logits for c in (cache, twin))
+    got, want = (model(last, past_key_values=c).logits for c in (cache, split_int8))
     assert torch.equal(got, want)
     refused(lambda: model(last, past_key_values=cache), UnsupportedError, *BEYOND)
 

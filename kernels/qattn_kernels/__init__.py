@@ -20,7 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qattn_kernels.formats import Store, get_store
+    from qattn_kernels.formats import Format, get_format
     from qattn_kernels.layer.scores import Scores
     from qattn_kernels.layer.spec import LayerSpec, decode_spec
     from qattn_kernels.layer.support import unsupported
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CapacityError",
+    "Format",
     "LayerSpec",
     "Scores",
-    "Store",
     "attend",
     "attend_over",
     "decode_spec",
-    "get_store",
+    "get_format",
     "unsupported",
 ]
 
 _HOMES = {
-    "formats": ("Store", "get_store"),
+    "formats": ("Format", "get_format"),
     "layer.scores": ("Scores",),
     "layer.spec": ("LayerSpec", "decode_spec"),
     "layer.support": ("unsupported",),

@@ -50,7 +50,7 @@ def make_layer(settings: Method, heads: Heads, batch: int, capacity: int, device
 def fill(layer: QAttnLayer, length: int) -> None:
     """Put every row of a layer into the state after `length` tokens, all of them random.
 
-    Tensors are filled by their type and name, so that a new store needs nothing here as long as its numbers may be
+    Tensors are filled by their type and name, so that a new format needs nothing here as long as its numbers may be
     any; whatever is read takes as long for random codes as for those of a model.
     """
     window, state = layer.spec.window, layer.state

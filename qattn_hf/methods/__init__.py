@@ -1,4 +1,4 @@
-"""Methods, one file each, found by file name: a method is a preset over store, window, compute and sparsity."""
+"""Methods, one file each, found by file name: a method is a preset over format, window, compute and sparsity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every method offers: the settings that act on any store, and the step from settings to a layer's spec."""
+"""What every method offers: the settings that act on any format, and the step from settings to a layer's spec."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qattn_kernels.formats import Store
+from qattn_kernels.formats import Format
 from qattn_kernels.layer.spec import Compute, LayerSpec, Sparsity
 from qattn_kernels.layout import SinkPool, Window
 
@@ -19,7 +19,7 @@ SMOOTH_K = "keys are coded around a row's mean key (SageAttention2)"
 
 
 class Method(BaseModel):
-    """Base of all methods; a subclass adds its settings and names its stores.
+    """Base of all methods; a subclass adds its settings and names its formats.
 
     Fields are the keys of a YAML recipe and the keywords of `patch`. Types are strict, unknown keys are refused.
     """
@@ -33,7 +33,7 @@ class Method(BaseModel):
         description="arithmetic of prefill and decode; sets both; int8 where a method has model: reference only",
     )
     prefill_compute: Arithmetic | None = Field(
-        None, description="INT8 products, or floating point over the undone store"
+        None, description="INT8 products, or floating point over the dequantized format"
     )
     decode_compute: Arithmetic | None = Field(None, description="the same for calls of at most 32 tokens")
     softmax: Literal["exact", "sas"] = Field(
@@ -87,8 +87,8 @@ class Method(BaseModel):
         """Whether keys and values are packed; else transformers' own caches hold them and only attention is ours."""
         return True
 
-    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
-        """The stores of K and of V of one layer with `heads` KV heads; ValueError if a setting does not fit."""
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
+        """The formats of K and of V of one layer with `heads` KV heads; ValueError if a setting does not fit."""
         raise NotImplementedError
 
     def window(self) -> Window:
@@ -111,7 +111,7 @@ class Method(BaseModel):
 
     def layer_spec(self, layer: int, layers: int, heads: int) -> LayerSpec:
         """The four choices of one layer, computed by the reference until somebody chooses (`chosen_impl`)."""
-        k, v = self.stores(layer, layers, heads)
+        k, v = self.formats(layer, layers, heads)
         sparsity = Sparsity(self.sparse_v_tau, self.sparse_v_budget)
         return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity, self.sink_pool(layer))
 

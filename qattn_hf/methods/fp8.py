@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from qattn_hf.methods.base import Arithmetic, Method
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.fp8.reference import Fp8Store
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.fp8.reference import Fp8Format
 
 
 class Fp8(Method):
@@ -23,8 +23,8 @@ class Fp8(Method):
                 raise ValueError(f"{key}='int8' clashes with method 'fp8', whose codes are no integers: take 'int8'")
         return self
 
-    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
-        return Fp8Store(), Fp8Store(transposed=True)
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
+        return Fp8Format(), Fp8Format(transposed=True)
 
 
 METHOD = Fp8

@@ -7,10 +7,10 @@ import dataclasses
 from pydantic import Field
 
 from qattn_hf.methods.base import SMOOTH_K, Method
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.int8.reference import LEVELS, Int8Store
-from qattn_kernels.formats.int_group.reference import IntGroupStore
-from qattn_kernels.formats.smoothed.reference import SmoothedStore
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.int8.reference import LEVELS, Int8Format
+from qattn_kernels.formats.int_group.reference import IntGroupFormat
+from qattn_kernels.formats.smoothed.reference import SmoothedFormat
 from qattn_kernels.layer.spec import Compute
 
 
@@ -19,12 +19,12 @@ class Int8(Method):
 
     smooth_k: bool = Field(False, description=SMOOTH_K)
 
-    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         """Smoothed keys wait for their mean in a ring, and then values do too."""
         if not self.smooth_k:
-            return Int8Store(), Int8Store(transposed=True)
-        keys, values = (IntGroupStore(granularity="token", per_token=side) for side in (False, True))
-        return SmoothedStore(core_store=keys), values
+            return Int8Format(), Int8Format(transposed=True)
+        keys, values = (IntGroupFormat(granularity="token", per_token=side) for side in (False, True))
+        return SmoothedFormat(core_store=keys), values
 
     def arithmetic(self) -> Compute:
         if not self.smooth_k:

@@ -8,15 +8,15 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from qattn_hf.methods.base import SMOOTH_K, Method
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.int4.reference import Int4Store
-from qattn_kernels.formats.int8.reference import LEVELS, Int8Store
-from qattn_kernels.formats.int8_block.reference import Int8BlockStore
-from qattn_kernels.formats.int8_ring.reference import Int8RingStore
-from qattn_kernels.formats.int_group.reference import IntGroupStore
-from qattn_kernels.formats.model.reference import ModelStore
-from qattn_kernels.formats.model_ring.reference import ModelRingStore
-from qattn_kernels.formats.smoothed.reference import SmoothedStore
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.int4.reference import Int4Format
+from qattn_kernels.formats.int8.reference import LEVELS, Int8Format
+from qattn_kernels.formats.int8_block.reference import Int8BlockFormat
+from qattn_kernels.formats.int8_ring.reference import Int8RingFormat
+from qattn_kernels.formats.int_group.reference import IntGroupFormat
+from qattn_kernels.formats.model.reference import ModelFormat
+from qattn_kernels.formats.model_ring.reference import ModelRingFormat
+from qattn_kernels.formats.smoothed.reference import SmoothedFormat
 from qattn_kernels.layer.spec import Compute
 
 
@@ -46,14 +46,14 @@ class IntFlash(Method):
             )
         return self
 
-    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         """A side that closes blocks has a ring, and then both have one; smoothed keys wait there for their mean."""
         if self.smooth_k:
-            k = SmoothedStore(core_store=IntGroupStore(bits=self.bits, granularity="token"))
-            return k, ModelRingStore() if self.mode == "half" else Int8BlockStore(granularity=self.v_granularity)
+            k = SmoothedFormat(core_store=IntGroupFormat(bits=self.bits, granularity="token"))
+            return k, ModelRingFormat() if self.mode == "half" else Int8BlockFormat(granularity=self.v_granularity)
         if self.mode == "half":
-            return (Int8Store(), ModelStore()) if self.bits == 8 else (Int4Store(), ModelRingStore())
-        return Int8RingStore() if self.bits == 8 else Int4Store(), Int8BlockStore(granularity=self.v_granularity)
+            return (Int8Format(), ModelFormat()) if self.bits == 8 else (Int4Format(), ModelRingFormat())
+        return Int8RingFormat() if self.bits == 8 else Int4Format(), Int8BlockFormat(granularity=self.v_granularity)
 
     def arithmetic(self) -> Compute:
         """A scale a query, weights in 127 steps and row sums of what they were rounded to (section 3.2)."""

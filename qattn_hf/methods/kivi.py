@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from qattn_hf.methods.base import Arithmetic, WindowedMethod
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.kivi.reference import KiviStore
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.kivi.reference import KiviFormat
 from qattn_kernels.layout import Window
 
 Bits = Literal[2, 3, 4]
@@ -32,9 +32,9 @@ class Kivi(WindowedMethod):
     def default_compute(cls) -> Arithmetic:
         return "model"
 
-    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         k_bits, v_bits = (self.bits if own is None else own for own in (self.k_bits, self.v_bits))
-        return KiviStore(bits=k_bits), KiviStore(bits=v_bits, per_token=True)
+        return KiviFormat(bits=k_bits), KiviFormat(bits=v_bits, per_token=True)
 
     def window(self) -> Window:
         size = self.group_size

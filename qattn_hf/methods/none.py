@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from qattn_hf.methods.base import Arithmetic, Method
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.model.reference import ModelStore
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.model.reference import ModelFormat
 
 
 class Unpacked(Method):
@@ -14,8 +14,8 @@ class Unpacked(Method):
     def default_compute(cls) -> Arithmetic:
         return "model"
 
-    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
-        return ModelStore(), ModelStore()
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
+        return ModelFormat(), ModelFormat()
 
 
 METHOD = Unpacked

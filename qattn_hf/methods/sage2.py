@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from qattn_hf.methods.base import SMOOTH_K, Method
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.fp8_channel.reference import Fp8ChannelStore
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.fp8_channel.reference import Fp8ChannelFormat
 from qattn_kernels.formats.granularity import QUERY_BLOCK
 from qattn_kernels.formats.int8.reference import LEVELS
-from qattn_kernels.formats.int_group.reference import IntGroupStore
-from qattn_kernels.formats.model.reference import ModelStore
-from qattn_kernels.formats.model_ring.reference import ModelRingStore
-from qattn_kernels.formats.smoothed.reference import SmoothedStore
+from qattn_kernels.formats.int_group.reference import IntGroupFormat
+from qattn_kernels.formats.model.reference import ModelFormat
+from qattn_kernels.formats.model_ring.reference import ModelRingFormat
+from qattn_kernels.formats.smoothed.reference import SmoothedFormat
 from qattn_kernels.layer.spec import Compute
 
 Smoothing = Literal["none", "tensor", "block"]
@@ -110,12 +110,12 @@ class Sage2(Method):
         """A setting, or what version 1 has in its place."""
         return SAGE1[key] if self.version == 1 and key in SAGE1 else getattr(self, key)
 
-    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         if not self.packs():
-            return ModelStore(), ModelStore()
-        k: Store = IntGroupStore(bits=self._of("bits"), granularity=self._of("granularity"))
-        k = SmoothedStore(core_store=k) if self.smooth_k else k
-        return k, ModelRingStore() if self._of("pv") == "model" else Fp8ChannelStore(v_scale=self.v_scale)
+            return ModelFormat(), ModelFormat()
+        k: Format = IntGroupFormat(bits=self._of("bits"), granularity=self._of("granularity"))
+        k = SmoothedFormat(core_store=k) if self.smooth_k else k
+        return k, ModelRingFormat() if self._of("pv") == "model" else Fp8ChannelFormat(v_scale=self.v_scale)
 
     def arithmetic(self) -> Compute:
         bits, smooth_q = self._of("bits"), self._of("smooth_q")

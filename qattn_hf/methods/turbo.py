@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 
 from qattn_hf.messages import shown
 from qattn_hf.methods.base import SMOOTH_K, WindowedMethod
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.flashq.reference import FlashQStore
-from qattn_kernels.formats.smoothed.reference import SmoothedStore
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.flashq.reference import FlashQFormat
+from qattn_kernels.formats.smoothed.reference import SmoothedFormat
 from qattn_kernels.layer.spec import Compute
 from qattn_kernels.layout import Window
 
@@ -103,12 +103,12 @@ class Turbo(WindowedMethod):
             raise ValueError(f"{side}_low_heads, layer {layer} = {given}: heads are 0 to {heads - 1}, each once")
         return len(chosen), chosen
 
-    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         made = []
         for side in "kv":
             low, chosen = self._low(side, layer, layers, heads)
             made.append(
-                FlashQStore(
+                FlashQFormat(
                     bits=self._side_bits(side),
                     n_low=low,
                     priority=self.priority,
@@ -117,7 +117,7 @@ class Turbo(WindowedMethod):
                     buffer_scale=self.buffer_scale,
                 )
             )
-        return SmoothedStore(core_store=made[0]) if self.smooth_k else made[0], made[1]
+        return SmoothedFormat(core_store=made[0]) if self.smooth_k else made[0], made[1]
 
     def window(self) -> Window:
         return Window(block=self.block_kv, span=self.buffer_size, horizon=self.crop_horizon)

@@ -8,13 +8,13 @@ from typing import Literal
 from pydantic import Field
 
 from qattn_hf.methods.base import Arithmetic, Method
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.model_ring.reference import ModelRingStore
-from qattn_kernels.formats.quant_block.reference import QuantBlockStore
-from qattn_kernels.formats.turboquant.reference import TurboQuantStore
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.model_ring.reference import ModelRingFormat
+from qattn_kernels.formats.quant_block.reference import QuantBlockFormat
+from qattn_kernels.formats.turboquant.reference import TurboQuantFormat
 from qattn_kernels.layer.spec import Compute
 
-Format = Literal["turbo2", "turbo3", "turbo4", "q4", "q8", "model"]
+FormatName = Literal["turbo2", "turbo3", "turbo4", "q4", "q8", "model"]
 
 
 class TurboQuant(Method):
@@ -22,8 +22,8 @@ class TurboQuant(Method):
 
     variants = ({"k_format": "turbo3", "v_format": "q4", "norm_block": None},)
 
-    k_format: Format = Field("q8", description="of K: turbo2 to turbo4, q4 and q8 (llama.cpp's), or model precision")
-    v_format: Format = Field("turbo4", description="of V, which takes fewer bits more lightly")
+    k_format: FormatName = Field("q8", description="of K: turbo2 to turbo4, llama.cpp's q4 and q8, or model precision")
+    v_format: FormatName = Field("turbo4", description="of V, which takes fewer bits more lightly")
     norm_block: Literal[16, 32, 64, 128] | None = Field(
         32,
         description="channels that share a norm in turbo formats, at most those rotated together; null: all these; 16: "
@@ -35,17 +35,17 @@ class TurboQuant(Method):
     def default_compute(cls) -> Arithmetic:
         return "model"
 
-    def stores(self, layer: int, layers: int, heads: int) -> tuple[Store, Store]:
-        return self._store(self.k_format, False), self._store(self.v_format, True)
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
+        return self._format(self.k_format, False), self._format(self.v_format, True)
 
-    def _store(self, name: Format, for_values: bool) -> Store:
+    def _format(self, name: FormatName, for_values: bool) -> Format:
         """Each has a ring, so any two fit together."""
         if name == "model":
-            return ModelRingStore()
+            return ModelRingFormat()
         bits = int(name[-1])
         if name.startswith("q"):
-            return QuantBlockStore(bits=bits, for_values=for_values)
-        return TurboQuantStore(bits=bits, for_values=for_values, norm_block=self.norm_block or 0)
+            return QuantBlockFormat(bits=bits, for_values=for_values)
+        return TurboQuantFormat(bits=bits, for_values=for_values, norm_block=self.norm_block or 0)
 
     def arithmetic(self) -> Compute:
         k, v = (self.rotate if name.startswith("turbo") else "none" for name in (self.k_format, self.v_format))

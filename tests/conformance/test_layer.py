@@ -302,6 +302,6 @@ def test_what_is_masked_bends_no_scale(case: Case):
         kept = (~holes)[: blocks * block]
         errors = []
         for one in (layer, whole):
-            held = getattr(one.spec, side).read(side_of(one.state, side), blocks).undone().flatten(2, 3)
+            held = getattr(one.spec, side).read(side_of(one.state, side), blocks).dequantize().flatten(2, 3)
             errors.append((held - x[:, :, : blocks * block])[:, :, kept].norm())
         assert errors[0] <= 1.1 * errors[1]

@@ -9,9 +9,9 @@ import torch
 from helpers import attention_fp64, feed, make_layer, random_qkv
 
 from qattn_hf.layer import QAttnLayer
-from qattn_kernels.formats.flashq.reference import FlashQStore
+from qattn_kernels.formats.flashq.reference import FlashQFormat
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.skip_counts import tally_of
+from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.spec import decode_spec
 from qattn_kernels.reference.rows import bits_to_bool, bool_to_bits, columns_back, real_first
 from qattn_kernels.reference.softmax import sas_exp
@@ -33,7 +33,7 @@ def test_sas_is_near_the_exponential_and_cuts():
 @pytest.mark.parametrize("tokens", [40, 300])
 @pytest.mark.parametrize("compute", ["model", "int8"])
 def test_softcap_window_and_sinks(tokens: int, compute: str):
-    """All three at once, short and long calls over a past, against fp64 on the unpacked store."""
+    """All three at once, short and long calls over a past, against fp64 on the unpacked format."""
     q, k, v = random_qkv(2, tokens)
     layer = make_layer(("none", {"compute": compute}))
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -162,18 +162,18 @@ def test_sparse_v_by_hand(budget: float):
             dropped[head // 2] += lost
             worst[head // 2] = max(float(worst[head // 2]), lost)
             torch.testing.assert_close(got[head, i].double(), out, atol=1e-5, rtol=0)
-    tally = tally_of(layer.state)
-    assert tally.skipped[0].tolist() == skipped.tolist() and (skipped > 50).all()
-    assert tally.read.tolist() == [[2 * (198 + 199 + 200)] * 2] and tally.queries.tolist() == [[6, 6]]
-    torch.testing.assert_close(tally.dropped[0].float(), dropped, rtol=1e-4, atol=0)
-    torch.testing.assert_close(tally.worst[0], worst, rtol=1e-4, atol=0)
+    skip_counts = skip_counts_of(layer.state)
+    assert skip_counts.skipped[0].tolist() == skipped.tolist() and (skipped > 50).all()
+    assert skip_counts.read.tolist() == [[2 * (198 + 199 + 200)] * 2] and skip_counts.queries.tolist() == [[6, 6]]
+    torch.testing.assert_close(skip_counts.dropped[0].float(), dropped, rtol=1e-4, atol=0)
+    torch.testing.assert_close(skip_counts.worst[0], worst, rtol=1e-4, atol=0)
 
 
 def test_spec_survives_its_text():
     for case in (("turbo", {"bits": "mixed", "k_low_heads": [[1]], "v_low_heads": [[0]]}), ("int8", {}), ("none", {})):
         spec = make_layer(case).spec
         assert decode_spec(spec.encode()) == spec
-    assert isinstance(make_layer(("turbo", {})).spec.k, FlashQStore)
+    assert isinstance(make_layer(("turbo", {})).spec.k, FlashQFormat)
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import DEVICE, Case, attention_fp64, feed, make_layer, random_qkv
-from test_fused_kernels import step, undone
+from test_fused_kernels import dequantize, step
 
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
@@ -141,7 +141,7 @@ def test_codes_of_stored_keys(granularity: str, bits: int, smooth_k: bool):
     _, k, v, _ = inputs()
     layer = make_layer(("sage2", {"granularity": granularity, "bits": bits, "smooth_k": smooth_k}), heads=1)
     feed(layer, torch.zeros(1, 1, 128, DIM), k[:, :, :128], v[:, :, :128], [128])
-    held = layer.spec.k.read(side_of(layer.state, "k"), 2).undone()[0, 0].flatten(0, 1)
+    held = layer.spec.k.read(side_of(layer.state, "k"), 2).dequantize()[0, 0].flatten(0, 1)
     mean = k[0, 0, :64].double().mean(0) * smooth_k
     codes = shared(k[0, 0, :128].double() - mean, [key_group(granularity, n) for n in range(128)], 2 ** (bits - 1) - 1)
     assert error(held, codes + mean) < LIMIT["reference"]
@@ -243,5 +243,5 @@ def test_queries_of_a_decode(case: Case, levels: int, run: Any):
 
 
 def _of_levels(q: torch.Tensor, levels: int, layer: QAttnLayer) -> torch.Tensor:
-    scale, held = q.abs().amax(-1, keepdim=True) / levels, (x.cpu() for x in undone(layer, 129))
+    scale, held = q.abs().amax(-1, keepdim=True) / levels, (x.cpu() for x in dequantize(layer, 129))
     return attention_fp64(torch.round(q / scale) * scale, *held)

@@ -23,13 +23,13 @@ def test_undone_codes_fit_int8_and_are_near(seed: int, bits: int, size: float):
     x = torch.randn(1, 2, 64, 8, generator=g) * size * torch.rand(1, 2, 1, 8, generator=g)
     x1, scale = stage_one(int8_tokens(x))
     code, s2, z2 = (t.int() for t in stage_two(x1, torch.ones(1, 2, 64, dtype=torch.bool), bits))
-    undone = code * s2[:, :, None] + z2[:, :, None]
+    dequantize = code * s2[:, :, None] + z2[:, :, None]
     assert z2.min() >= -127 and z2.max() <= 117
-    assert undone.min() >= -123 and undone.max() <= 122
+    assert dequantize.min() >= -123 and dequantize.max() <= 122
     reach = (
         s2[:, :, None] / 2 + (2**bits - 1) / 2
     )  # half a step, and what rounding the step itself can lose at the ends
-    assert ((undone - x1.int()).abs() <= reach).all()
+    assert ((dequantize - x1.int()).abs() <= reach).all()
     assert ((x1 * scale[..., None, None] - x).abs() <= scale[..., None, None] * 1.001).all()
 
 
@@ -84,9 +84,9 @@ def test_priority_is_of_the_numbers_and_ties_go_to_the_lower_head(kind: str):
     keep = torch.ones(2, 3, 64, dtype=torch.bool)
     found = head_priority(*stage_one(tokens), keep, kind)
     if kind in ("min_max", "variation", "priority"):
-        undone = tokens.undone().double()
-        gap = undone.amax(2) - undone.amin(2)
-        whole = undone.amax((2, 3)) - undone.amin((2, 3))
+        dequantize = tokens.dequantize().double()
+        gap = dequantize.amax(2) - dequantize.amin(2)
+        whole = dequantize.amax((2, 3)) - dequantize.amin((2, 3))
         want = {"min_max": whole, "variation": gap.std(-1), "priority": whole * gap.std(-1)}[kind]
         assert (found - want).abs().max() < 0.05 * want.max()  # X1 is rounded to 1 / 119 of the largest
         assert (found[:, 2] > found[:, 0]).all()
@@ -105,9 +105,7 @@ def test_mixed_bits_are_decided_row_by_row():
     v[:, 1] *= 9
     layer = make_layer(("turbo", {"bits": "mixed"}))
     feed(layer, q, k, v, [130])
-    bits = {
-        s: store.bits_per_head(side_of(layer.state, s), 2) for s, store in (("k", layer.spec.k), ("v", layer.spec.v))
-    }
+    bits = {s: fmt.bits_per_head(side_of(layer.state, s), 2) for s, fmt in (("k", layer.spec.k), ("v", layer.spec.v))}
     assert bits == {"k": [[4, 2], [2, 4]], "v": [[2, 4], [2, 4]]}
 
 
@@ -141,8 +139,8 @@ def test_universal_scale_comes_from_the_first_call(side: str):
     x[0, 1, 160, 4:7] = 10 * x.abs().max()
     feed(layer, *(x[:, :, 150:] for x in (q, k, v)), [50])
     assert layer.state[f"{side}.clamped"][0, 1] >= 3, "each of the three values"
-    store = getattr(layer.spec, side)
-    held = store.read(side_of(layer.state, side), 8).undone()[0, 1, 160 // 64, 160 % 64, 4]
+    fmt = getattr(layer.spec, side)
+    held = fmt.read(side_of(layer.state, side), 8).dequantize()[0, 1, 160 // 64, 160 % 64, 4]
     assert held < 1.1 * scale[0, 1] * 119  # clamped to the scale of the first call
 
 
@@ -153,11 +151,11 @@ def test_what_is_beyond_the_universal_scale_is_clamped_in_the_ring():
         x[0, 1, 71, :3] = torch.tensor([500.0, -500.0, 500.0])
     layer = make_layer(UNIVERSAL)
     feed(layer, q, k, v, [64, *range(65, 73)])
-    for side, x, store in (("k", k, layer.spec.k), ("v", v, layer.spec.v)):
+    for side, x, fmt in (("k", k, layer.spec.k), ("v", v, layer.spec.v)):
         top = x[:, :, :64].abs().amax((2, 3))
-        ring = store.ring(side_of(layer.state, side)).undone()
+        ring = fmt.ring(side_of(layer.state, side)).dequantize()
         torch.testing.assert_close(ring[0, 1, 71, :3], top[0, 1] * torch.tensor([1.0, -1.0, 1.0]))
-        scale = store.ring(side_of(layer.state, side)).scales
+        scale = fmt.ring(side_of(layer.state, side)).scales
         torch.testing.assert_close(scale[:, :, 64:72], (top / 119)[..., None].expand(-1, -1, 8))
         beyond = (torch.round(x[:, :, 64:] / (top / 119)[..., None, None]).abs() > 119).sum((2, 3))
         assert torch.equal(layer.state[f"{side}.clamped"], beyond) and beyond[0, 1] >= 3
@@ -168,7 +166,7 @@ def test_tokens_before_the_universal_scale_are_never_clamped():
     layer = make_layer(UNIVERSAL)
     feed(layer, q, k, v, [40, 60])
     assert not layer.state["k.universal"].any() and not layer.state["k.clamped"].any()
-    ring = layer.spec.k.ring(side_of(layer.state, "k")).undone()[:, :, :60]
+    ring = layer.spec.k.ring(side_of(layer.state, "k")).dequantize()[:, :, :60]
     assert (
         (ring - k).abs() <= k.abs().amax(-1, keepdim=True) / 119 / 2 * 1.001
     ).all()  # half a step of the token's own
@@ -187,7 +185,9 @@ def test_universal_scale_of_a_short_first_call_waits_for_a_block():
 
 
 def test_operand_undoes():
-    assert Operand(torch.tensor([[2, -3]], dtype=torch.int8), torch.tensor([0.5])).undone().tolist() == [[1.0, -1.5]]
+    assert Operand(torch.tensor([[2, -3]], dtype=torch.int8), torch.tensor([0.5])).dequantize().tolist() == [
+        [1.0, -1.5]
+    ]
 
 
 def test_other_lists_of_heads_need_no_other_kernels():

@@ -32,7 +32,7 @@ def test_no_token_overflows():
     tokens = fp8_tokens(x)
     assert tokens.x.isfinite().all() and tokens.x.abs().max() == 448
     normal = tokens.scales > 0
-    error = (tokens.undone() - x).abs()[normal]
+    error = (tokens.dequantize() - x).abs()[normal]
     assert (error <= x.abs()[normal] / 16 * 1.001 + tokens.scales[normal][:, None] * 2**-10).all()
 
 
@@ -40,7 +40,7 @@ def test_it_serves_tokens_with_outliers_better_than_int8():
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
     x[:, 3] *= 60
     small = torch.arange(64) != 3
-    errors = [(make(x).undone() - x)[:, small].norm() for make in (fp8_tokens, lambda x: int8_tokens(x, 127))]
+    errors = [(make(x).dequantize() - x)[:, small].norm() for make in (fp8_tokens, lambda x: int8_tokens(x, 127))]
     assert errors[0] < errors[1] / 4
 
 
@@ -50,7 +50,9 @@ def test_bytes_in_memory_are_those_of_torch():
     feed(layer, torch.zeros(1, 4, 64, 32), k, v, [64])
     codes = side_of(layer.state, "k")["codes"][0, :, 0].view(torch.float8_e4m3fn).float()
     assert torch.equal(codes, fp8_tokens(k).x[0].float())
-    assert torch.equal(layer.spec.v.read(side_of(layer.state, "v"), 1).undone()[0, :, 0], fp8_tokens(v).undone()[0])
+    assert torch.equal(
+        layer.spec.v.read(side_of(layer.state, "v"), 1).dequantize()[0, :, 0], fp8_tokens(v).dequantize()[0]
+    )
 
 
 @pytest.mark.parametrize("v_scale", ["block", "prompt"])

@@ -136,7 +136,7 @@ def test_state_is_the_references_bit_for_bit(case: Case):
     want = feed(reference_step, one, qkv, cuts, first=5)
     got = feed(fused_step, other, qkv, cuts, first=5)
     assert differing(one, other) == []
-    # the twins of packed codes, and queries in fp16, leave 1e-4 where the reference has floats; products of floats
+    # the INT8 pairs of packed codes, and queries in fp16, leave 1e-4 where the reference has floats; products of floats
     # differ by their order alone
     floats = 1e-5 if case[0] == "none" else 1e-3
     int8 = "int8" in (one.spec.compute.decode, one.spec.compute.prefill)
@@ -232,22 +232,22 @@ def test_softcap_window_and_sinks(case: Case, scores: dict):
     assert max(map(error, got, want)) < (0.04 if case[0] == "turbo" else 1e-5)
 
 
-def undone(layer: QAttnLayer, tokens: int) -> list[torch.Tensor]:
-    """fp64 keys and values of a layer's first row as its codes say: blocks undone, open tokens from the ring, sinks
-    from their table."""
+def dequantize(layer: QAttnLayer, tokens: int) -> list[torch.Tensor]:
+    """fp64 keys and values of a layer's first row as its codes say: blocks dequantized, open tokens from the ring,
+    sinks from their table."""
     found = []
-    for side, store in (("k", layer.spec.k), ("v", layer.spec.v)):
+    for side, fmt in (("k", layer.spec.k), ("v", layer.spec.v)):
         state = side_of(layer.state, side)
-        x = store.read(state, layer.blocks).undone().flatten(2, 3).double()[:, :, :tokens].clone()
-        if store.windowed:
-            ring, start = store.ring(state).undone().double(), int(layer.state["open_start"][0])
+        x = fmt.read(state, layer.blocks).dequantize().flatten(2, 3).double()[:, :, :tokens].clone()
+        if fmt.windowed:
+            ring, start = fmt.ring(state).dequantize().double(), int(layer.state["open_start"][0])
             index = torch.arange(start, tokens, device=DEVICE)
             x[:, :, start:] = ring[:, :, index % ring.shape[2]]
         if layer.spec.sink_pool.num:
             table = side_of(layer.state, "sink")
             batch, head, entry = torch.where((table["born"] > 0) & (table["written"] == 0))
             x[batch, head, table["slot"][batch, head, entry].long()] = (
-                read_sinks(state, store).undone()[batch, head, entry].double()
+                read_sinks(state, fmt).dequantize()[batch, head, entry].double()
             )
         found.append(x)
     return found
@@ -261,8 +261,8 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def check_errors(case: Case, kind: str, tokens: int) -> None:
-    """Error against fp64 attention over the undone store: at most 1.5 times the reference's own, or a quarter of what
-    the codes themselves cost. Over many rows, since over few tokens either may be lucky."""
+    """Error against fp64 attention over the dequantized format: at most 1.5 times the reference's own, or a quarter of
+    what the codes themselves cost. Over many rows, since over few tokens either may be lucky."""
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     rows, heads = (1, 2 if tokens > 5000 else 16) if ON_GPU else (1, 1)
     full = inputs(rows, tokens, heads, group=4, dim=128 if ON_GPU else 64, kind=kind)
@@ -278,7 +278,7 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
             finish(call)
     want = step(reference_step, one, (q, k, v), tokens - 1, tokens)[0]
     got = step(fused_step, other, (q, k, v), tokens - 1, tokens)[0]
-    held = undone(one, tokens)
+    held = dequantize(one, tokens)
     mine, full_precision = exact(q[:, :, -1:], *held), exact(q[:, :, -1:], k, v)
     own, codes = error(want, mine), error(mine, full_precision)
     resolution = torch.finfo(dtype).eps * (0.25 if ON_GPU else 2)  # of bf16 outputs; of fp32 sums in another order

@@ -1,4 +1,4 @@
-"""INT-FlashAttention's stores, rotation and arithmetic against their definitions and the paper's plain math."""
+"""INT-FlashAttention's formats, rotation and arithmetic against their definitions and the paper's plain math."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from papers import int_flash as paper
 
 from qattn_kernels.formats import Operand
 from qattn_kernels.formats.base import Block, unpack
-from qattn_kernels.formats.int8_block.reference import Int8BlockStore
+from qattn_kernels.formats.int8_block.reference import Int8BlockFormat
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, Sparsity
 from qattn_kernels.layer.state import side_of
@@ -37,11 +37,11 @@ def block_of(x: list[list[float]], index: int = 0) -> Block:
 def test_values_by_hand():
     """A block of two tokens: 127 is the largest, so the scale is 1; 2.5 is a tie, to even."""
     state = {"codes": torch.zeros(1, 1, 1, 3, 2, dtype=torch.int8), "scale": torch.zeros(1, 1, 1)}
-    store, block = Int8BlockStore(), block_of([[127.0, 2.5, 0.4], [-3.5, 0.0, -126.6]])
-    store.write(state, block)
+    fmt, block = Int8BlockFormat(), block_of([[127.0, 2.5, 0.4], [-3.5, 0.0, -126.6]])
+    fmt.write(state, block)
     assert state["codes"][0, 0, 0].tolist() == [[127, -4], [2, 0], [0, -127]]  # [D, tokens]
     assert state["scale"].tolist() == [[[1.0]]]
-    assert torch.equal(store.read(state, 1).undone()[:, :, 0], store.seen(block.tokens, state).undone())
+    assert torch.equal(fmt.read(state, 1).dequantize()[:, :, 0], fmt.seen(block.tokens, state).dequantize())
 
 
 def test_one_scale_serves_all_later_values_clamped_and_counted():
@@ -50,9 +50,9 @@ def test_one_scale_serves_all_later_values_clamped_and_counted():
         "scale": torch.zeros(1, 1),
         "clamped": torch.zeros(1, 1, dtype=torch.int64),
     }
-    store = Int8BlockStore(granularity="tensor")
-    store.write(state, block_of([[127.0], [1.0]]))
-    store.write(state, block_of([[127.4], [-300.0]], index=1))
+    fmt = Int8BlockFormat(granularity="tensor")
+    fmt.write(state, block_of([[127.0], [1.0]]))
+    fmt.write(state, block_of([[127.4], [-300.0]], index=1))
     assert state["codes"][0, 0, :, 0].tolist() == [[127, 1], [127, -127]]
     assert state["scale"].tolist() == [[1.0]] and state["clamped"].tolist() == [[1]]
 
@@ -123,7 +123,7 @@ def test_stored_keys_are_the_rotated_ones():
     q, k, v = random_qkv(1, 64)
     layer = make_layer(("int_flash", {"rotate": "hadamard"}))
     feed(layer, q, k, v, [64])
-    held = layer.spec.k.read(side_of(layer.state, "k"), 1).undone()[:, :, 0]
+    held = layer.spec.k.read(side_of(layer.state, "k"), 1).dequantize()[:, :, 0]
     assert (held - rotate(k)).abs().max() < rotate(k).abs().max() / 127
 
 
@@ -171,5 +171,5 @@ def test_a_prefill_sees_values_as_they_will_be_read(granularity: str):
     layer = make_layer(("int_flash", {"compute": "model", "v_granularity": granularity}))
     out = feed(layer, q, k, v, [128])[:, :, -1]
     sides = (("k", layer.spec.k), ("v", layer.spec.v))
-    held = [store.read(side_of(layer.state, side), 2).undone().flatten(2, 3) for side, store in sides]
+    held = [fmt.read(side_of(layer.state, side), 2).dequantize().flatten(2, 3) for side, fmt in sides]
     torch.testing.assert_close(out, attention_fp64(q[:, :, -1:], *held)[:, :, 0].float(), atol=1e-5, rtol=0)

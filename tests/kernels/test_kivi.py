@@ -1,4 +1,4 @@
-"""KIVI's store against its definition."""
+"""KIVI's format against its definition."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_keys_err_by_channel_and_values_by_token():
     v[:, :, 7] *= 50
     layer = make_layer(("kivi", {"bits": 4, "residual_length": 0}))
     feed(layer, torch.zeros(1, 2, 64, 40), k, v, [64])
-    for side, x, store in (("k", k, layer.spec.k), ("v", v, layer.spec.v)):
+    for side, x, fmt in (("k", k, layer.spec.k), ("v", v, layer.spec.v)):
         blocks = x.unflatten(2, (2, 32))
-        error = (store.read(side_of(layer.state, side), 2).x - blocks).abs()
+        error = (fmt.read(side_of(layer.state, side), 2).x - blocks).abs()
         if side == "k":
             reach = (blocks.amax(-2) - blocks.amin(-2))[..., None, :]
         else:
@@ -83,8 +83,8 @@ def test_more_bits_are_never_worse():
         layer = make_layer(("kivi", {"bits": bits, "residual_length": 0}))
         feed(layer, torch.zeros(2, 4, 128, 32), k, v, [128])
         found = [
-            (store.read(side_of(layer.state, side), 4).x.flatten(2, 3) - x).norm() / x.norm()
-            for side, store, x in (("k", layer.spec.k, k), ("v", layer.spec.v, v))
+            (fmt.read(side_of(layer.state, side), 4).x.flatten(2, 3) - x).norm() / x.norm()
+            for side, fmt, x in (("k", layer.spec.k, k), ("v", layer.spec.v, v))
         ]
         errors.append(torch.stack(found))
     assert (errors[0] > 1.8 * errors[1]).all() and (errors[1] > 1.8 * errors[2]).all()  # a bit halves a step

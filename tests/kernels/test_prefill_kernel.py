@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers import DEVICE
 
-from qattn_kernels.formats import Operand, get_store
+from qattn_kernels.formats import Operand, get_format
 from qattn_kernels.formats.base import int8_tokens
 from qattn_kernels.formats.flashq.reference import stage_one
-from qattn_kernels.formats.int8_block.reference import Int8BlockStore
+from qattn_kernels.formats.int8_block.reference import Int8BlockFormat
 from qattn_kernels.launch.panel import ROW_FIELDS, Panel
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, LayerSpec, Sparsity
@@ -105,7 +105,7 @@ def tiles_of(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[Tiles, torch
         if form == "model":
             return Operand(x, None)
         if form == "int8_block":
-            return Int8BlockStore().seen(Operand(x, None), {})
+            return Int8BlockFormat().seen(Operand(x, None), {})
         coded = int8_tokens(x)
         if form == "int8":
             return coded
@@ -147,7 +147,7 @@ def exact(q: torch.Tensor, see: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 
 
 def spec_of(case: Case, **compute: Any) -> LayerSpec:
-    k, v = (get_store(form)() for form in case.forms)
+    k, v = (get_format(form)() for form in case.forms)
     return LayerSpec(k, v, Window(block=case.block), Compute(**compute))
 
 
@@ -168,7 +168,7 @@ def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **comp
     queries = long_queries(first, scores.scale, spec.compute, q_pos >= 0)
     want = attend(queries, q_pos, operands(tiles, spec), scores, spec.compute, Sparsity(), prefill=True)
     see = visible(tiles, q_pos, scores.window)
-    over = exact(first, see, tiles.k.undone(), tiles.v.undone(), scores)
+    over = exact(first, see, tiles.k.dequantize(), tiles.v.dequantize(), scores)
     plain = exact(first, see, k, v, scores)
 
     on_device = replace(scores, sinks=None if scores.sinks is None else scores.sinks.to(DEVICE))

@@ -110,8 +110,8 @@ def test_a_sum_by_halves_is_the_sum():
 
 def test_a_mean_counts_as_part_of_the_numbers():
     x = Operand(torch.ones(1, 1, 2, 4, 3), None, torch.full((1, 1, 2, 1, 3), 2.0))
-    assert torch.equal(x.undone(), torch.full((1, 1, 2, 4, 3), 3.0))
-    assert torch.equal(x.map(lambda y: y[:, :, :1]).undone(), torch.full((1, 1, 1, 4, 3), 3.0))
+    assert torch.equal(x.dequantize(), torch.full((1, 1, 2, 4, 3), 3.0))
+    assert torch.equal(x.map(lambda y: y[:, :, :1]).dequantize(), torch.full((1, 1, 1, 4, 3), 3.0))
 
 
 def test_a_wrapped_store_survives_as_text():

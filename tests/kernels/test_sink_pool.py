@@ -99,8 +99,8 @@ def test_sinks_stand_as_they_came_and_equal_ones_stay_the_oldest():
     inside = (found["born"] > 0) & (found["evicted"] == 0)
     assert sorted(found["pos"][inside].tolist()) == [5, 9, 33]
     assert 40 not in found["pos"].tolist()
-    for side, x, store in (("k", k, layer.spec.k), ("v", v, layer.spec.v)):
-        kept = read_sinks(side_of(layer.state, side), store).x[0, 0]
+    for side, x, fmt in (("k", k, layer.spec.k), ("v", v, layer.spec.v)):
+        kept = read_sinks(side_of(layer.state, side), fmt).x[0, 0]
         assert torch.equal(kept[found["pos"].tolist().index(9)], x[0, 0, 9])
 
 

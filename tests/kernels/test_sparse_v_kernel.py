@@ -15,7 +15,7 @@ from test_fused_kernels import Inputs, inputs, step
 
 from qattn_hf import patch, report
 from qattn_hf.layer import QAttnLayer
-from qattn_kernels.layer.skip_counts import tally_of
+from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode import launch
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
@@ -69,10 +69,12 @@ def test_without_a_threshold_nothing_changes(case: Case):
     assert torch.equal(decoded(case, qkv, 130, budget=math.inf)[0], plain)
     looking, layer = decoded(case, qkv, 130, tau=1e-30)
     torch.testing.assert_close(looking, plain, rtol=0, atol=0 if DEVICE == "cpu" else 1e-5)  # compiled anew: fp32 sums
-    tally = tally_of(layer.state)
-    assert not tally.skipped.any() and not tally.dropped.any()
-    assert torch.equal(tally.read, tally_of(decoded(case, qkv, 130, reference_step, tau=1e-30)[1].state).read)
-    assert torch.equal(tally.queries, torch.full_like(tally.queries, 2))
+    skip_counts = skip_counts_of(layer.state)
+    assert not skip_counts.skipped.any() and not skip_counts.dropped.any()
+    assert torch.equal(
+        skip_counts.read, skip_counts_of(decoded(case, qkv, 130, reference_step, tau=1e-30)[1].state).read
+    )
+    assert torch.equal(skip_counts.queries, torch.full_like(skip_counts.queries, 2))
 
 
 @pytest.mark.parametrize(("height", "programs"), [(14.0, 1), (18.0, 1), (18.0, 2)])
@@ -82,7 +84,7 @@ def test_an_output_moves_by_the_budget_at_most(
 ):
     """Under a sink every other weight is below the threshold. At 14 a block of them weighs 0.9e-4, so that the budget
     allows one of three; at 18 all of them weigh 5e-6, and are skipped also by a program that does not read the sink.
-    Codes undo to at most 123/119 of the largest value, 8-bit twins of weights err by 1e-4 of them, and sums of fp32 by
+    Codes undo to at most 123/119 of the largest value, INT8 pairs of weights err by 1e-4 of them, and sums of fp32 by
     1e-6."""
     if programs == 1:
         request.getfixturevalue("one_program")
@@ -91,11 +93,14 @@ def test_an_output_moves_by_the_budget_at_most(
     largest = qkv[2].abs().max().item() * 123 / 119 * (1 + 1e-4)
     for budget in (BUDGET, math.inf):
         out, layer = decoded(case, qkv, 256, tau=TAU, budget=budget)
-        tally, moved = tally_of(layer.state), (out - plain).abs().amax((0, 2, 3)).unflatten(0, (2, 2)).amax(1)
-        assert (tally.skipped >= (1 if height == 14.0 else 3) * 64 * 2).all()
-        assert (moved <= tally.worst[0] * largest + 1e-6).all()
-        assert (tally.worst <= budget).all()
-        assert (tally.worst * 2 >= tally.dropped).all()  # two queries a head
+        skip_counts, moved = (
+            skip_counts_of(layer.state),
+            (out - plain).abs().amax((0, 2, 3)).unflatten(0, (2, 2)).amax(1),
+        )
+        assert (skip_counts.skipped >= (1 if height == 14.0 else 3) * 64 * 2).all()
+        assert (moved <= skip_counts.worst[0] * largest + 1e-6).all()
+        assert (skip_counts.worst <= budget).all()
+        assert (skip_counts.worst * 2 >= skip_counts.dropped).all()  # two queries a head
         if budget == math.inf and height == 14.0:
             assert (moved > BUDGET).all(), "without a budget the same threshold drops more"
 
@@ -104,9 +109,9 @@ def test_programs_share_the_budget():
     """Of three two read two blocks each, and each could drop one or both, which weigh nearly the budget."""
     budget, qkv = 1.2 * BUDGET, with_sink(14.0, 257)
     _, layer = decoded(("none", {}), qkv, 256, tau=TAU, budget=budget)
-    assert (tally_of(layer.state).worst <= budget).all()
+    assert (skip_counts_of(layer.state).worst <= budget).all()
     _, layer = decoded(("none", {}), qkv, 256, tau=TAU, budget=4 * budget)
-    assert (tally_of(layer.state).worst > budget).all(), "nothing but the budget keeps them from it"
+    assert (skip_counts_of(layer.state).worst > budget).all(), "nothing but the budget keeps them from it"
 
 
 def weights_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -141,15 +146,17 @@ def test_only_weights_below_the_threshold_are_skipped(
     skipped = out == 0
     torch.testing.assert_close(out.double(), want * ~skipped, rtol=1e-4, atol=1e-12)
     assert want[skipped].max() < tau
-    tally = tally_of(layer.state)
-    assert (tally.skipped == blocks * 64 * 2 * tokens).all()
+    skip_counts = skip_counts_of(layer.state)
+    assert (skip_counts.skipped == blocks * 64 * 2 * tokens).all()
     seen = past * tokens + tokens * (tokens + 1) // 2
-    assert torch.equal(tally.read, torch.full_like(tally.read, 2 * seen))
+    assert torch.equal(skip_counts.read, torch.full_like(skip_counts.read, 2 * seen))
     by_head = skipped.unflatten(1, (2, 2)), (want * skipped).sum(-1).unflatten(1, (2, 2))
-    assert torch.equal(tally.skipped, by_head[0].sum((2, 3, 4)))
-    torch.testing.assert_close(tally.dropped, by_head[1].sum((2, 3)), rtol=1e-4, atol=1e-9)
-    torch.testing.assert_close(tally.worst.double(), by_head[1].amax((2, 3)), rtol=1e-4, atol=1e-9)
-    assert (tally.worst <= budget).all() and torch.equal(tally.queries, torch.full_like(tally.queries, 2 * tokens))
+    assert torch.equal(skip_counts.skipped, by_head[0].sum((2, 3, 4)))
+    torch.testing.assert_close(skip_counts.dropped, by_head[1].sum((2, 3)), rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(skip_counts.worst.double(), by_head[1].amax((2, 3)), rtol=1e-4, atol=1e-9)
+    assert (skip_counts.worst <= budget).all() and torch.equal(
+        skip_counts.queries, torch.full_like(skip_counts.queries, 2 * tokens)
+    )
 
 
 @pytest.mark.parametrize("run", RUNS, ids=["reference", "kernels"])
@@ -162,9 +169,9 @@ def test_columns_without_a_query_do_not_hinder(case: Case, run: Any, one_program
     for row, alone in enumerate((first, [x[1:] for x in qkv])):
         want, other = decoded(case, (alone[0], alone[1], alone[2]), 256, run, tau=TAU)
         torch.testing.assert_close(out[row : row + 1, :, -want.shape[2] :], want, rtol=0, atol=1e-5)
-        for got, expected in zip(tally_of(layer.state), tally_of(other.state), strict=True):
+        for got, expected in zip(skip_counts_of(layer.state), skip_counts_of(other.state), strict=True):
             torch.testing.assert_close(got[row : row + 1], expected)
-        assert (tally_of(other.state).skipped > 0).all()
+        assert (skip_counts_of(other.state).skipped > 0).all()
 
 
 @pytest.mark.parametrize("run", RUNS, ids=["reference", "kernels"])
@@ -173,9 +180,9 @@ def test_the_worst_query_is_remembered(run: Any, one_program: None):
     q, k, v = with_sink(18.0, 258)
     q[:, :, 257] = 0.0
     _, layer = decoded(("none", {}), (q[:, :, :257], k[:, :, :257], v[:, :, :257]), 256, run, tau=TAU)
-    first = [x.clone() for x in tally_of(layer.state)]
+    first = [x.clone() for x in skip_counts_of(layer.state)]
     step(run, layer, (q, k, v), 257, 258)
-    read, skipped, queries, dropped, worst = tally_of(layer.state)
+    read, skipped, queries, dropped, worst = skip_counts_of(layer.state)
     assert (worst > 0).all() and torch.equal(worst, first[4]) and torch.equal(dropped, first[3])
     assert torch.equal(skipped, first[1]) and torch.equal(read, first[0] + 2 * 258)
     assert torch.equal(queries, first[2] + 2)

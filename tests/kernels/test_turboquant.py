@@ -1,4 +1,4 @@
-"""TurboQuant's codebooks, its store and llama.cpp's blocks against their definitions."""
+"""TurboQuant's codebooks, its format and llama.cpp's blocks against their definitions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from helpers import feed, make_layer, random_qkv
 
-from qattn_kernels.formats.channel_block.reference import ChannelBlockStore
+from qattn_kernels.formats.channel_block.reference import ChannelBlockFormat
 from qattn_kernels.formats.lloyd_max import LARGEST_LEVEL, LEVELS, codebook, midpoints
-from qattn_kernels.formats.quant_block.reference import QuantBlockStore
-from qattn_kernels.formats.turboquant.reference import TurboQuantStore
+from qattn_kernels.formats.quant_block.reference import QuantBlockFormat
+from qattn_kernels.formats.turboquant.reference import TurboQuantFormat
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.ops.rotate.reference import rotate
 
@@ -23,13 +23,13 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def restored(store: ChannelBlockStore, x: torch.Tensor) -> torch.Tensor:
-    code, scale = store.encode(x)
-    return store.levels(code) * scale.float()[..., None]
+def restored(fmt: ChannelBlockFormat, x: torch.Tensor) -> torch.Tensor:
+    code, scale = fmt.encode(x)
+    return fmt.levels(code) * scale.float()[..., None]
 
 
-def mse(store: ChannelBlockStore, x: torch.Tensor) -> float:
-    return ((restored(store, x) - x).square().mean() / x.square().mean()).item()
+def mse(fmt: ChannelBlockFormat, x: torch.Tensor) -> float:
+    return ((restored(fmt, x) - x).square().mean() / x.square().mean()).item()
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -56,7 +56,7 @@ def test_error_is_lloyd_maxs(bits: int):
     they err by 2 - 2 sqrt(1 - D). Of vectors so long that their own deviation is that of all; 1 % is chance. Shorter
     ones have lighter tails, and err less."""
     expected = 2 - 2 * math.sqrt(1 - LLOYD_MAX[bits])
-    errors = {n: mse(TurboQuantStore(bits=bits, norm_block=0), 7 * normal(2**19 // n, 1, n)) for n in (32, 128, 2048)}
+    errors = {n: mse(TurboQuantFormat(bits=bits, norm_block=0), 7 * normal(2**19 // n, 1, n)) for n in (32, 128, 2048)}
     assert abs(errors[2048] / expected - 1) < 0.01
     assert errors[32] < errors[128] < errors[2048]
 
@@ -64,33 +64,33 @@ def test_error_is_lloyd_maxs(bits: int):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("norm_block", [32, 0])
 def test_codes_are_the_nearest_and_the_norm_is_kept(bits: int, norm_block: int):
-    store, x = TurboQuantStore(bits=bits, norm_block=norm_block), normal(2, 64, 128)
-    group = store.group(128)
+    fmt, x = TurboQuantFormat(bits=bits, norm_block=norm_block), normal(2, 64, 128)
+    group = fmt.group(128)
     assert group == (norm_block or 128)
     x = x.unflatten(-1, (-1, group))
-    code, _ = store.encode(x)
+    code, _ = fmt.encode(x)
     unit = x / x.square().mean(-1, keepdim=True).sqrt()
     grid = torch.tensor(codebook(bits)) * (LARGEST_LEVEL[bits] / 127)
     distance = (unit[..., None] - grid).abs()
     chosen = distance.gather(-1, code.long()[..., None])[..., 0]
     assert (chosen <= distance.amin(-1) + 1e-6).all(), "another level is nearer"
-    norm, kept = x.norm(dim=-1), restored(store, x).norm(dim=-1)
+    norm, kept = x.norm(dim=-1), restored(fmt, x).norm(dim=-1)
     torch.testing.assert_close(kept, norm, rtol=2**-11 + 1e-6, atol=0)  # an fp16 rounds by 2^-11 at most
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_what_is_nothing_or_huge_stays_finite(bits: int):
-    store = TurboQuantStore(bits=bits)
-    assert not restored(store, torch.zeros(1, 32)).any()
-    assert restored(store, torch.full((1, 32), -1e30)).isfinite().all()
-    assert (restored(store, torch.full((1, 32), -3.0)) + 3 < 0.01).all(), "all alike: every level is that number"
+    fmt = TurboQuantFormat(bits=bits)
+    assert not restored(fmt, torch.zeros(1, 32)).any()
+    assert restored(fmt, torch.full((1, 32), -1e30)).isfinite().all()
+    assert (restored(fmt, torch.full((1, 32), -3.0)) + 3 < 0.01).all(), "all alike: every level is that number"
 
 
 def test_norms_of_blocks_are_worth_their_bits():
     """Where deviations differ from block to block; where they do not, the whole vector's norm is nearly as good."""
     x = normal(2000, 128)
     wide = x * torch.tensor([1.0, 1.0, 1.0, 4.0]).repeat_interleave(32)
-    blocks, whole = TurboQuantStore(bits=3), TurboQuantStore(bits=3, norm_block=0)
+    blocks, whole = TurboQuantFormat(bits=3), TurboQuantFormat(bits=3, norm_block=0)
 
     def both(x: torch.Tensor) -> tuple[float, float]:
         return mse(blocks, x.unflatten(-1, (4, 32))), mse(whole, x[:, None])
@@ -103,7 +103,7 @@ def test_norms_of_blocks_are_worth_their_bits():
 
 def test_a_norm_is_of_channels_that_are_rotated_together():
     sizes = [(norm_block, dim) for norm_block in (32, 64, 0) for dim in (48, 64, 80, 96, 128)]
-    found = [TurboQuantStore(norm_block=norm_block).group(dim) for norm_block, dim in sizes]
+    found = [TurboQuantFormat(norm_block=norm_block).group(dim) for norm_block, dim in sizes]
     assert found == [16, 32, 16, 32, 32, 16, 64, 16, 32, 64, 16, 64, 16, 32, 128]
 
 
@@ -111,12 +111,12 @@ def test_q4_takes_the_signed_value_of_largest_magnitude():
     """By hand: -8 is the largest, so the scale is 1. Ties go up, and eight steps on the other side do not fit."""
     x = torch.zeros(1, 32)
     x[0, :6] = torch.tensor([-8.0, 7.9, 0.5, -0.5, 7.4, 3.0])
-    code, scale = QuantBlockStore(bits=4).encode(x)
+    code, scale = QuantBlockFormat(bits=4).encode(x)
     assert scale.tolist() == [1.0]
     assert code[0, :7].tolist() == [0, 15, 9, 8, 15, 11, 8]
-    code, scale = QuantBlockStore(bits=4).encode(-x)
+    code, scale = QuantBlockFormat(bits=4).encode(-x)
     assert scale.tolist() == [-1.0] and code[0, :2].tolist() == [0, 15]
-    assert not restored(QuantBlockStore(bits=4), torch.zeros(1, 32)).any()
+    assert not restored(QuantBlockFormat(bits=4), torch.zeros(1, 32)).any()
 
 
 def test_q4_beats_one_scale_of_seven_steps():
@@ -124,14 +124,14 @@ def test_q4_beats_one_scale_of_seven_steps():
     x = normal(4000, 32)
     d = x.abs().amax(-1, keepdim=True) / 7
     seven = ((torch.round(x / d) * d - x).square().mean() / x.square().mean()).item()
-    assert 1.24 < seven / mse(QuantBlockStore(bits=4), x) < 1.30
+    assert 1.24 < seven / mse(QuantBlockFormat(bits=4), x) < 1.30
 
 
 def test_q8_errs_by_half_a_step():
     x = normal(500, 32) * 10
     step = x.abs().amax(-1, keepdim=True) / 127
     # the scale is rounded to fp16, by 2^-11 of up to 127 steps
-    assert ((restored(QuantBlockStore(bits=8), x) - x).abs() <= step * (0.5 + 127 * 2**-11)).all()
+    assert ((restored(QuantBlockFormat(bits=8), x) - x).abs() <= step * (0.5 + 127 * 2**-11)).all()
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_a_side_is_rotated_where_its_format_asks_for_it(k_format: str, v_format:
     v[..., 5] += 4
     feed(layer, q, k, v, [64])
     limit = {"turbo4": 0.12, "turbo3": 0.22, "turbo2": 0.4, "q8": 0.01, "q4": 0.15, "model": 0.0}
-    for side, x, store, name in (("k", k, layer.spec.k, k_format), ("v", v, layer.spec.v, v_format)):
-        held = store.read(side_of(layer.state, side), 1).undone()[:, :, 0]
+    for side, x, fmt, name in (("k", k, layer.spec.k, k_format), ("v", v, layer.spec.v, v_format)):
+        held = fmt.read(side_of(layer.state, side), 1).dequantize()[:, :, 0]
         turned = rotate(x) if name.startswith("turbo") else x
         assert (held - turned).norm() <= limit[name] * turned.norm()
 

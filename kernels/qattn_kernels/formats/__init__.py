@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 
-from qattn_kernels.formats.base import Arrival, Block, Operand, Store
+from qattn_kernels.formats.base import Arrival, Block, Format, Operand
 
 __all__ = ["Arrival", "Block", "Operand", "Store", "get_store"]
 
 
-def get_store(name: str) -> type[Store]:
-    """The store class of `formats/NAME/reference.py`, which calls it `STORE`."""
-    return importlib.import_module(f"qattn_kernels.formats.{name}.reference").STORE
+def get_format(name: str) -> type[Format]:
+    """The format class of `formats/NAME/reference.py`, which calls it `FORMAT`."""
+    return importlib.import_module(f"qattn_kernels.formats.{name}.reference").FORMAT

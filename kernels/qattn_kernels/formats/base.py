@@ -1,4 +1,4 @@
-"""The contract of a store: how keys or values of a layer stand in memory, closed in blocks or open in a ring."""
+"""The contract of a format: how keys or values of a layer stand in memory, closed in blocks or open in a ring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
-INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be undone without leaving INT8
+INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be dequantized without leaving INT8
 
 
 class Operand(NamedTuple):
@@ -40,7 +40,7 @@ class Operand(NamedTuple):
             return self
         return self._replace(mean=self.x.new_zeros((*self.x.shape[:-2], 1, self.x.shape[-1]), dtype=torch.float32))
 
-    def undone(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """The numbers in fp32."""
         x = self.x.float()
         x = x if self.scale is None else x * self.scale[..., None]
@@ -81,10 +81,10 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Store:
+class Format:
     """A format of keys or values. Frozen: its fields are its settings, its tensors live in the layer's state.
 
-    A `windowed` store keeps tokens in an open form in a ring until their block closes; any other writes each token
+    A `windowed` format keeps tokens in an open form in a ring until their block closes; any other writes each token
     in its final form at once.
 
     Attributes:
@@ -99,8 +99,8 @@ class Store:
     transposed: bool = False
 
     @property
-    def core(self) -> Store:
-        """The store that holds the codes: another one only where this one wraps it."""
+    def core(self) -> Format:
+        """The format that holds the codes: another one only where this one wraps it."""
         return self
 
     @property
@@ -109,11 +109,11 @@ class Store:
         return self.name
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
-        """The tensors this store adds to the layer's state, `dim` being the head dim of its side."""
+        """The tensors this format adds to the layer's state, `dim` being the head dim of its side."""
         raise NotImplementedError
 
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
-        """A ring of `slots` open tokens, for windowed stores: `ring`, and `ring_scale` if its codes have scales."""
+        """A ring of `slots` open tokens, for windowed formats: `ring`, and `ring_scale` if its codes have scales."""
         raise NotImplementedError
 
     def ring(self, state: State) -> Operand:
@@ -138,7 +138,7 @@ class Store:
         raise NotImplementedError
 
     def read(self, state: State, blocks: int) -> Operand:
-        """The first `blocks` blocks `[B, Hkv, blocks, block, D]`, undone as far as a product needs it."""
+        """The first `blocks` blocks `[B, Hkv, blocks, block, D]`, dequantized as far as a product needs it."""
         raise NotImplementedError
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
@@ -149,8 +149,8 @@ class Store:
         """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left."""
 
 
-class OpenStore(Store):
-    """A store whose tokens stand open in a ring in the model's precision until their block closes."""
+class OpenFormat(Format):
+    """A format whose tokens stand open in a ring in the model's precision until their block closes."""
 
     windowed = True
 

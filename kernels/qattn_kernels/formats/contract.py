@@ -1,4 +1,4 @@
-"""What kernels know of each store: jit functions in a file named like the store, found by that name.
+"""What kernels know of each format: jit functions in a file named like the format, found by that name.
 
 Every file offers the same functions, and `Tensors`, the state of one side by name, which they take as `S`. `LOW` says
 which heads have 2 bits (`flashq.reference.Low`), `at` is the block's index among all blocks of all heads, `index` that
@@ -15,10 +15,10 @@ one block of `BITS`-bit codes, whose tokens stand in `token_order` since packed 
 Queries are the columns: with the tokens as rows a tensor core tile wastes 8 columns at most, where the other way round
 it wastes 16 rows.
 
-A store with a ring has `ring` among its tensors, and `ring_scale` if that holds INT8, and offers `ring_scores(...)`,
-`ring_values(...)`: the two products over the ring, or over sinks, which stand as a ring of theirs would. A store of
-keys or of values alone offers the products of its side. `TWINS`: its codes enter products of integers whatever
-`compute`; then queries have twins for both sides.
+A format with a ring has `ring` among its tensors, and `ring_scale` if that holds INT8, and offers `ring_scores(...)`,
+`ring_values(...)`: the two products over the ring, or over sinks, which stand as a ring of theirs would. A format of
+keys or of values alone offers the products of its side. `SPLITS_INT8`: its codes enter products of integers whatever
+`compute`; then queries have INT8 pairs for both sides.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from qattn_kernels.formats import Store
+from qattn_kernels.formats import Format
 from qattn_kernels.layout import State
 
 
 @lru_cache(maxsize=1024)
-def pieces_of(store: Store) -> ModuleType:
-    """The jit functions of a store; keys around a mean are those of the store that holds their codes."""
-    return importlib.import_module(f"qattn_kernels.formats.{store.core.name}.jit")
+def jit_of(fmt: Format) -> ModuleType:
+    """The jit functions of a format; keys around a mean are those of the format that holds their codes."""
+    return importlib.import_module(f"qattn_kernels.formats.{fmt.core.name}.jit")
 
 
-def side_tensors(state: State, side: str, store: Store, heads: int) -> tuple:
+def side_tensors(state: State, side: str, fmt: Format, heads: int) -> tuple:
     """The tensors of one side as its jit functions take them."""
-    pieces = pieces_of(store)
-    numbers = pieces.head_numbers(store.core, heads) if hasattr(pieces, "head_numbers") else {}
+    pieces = jit_of(fmt)
+    numbers = pieces.head_numbers(fmt.core, heads) if hasattr(pieces, "head_numbers") else {}
     found = {name: state[f"{side}.{name}"] for name in pieces.Tensors._fields if name not in numbers}
     return pieces.Tensors(**found, **numbers)
 
@@ -54,5 +54,5 @@ class Sinks(NamedTuple):
 
 
 def sink_tensors(state: State, side: str) -> Sinks:
-    """The sinks of one side as a store's functions for the ring take them."""
+    """The sinks of one side as a format's functions for the ring take them."""
     return Sinks(state[f"{side}.sink"], state.get(f"{side}.sink_scale", state["sink.norm"]))

@@ -1,4 +1,4 @@
-"""Lloyd-Max codebooks of the unit normal, for TurboQuant's store and for its kernels."""
+"""Lloyd-Max codebooks of the unit normal, for TurboQuant's format and for its kernels."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.split_int8 import dot_twins, join_twins, twin_weights
+from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import in_line, part_order, stack, take_turns, unstack
 
 
@@ -53,7 +53,7 @@ def _write_plane(codes, code, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS:
 @triton.jit
 def write_codes(codes, code, at, BITS: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """int32 codes `[BLOCK, DP]` of block `at`, packed: `[bytes, D]` of keys, `[D, bytes]` of values. 3 bits are the
-    lower two and, behind those, the highest. `WOVEN`: halves of bytes stand as `TurboQuantStore.laid` says."""
+    lower two and, behind those, the highest. `WOVEN`: halves of bytes stand as `TurboQuantFormat.laid` says."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     if BITS == 3:
         _write_plane(codes, code & 3, at, 2, 0, ROWS, WOVEN, VALUES, C)
@@ -162,17 +162,17 @@ def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
-    """Products of the codes of a block with the twins `x8`: `[BLOCK, Q]` in `token_order`."""
+    """Products of the codes of a block with the INT8 pairs `x8`: `[BLOCK, Q]` in `token_order`."""
     x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
     if BITS == 4:
-        lo = join_twins(dot_twins(_nibbles(x, 0, C.PLAIN), x8))
-        hi = join_twins(dot_twins(_nibbles(x, 1, C.PLAIN), x8))
+        lo = join_split(dot_split(_nibbles(x, 0, C.PLAIN), x8))
+        hi = join_split(dot_split(_nibbles(x, 1, C.PLAIN), x8))
         return take_turns(stack(lo, hi), C.PARTS)
     else:
-        first = join_twins(dot_twins(_crumbs(x, 0, C.PLAIN), x8))
-        second = join_twins(dot_twins(_crumbs(x, 1, C.PLAIN), x8)) * 0.25
-        third = join_twins(dot_twins(_crumbs(x, 2, C.PLAIN), x8))
-        fourth = join_twins(dot_twins(_crumbs(x, 3, C.PLAIN), x8)) * 0.25
+        first = join_split(dot_split(_crumbs(x, 0, C.PLAIN), x8))
+        second = join_split(dot_split(_crumbs(x, 1, C.PLAIN), x8)) * 0.25
+        third = join_split(dot_split(_crumbs(x, 2, C.PLAIN), x8))
+        fourth = join_split(dot_split(_crumbs(x, 3, C.PLAIN), x8)) * 0.25
         even, odd = stack(first, third), stack(second, fourth)
         pairs = tl.reshape(tl.join(even, odd), (2, C.BLOCK // 4, even.shape[1], 2))
         return take_turns(tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (C.BLOCK, even.shape[1])), C.PARTS)
@@ -180,25 +180,25 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
-    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `TWIN_TOP`, in `token_order`: `[DP, Q]`, channels
-    in the order of `d`."""
+    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`,
+    channels in the order of `d`."""
     y_lo, y_hi = unstack(in_line(y, C.PARTS))
     if BITS == 4:
         lo, hi = half_values(codes, at, d, 4, C)
-        o = tl.dot(hi, twin_weights(y_hi, C), acc=dot_twins(lo, twin_weights(y_lo, C)), out_dtype=tl.int32)
+        o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
     else:
         # codes of odd quarters come four times as large
         unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
         y_lo, y_hi = y_lo * unit, y_hi * unit
         if C.BLOCK < 128:  # a product takes 32 tokens at least
             lo, hi = half_values(codes, at, d, 2, C)
-            o = tl.dot(hi, twin_weights(y_hi, C), acc=dot_twins(lo, twin_weights(y_lo, C)), out_dtype=tl.int32)
+            o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
         else:
             x = _packed(codes, at, d, 2, True, C)
             first, second = unstack(y_lo)
             third, fourth = unstack(y_hi)
-            o = dot_twins(_crumbs(x, 0, C.PLAIN), twin_weights(first, C))
-            o = tl.dot(_crumbs(x, 1, C.PLAIN), twin_weights(second, C), acc=o, out_dtype=tl.int32)
-            o = tl.dot(_crumbs(x, 2, C.PLAIN), twin_weights(third, C), acc=o, out_dtype=tl.int32)
-            o = tl.dot(_crumbs(x, 3, C.PLAIN), twin_weights(fourth, C), acc=o, out_dtype=tl.int32)
-    return join_twins(o)
+            o = dot_split(_crumbs(x, 0, C.PLAIN), split_weights(first, C))
+            o = tl.dot(_crumbs(x, 1, C.PLAIN), split_weights(second, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_crumbs(x, 2, C.PLAIN), split_weights(third, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_crumbs(x, 3, C.PLAIN), split_weights(fourth, C), acc=o, out_dtype=tl.int32)
+    return join_split(o)

@@ -7,12 +7,12 @@ import triton.language as tl
 
 from qattn_kernels.jit.math import ROUNDER
 
-TWIN_TOP = tl.constexpr(32512.0)  # the largest number that twins are made of: 127 times 256
+SPLIT_TOP = tl.constexpr(32512.0)  # the largest number that INT8 pairs are made of: 127 times 256
 
 
 @triton.jit
-def twin(y, C: tl.constexpr):
-    """Two 8-bit numbers of each: of `y` `[n, Q]`, at most `TWIN_TOP` large, column `2 i + 1` has the nearest multiple
+def split_int8(y, C: tl.constexpr):
+    """Two 8-bit numbers of each: of `y` `[n, Q]`, at most `SPLIT_TOP` large, column `2 i + 1` has the nearest multiple
     of 256, and column `2 i` what that leaves. `[n, 2 Q]` INT8. A thread holds both columns of a product, so that
     joining moves nothing.
 
@@ -28,11 +28,11 @@ def twin(y, C: tl.constexpr):
 
 
 @triton.jit
-def twin_weights(y, C: tl.constexpr):
+def split_weights(y, C: tl.constexpr):
     """The same of weights `in_line`, of which a thread has neighbours: it writes four tokens of a column at once, and
     so the product, whose threads want neighbours of one column, reads words instead of bytes."""
     if C.PLAIN or not C.FOURS:
-        return twin(y, C)
+        return split_int8(y, C)
     else:
         N: tl.constexpr = y.shape[0] // 4
         z = (y + (ROUNDER + 128.0)).to(tl.int32, bitcast=True)
@@ -50,24 +50,24 @@ def twin_weights(y, C: tl.constexpr):
 
 
 @triton.jit
-def dot_twins(a, b):
-    """Product of INT8 codes with twins, for `join_twins`: its sums start where their bits are those of a float."""
+def dot_split(a, b):
+    """Product of INT8 codes with INT8 pairs, for `join_split`: its sums start where their bits are those of a float."""
     start = tl.full([a.shape[0], b.shape[1]], 0x4B400000, tl.int32)
     return tl.dot(a, b, acc=start, out_dtype=tl.int32)
 
 
 @triton.jit
-def join_twins(x):
-    """The joint value, in multiples of 256, of integer sums of twins, `[n, 2 Q]` to `[n, Q]` in fp32, for sums below
-    2^22."""
+def join_split(x):
+    """The joint value, in multiples of 256, of integer sums of INT8 pairs, `[n, 2 Q]` to `[n, Q]` in fp32, for sums
+    below 2^22."""
     sums = x.to(tl.float32, bitcast=True) - ROUNDER
     rest, integer = tl.split(tl.reshape(sums, (x.shape[0], x.shape[1] // 2, 2)))
     return integer + rest * (1.0 / 256.0)
 
 
 @triton.jit
-def whole_columns(x, C: tl.constexpr):
-    """`[n, Q]` as `[n, N]`, each column twice where a call has twins: a product takes eight columns at least."""
+def repeated_columns(x, C: tl.constexpr):
+    """`[n, Q]` as `[n, N]`, each column twice where a call has INT8 pairs: a product takes eight columns at least."""
     if C.N > C.Q:
         return tl.reshape(tl.join(x, x), (x.shape[0], C.N))
     else:
@@ -75,7 +75,7 @@ def whole_columns(x, C: tl.constexpr):
 
 
 @triton.jit
-def own_columns(x, C: tl.constexpr):
+def unrepeated_columns(x, C: tl.constexpr):
     """The inverse: `[n, N]` of such a product to `[n, Q]`."""
     if C.N > C.Q:
         one, _ = tl.split(tl.reshape(x, (x.shape[0], C.Q, 2)))

@@ -21,7 +21,7 @@ def unstack(x):
 @triton.jit
 def part_order(n: tl.constexpr, PARTS: tl.constexpr):
     """The token of each row of a tile of `PARTS` parts, one behind the other. Rows of a part that lie eight apart,
-    which one thread has, are neighbours: see `twin_weights`."""
+    which one thread has, are neighbours: see `split_weights`."""
     row, PART = tl.arange(0, n), n // PARTS
     return row // PART * PART + row % 8 * (PART // 8) + row % PART // 8
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qattn_kernels.formats.contract import pieces_of, side_tensors, sink_tensors
+from qattn_kernels.formats.contract import jit_of, side_tensors, sink_tensors
 from qattn_kernels.launch.constants import Sizes, sizes_of
 from qattn_kernels.launch.panel import ROW_FIELDS
 from qattn_kernels.layer.scores import Scores
@@ -104,12 +104,12 @@ def make_call(
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
     int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
-    int8 |= short and any(getattr(pieces_of(store), "TWINS", False) for store in (spec.k, spec.v))
+    int8 |= short and any(getattr(jit_of(fmt), "TWINS", False) for fmt in (spec.k, spec.v))
     columns = tokens if short else 1
     asks = scores.softcap != 0, scores.window != 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
-    k, v = (side_tensors(state, side, store, heads) for side, store in (("k", spec.k), ("v", spec.v)))
+    k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))
     sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5
     if spec.sink_pool.num:
         table = Table(*(state[f"sink.{name}"] for name in Table._fields))

@@ -6,9 +6,9 @@ import os
 from functools import lru_cache
 from typing import NamedTuple
 
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.channel_block.reference import ChannelBlockStore
-from qattn_kernels.formats.flashq.reference import FlashQStore, Low
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.channel_block.reference import ChannelBlockFormat
+from qattn_kernels.formats.flashq.reference import FlashQFormat, Low
 from qattn_kernels.layer.spec import LayerSpec
 
 LEAST_COLUMNS = 8  # of a tensor core tile
@@ -22,11 +22,11 @@ class Sizes(NamedTuple):
     `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` which heads
     have 2 bits (`Low`; how many is no constant, so that layers with other heads need no kernels of their own);
     `K_BITS`, `V_BITS` bits of a code where all heads have as many; `K_CHANNELS`, `V_CHANNELS` how many of a token
-    share a scale in stores where not all do, else 0; `PARTS` of a packed block, which take turns in a tile of
+    share a scale in formats where not all do, else 0; `PARTS` of a packed block, which take turns in a tile of
     scores, `FOURS` whether a thread has four neighbours of each; `OPEN` parts of a decode that are no packed blocks
     (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in the pool, `EVICTED` in the window,
     `UNDOABLE` blocks by a crop; `Q` queries of a decode program and their `N` columns, twice as many if they are
-    8-bit twins, `ONE` a call of one token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH`
+    INT8 pairs, `ONE` a call of one token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH`
     keys are coded around a mean, `K_GROUP` which share a scale; `SAS`, `CAP`, `LOCAL`, `SPARSE` whether that
     softmax, a soft cap, a local window, sparse V is used; `PLAIN` the interpreter runs, which knows no assembly.
     """
@@ -78,7 +78,7 @@ def sizes_of(
     """For a call of `tokens` new tokens, with a soft cap or a local window or neither."""
     at = spec.window
     columns = min(MOST_COLUMNS, max(LEAST_COLUMNS, power_of_two(tokens * group) * (1 + int8)))
-    parts = max(_parts(store, heads) for store in (spec.k, spec.v))
+    parts = max(_parts(fmt, heads) for fmt in (spec.k, spec.v))
     return Sizes(
         H=heads,
         G=group,
@@ -116,31 +116,31 @@ def sizes_of(
     )
 
 
-def low_heads(store: Store, heads: int) -> Low:
+def low_heads(fmt: Format, heads: int) -> Low:
     """Which heads get 2 bits."""
-    store = store.core
-    if not isinstance(store, FlashQStore) or not store.low(heads):
+    fmt = fmt.core
+    if not isinstance(fmt, FlashQFormat) or not fmt.low(heads):
         return Low.NONE
-    if store.low(heads) == heads:
+    if fmt.low(heads) == heads:
         return Low.ALL
-    return Low.RANKED if store.low_heads is None else Low.LISTED
+    return Low.RANKED if fmt.low_heads is None else Low.LISTED
 
 
-def _bits(store: Store, heads: int) -> int:
+def _bits(fmt: Format, heads: int) -> int:
     """Bits of a packed code, if all heads have as many; else 0."""
-    store = store.core
-    if isinstance(store, FlashQStore):
-        return {0: 4, heads: 2}.get(store.low(heads), 0)
-    bits = getattr(store, "bits", 0)
+    fmt = fmt.core
+    if isinstance(fmt, FlashQFormat):
+        return {0: 4, heads: 2}.get(fmt.low(heads), 0)
+    bits = getattr(fmt, "bits", 0)
     return bits if isinstance(bits, int) else 0
 
 
-def _parts(store: Store, heads: int) -> int:
+def _parts(fmt: Format, heads: int) -> int:
     """Into how many part tiles packed bytes come apart; codes that become levels first do in two steps."""
-    store = store.core
-    bits = 2 if low_heads(store, heads) else _bits(store, heads)
-    return 1 if bits not in (2, 3, 4) else 4 if bits == 2 and not isinstance(store, ChannelBlockStore) else 2
+    fmt = fmt.core
+    bits = 2 if low_heads(fmt, heads) else _bits(fmt, heads)
+    return 1 if bits not in (2, 3, 4) else 4 if bits == 2 and not isinstance(fmt, ChannelBlockFormat) else 2
 
 
-def _group(store: Store, dim: int) -> int:
-    return store.group(dim) if isinstance(store, ChannelBlockStore) else 0
+def _group(fmt: Format, dim: int) -> int:
+    return fmt.group(dim) if isinstance(fmt, ChannelBlockFormat) else 0

@@ -25,7 +25,7 @@ class Panel(NamedTuple):
 
     What `ops.prefill.coded` adds: `v` in E4M3 `[B, Hkv, Dv, N]` with fp32 `v_channel` `[B, Hkv, Dv]` instead of token
     scales, around `v_mean` like it; int32 `clean` `[B * Hkv]`, the first masked slot; `k` around `k_mean`
-    `[B, Hkv, Dk]`, which a smoothed store's panel has too; queries around `q_mean` `[B, Hq, n, Dk]`, of all (n = 1)
+    `[B, Hkv, Dk]`, which a smoothed format's panel has too; queries around `q_mean` `[B, Hq, n, Dk]`, of all (n = 1)
     or of blocks, whose scores `shift` is, `[B, Hq, n, N]`.
     """
 

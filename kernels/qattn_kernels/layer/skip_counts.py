@@ -9,7 +9,7 @@ import torch
 from qattn_kernels.layout import Geometry, State, TensorSpec
 
 
-class Tally(NamedTuple):
+class SkipCounts(NamedTuple):
     """Tensors `[B, Hkv]`, state of a layer under the names `v_read` and so on, or what one call adds to them.
 
     Attributes:
@@ -27,33 +27,33 @@ class Tally(NamedTuple):
     worst: Any
 
 
-TYPES = Tally(torch.int64, torch.int64, torch.int64, torch.float64, torch.float32)
+TYPES = SkipCounts(torch.int64, torch.int64, torch.int64, torch.float64, torch.float32)
 
 
-def tally_tensors(geo: Geometry) -> dict[str, TensorSpec]:
+def skip_count_tensors(geo: Geometry) -> dict[str, TensorSpec]:
     """The counters by their names in a layer's state."""
     return {f"v_{name}": TensorSpec((geo.batch, geo.heads), dtype) for name, dtype in TYPES._asdict().items()}
 
 
-def tally_of(state: State) -> Tally:
+def skip_counts_of(state: State) -> SkipCounts:
     """The counters of a layer: the tensors themselves, not copies."""
-    return Tally(*(state[f"v_{name}"] for name in Tally._fields))
+    return SkipCounts(*(state[f"v_{name}"] for name in SkipCounts._fields))
 
 
-def count_tally(weight: torch.Tensor, skip: torch.Tensor, see: torch.Tensor, q_pos: torch.Tensor) -> Tally:
-    """The tally of one call from its final weights fp32 `[B, Hkv, G, T, n, block]`, which of them were skipped, which
-    tokens were seen, and the queries' row positions `[B, T]`, negative for padding."""
+def count_skips(weight: torch.Tensor, skip: torch.Tensor, see: torch.Tensor, q_pos: torch.Tensor) -> SkipCounts:
+    """The skip counts of one call from its final weights fp32 `[B, Hkv, G, T, n, block]`, which of them were skipped,
+    which tokens were seen, and the queries' row positions `[B, T]`, negative for padding."""
     every = (2, 3, 4, 5)
     dropped = torch.where(skip, weight, 0.0).double().sum((4, 5))
     queries = (weight.shape[2] * (q_pos >= 0).sum(1, keepdim=True)).expand(weight.shape[:2])
-    return Tally(
+    return SkipCounts(
         see.expand_as(skip).sum(every), skip.sum(every), queries, dropped.sum((2, 3)), dropped.amax((2, 3)).float()
     )
 
 
-def add_tally(state: State, tally: Tally) -> None:
-    """Add the tally of a call to a layer's."""
-    kept = tally_of(state)
-    for total, new in zip(kept[:4], tally[:4], strict=True):
+def add_skip_counts(state: State, skip_counts: SkipCounts) -> None:
+    """Add the skip counts of a call to a layer's."""
+    kept = skip_counts_of(state)
+    for total, new in zip(kept[:4], skip_counts[:4], strict=True):
         total.add_(new)
-    torch.maximum(kept.worst, tally.worst, out=kept.worst)
+    torch.maximum(kept.worst, skip_counts.worst, out=kept.worst)

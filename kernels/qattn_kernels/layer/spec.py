@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from qattn_kernels.formats import Store, get_store
+from qattn_kernels.formats import Format, get_format
 from qattn_kernels.formats.base import INT8_LEVELS
 from qattn_kernels.layout import SinkPool, Window
 
@@ -20,7 +20,7 @@ class Compute:
     """Arithmetic of the attention over what is stored.
 
     Attributes:
-        prefill, decode: `int8` (products of 8-bit integers) or `model` (floating point over the undone store).
+        prefill, decode: `int8` (products of 8-bit integers) or `model` (floating point over the dequantized format).
         pv: the product with values where the one with keys is `int8`: that too, `model`, or in a prefill `e4m3` or
             `e5m2`: weights and values in FP8, values with a scale a channel of all that the call sees.
         softmax: `exact` or `sas` (algorithm SAS of TurboAttention, cut at `sas_threshold`).
@@ -76,11 +76,11 @@ class Sparsity:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The four choices of one layer: store of K and of V, window with its sink pool, compute, sparsity; and who
+    """The four choices of one layer: format of K and of V, window with its sink pool, compute, sparsity; and who
     computes it."""
 
-    k: Store
-    v: Store
+    k: Format
+    v: Format
     window: Window = field(default_factory=Window)
     compute: Compute = field(default_factory=Compute)
     sparsity: Sparsity = field(default_factory=Sparsity)
@@ -94,17 +94,17 @@ class LayerSpec:
             if not dataclasses.is_dataclass(part):
                 return part
             fields = {f.name: plain(getattr(part, f.name)) for f in dataclasses.fields(part)}
-            return {"name": part.name, **fields} if isinstance(part, Store) else fields
+            return {"name": part.name, **fields} if isinstance(part, Format) else fields
 
         return json.dumps(plain(self), sort_keys=True)
 
 
-def _store(settings: dict[str, Any]) -> Store:
+def _format(settings: dict[str, Any]) -> Format:
     def read(value: Any) -> Any:
-        return _store(value) if isinstance(value, dict) else tuple(value) if isinstance(value, list) else value
+        return _format(value) if isinstance(value, dict) else tuple(value) if isinstance(value, list) else value
 
     found = {key: read(value) for key, value in settings.items()}
-    return get_store(found.pop("name"))(**found)
+    return get_format(found.pop("name"))(**found)
 
 
 @lru_cache(maxsize=1024)
@@ -112,8 +112,8 @@ def decode_spec(text: str) -> LayerSpec:
     """The inverse of `LayerSpec.encode`."""
     parts = json.loads(text)
     return LayerSpec(
-        k=_store(parts["k"]),
-        v=_store(parts["v"]),
+        k=_format(parts["k"]),
+        v=_format(parts["v"]),
         window=Window(**parts["window"]),
         compute=Compute(**parts["compute"]),
         sparsity=Sparsity(**parts["sparsity"]),

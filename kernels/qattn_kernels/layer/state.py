@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.layer.skip_counts import tally_tensors
+from qattn_kernels.layer.skip_counts import skip_count_tensors
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State, TensorSpec
 
@@ -18,7 +18,7 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     `overflow` tokens that did not fit the capacity and were not written, which only a call can meet whose caller does
     not ask the device first; `seen` columns, padding included; `padded` columns up to the end of the last padding;
     `block_pos`, `block_len` first row position and tokens of each closed block;
-    `dropped` one bit a token slot whose score is masked; `nonfinite` how many there were; with sparse V a `Tally`.
+    `dropped` one bit a token slot whose score is masked; `nonfinite` how many there were; with sparse V a `SkipCounts`.
     """
     i32, i64, u8 = torch.int32, torch.int64, torch.uint8
     names = ("length", "closed", "open_start", "origin", "longest", "ring_from", "overflow")
@@ -27,7 +27,7 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     tensors["block_pos"] = tensors["block_len"] = TensorSpec((geo.batch, geo.blocks), i32, block_dim=1)
     tensors["dropped"] = TensorSpec((geo.batch, geo.heads, geo.blocks, spec.window.block // 8), u8, block_dim=2)
     tensors["nonfinite"] = TensorSpec((geo.batch, geo.heads), i64)
-    return tensors | (tally_tensors(geo) if spec.sparsity.tau > 0 else {})
+    return tensors | (skip_count_tensors(geo) if spec.sparsity.tau > 0 else {})
 
 
 def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
@@ -45,12 +45,12 @@ def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     """All state tensors of a layer by name, in the order in which operators take them."""
     tensors = row_tensors(geo, spec)
-    for side, store, dim in (("k", spec.k, geo.k_dim), ("v", spec.v, geo.v_dim)):
-        found = store.tensors(geo, spec.window, dim)
-        if store.windowed:
-            found |= store.ring_tensors(geo, spec.window.ring, dim)
+    for side, fmt, dim in (("k", spec.k, geo.k_dim), ("v", spec.v, geo.v_dim)):
+        found = fmt.tensors(geo, spec.window, dim)
+        if fmt.windowed:
+            found |= fmt.ring_tensors(geo, spec.window.ring, dim)
             if spec.sink_pool.num:
-                sinks = store.ring_tensors(geo, spec.sink_pool.entries(spec.window), dim)
+                sinks = fmt.ring_tensors(geo, spec.sink_pool.entries(spec.window), dim)
                 found |= {name.replace("ring", "sink"): tensor for name, tensor in sinks.items()}
         tensors |= {f"{side}.{name}": tensor for name, tensor in found.items()}
     if spec.sink_pool.num:
@@ -62,5 +62,5 @@ def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
 
 def side_of(state: State, side: str) -> State:
-    """The tensors of one store: `k.codes` becomes `codes`. The tensors are the same objects, not copies."""
+    """The tensors of one format: `k.codes` becomes `codes`. The tensors are the same objects, not copies."""
     return {name.removeprefix(f"{side}."): t for name, t in state.items() if name.startswith(f"{side}.")}

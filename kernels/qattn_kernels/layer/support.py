@@ -7,12 +7,12 @@ import os
 
 import torch
 
-from qattn_kernels.formats import Store
-from qattn_kernels.formats.channel_block.reference import ChannelBlockStore
-from qattn_kernels.formats.flashq.reference import FlashQStore
-from qattn_kernels.formats.fp8_channel.reference import Fp8ChannelStore
-from qattn_kernels.formats.int8_block.reference import Int8BlockStore
-from qattn_kernels.formats.kivi.reference import KiviStore
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.channel_block.reference import ChannelBlockFormat
+from qattn_kernels.formats.flashq.reference import FlashQFormat
+from qattn_kernels.formats.fp8_channel.reference import Fp8ChannelFormat
+from qattn_kernels.formats.int8_block.reference import Int8BlockFormat
+from qattn_kernels.formats.kivi.reference import KiviFormat
 from qattn_kernels.layer.spec import LayerSpec
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -20,7 +20,7 @@ BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half 
 MOST_GROUP = 8
 FP8_CAPABILITY = (8, 9)
 LEAST_GROUP = 32  # channels that a product of integers takes at once
-CODED = ("int_group",)  # stores that hold codes of integers, though a prefill makes its own
+CODED = ("int_group",)  # formats that hold codes of integers, though a prefill makes its own
 LISTED = 61  # heads that a recipe's list may name: kernels take it as bits of an integer
 PRIORITIES = ("priority", "min_max", "variation")  # `ops.append.ranking` knows them by their index
 
@@ -54,7 +54,7 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return "several blocks close together, and the kernels' sink pool competes with one"
     if spec.k.name == "smoothed" and (pool.num or getattr(spec.k.core, "bits", 4) == "mixed"):
         return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
-    return _unsupported_stores(spec, k_dim) or _no_fp8(spec)
+    return _unsupported_formats(spec, k_dim) or _no_fp8(spec)
 
 
 def _no_fp8(spec: LayerSpec) -> str | None:
@@ -68,11 +68,11 @@ def _no_fp8(spec: LayerSpec) -> str | None:
     return f"FP8 needs compute capability 8.9, and this GPU has {major}.{minor}: sage2 has pv='model', others int8"
 
 
-def _unsupported_stores(spec: LayerSpec, dim: int) -> str | None:
-    for side, store in (("k", spec.k.core), ("v", spec.v.core)):
-        if importlib.util.find_spec(f"qattn_kernels.formats.{store.name}.jit") is None:
-            return f"there are no kernels for {store.name} yet"
-        reason = _unsupported_product(spec, side, store) or _unsupported_format(store, side, dim)
+def _unsupported_formats(spec: LayerSpec, dim: int) -> str | None:
+    for side, fmt in (("k", spec.k.core), ("v", spec.v.core)):
+        if importlib.util.find_spec(f"qattn_kernels.formats.{fmt.name}.jit") is None:
+            return f"there are no kernels for {fmt.name} yet"
+        reason = _unsupported_product(spec, side, fmt) or _unsupported_format(fmt, side, dim)
         if reason is not None:
             return reason
     if spec.k.windowed != spec.v.windowed:
@@ -80,40 +80,40 @@ def _unsupported_stores(spec: LayerSpec, dim: int) -> str | None:
     return None
 
 
-def _unsupported_product(spec: LayerSpec, side: str, store: Store) -> str | None:
-    """Of codes with what a call makes of queries and weights; a prefill makes codes where a store has none."""
+def _unsupported_product(spec: LayerSpec, side: str, fmt: Format) -> str | None:
+    """Of codes with what a call makes of queries and weights; a prefill makes codes where a format has none."""
     compute = spec.compute
     int8 = "int8" in (compute.prefill, compute.decode)
-    coded = store.integer or store.name in CODED
+    coded = fmt.integer or fmt.name in CODED
     if compute.decode == "int8" and not coded and (side == "k" or compute.pv == "int8"):
         return "INT8 products of a decode over keys and values that are no integers are the reference's"
-    if int8 and store.integer and side == "v" and compute.pv != "int8":
+    if int8 and fmt.integer and side == "v" and compute.pv != "int8":
         return "INT8 keys beside INT8 values that are multiplied in the model's precision are the reference's"
     if compute.prefill == "int8" and compute.pv == "e5m2":
         return "pv is 'e5m2'; of FP8 the kernels multiply E4M3"
     if compute.prefill == "int8" and "tensor" in (compute.q_scale, compute.k_scale):
         return "granularity is 'tensor'; the kernels scale queries and keys by token, thread or block"
     if compute.smooth_q != "none" and spec.k.integer:
-        return "smooth_q wants keys as they are, and the store has codes alone"
+        return "smooth_q wants keys as they are, and the format has codes alone"
     return None
 
 
-def _unsupported_format(store: Store, side: str, dim: int) -> str | None:
-    """Of one store, on its side, for one head dim."""
-    if isinstance(store, FlashQStore):
-        if store.buffer_scale != "token":
-            return f"buffer_scale is {store.buffer_scale!r}; the kernels scale the buffer by token"
-        last = max(store.low_heads or (0,))
+def _unsupported_format(fmt: Format, side: str, dim: int) -> str | None:
+    """Of one format, on its side, for one head dim."""
+    if isinstance(fmt, FlashQFormat):
+        if fmt.buffer_scale != "token":
+            return f"buffer_scale is {fmt.buffer_scale!r}; the kernels scale the buffer by token"
+        last = max(fmt.low_heads or (0,))
         if last >= LISTED:
             return f"head {last} is listed; the kernels know lists of the first {LISTED} heads"
-        if store.bits == "mixed" and store.low_heads is None and store.priority not in PRIORITIES:
-            return f"priority is {store.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
-    if isinstance(store, KiviStore) and (store.bits == 3 or store.per_token != (side == "v")):
+        if fmt.bits == "mixed" and fmt.low_heads is None and fmt.priority not in PRIORITIES:
+            return f"priority is {fmt.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
+    if isinstance(fmt, KiviFormat) and (fmt.bits == 3 or fmt.per_token != (side == "v")):
         return "of KIVI's formats the kernels know 2 and 4 bits, keys by channel and values by token"
-    if isinstance(store, ChannelBlockStore) and store.group(dim) < LEAST_GROUP:
-        return f"{store.group(dim)} channels share a norm at head dim {dim}; the kernels know {LEAST_GROUP} and more"
-    if isinstance(store, Int8BlockStore) and store.granularity != "block":
-        return f"v_granularity is {store.granularity!r}; the kernels scale values by block"
-    if isinstance(store, Fp8ChannelStore) and store.v_scale != "block":
-        return f"v_scale is {store.v_scale!r}; the kernels scale values by block"
+    if isinstance(fmt, ChannelBlockFormat) and fmt.group(dim) < LEAST_GROUP:
+        return f"{fmt.group(dim)} channels share a norm at head dim {dim}; the kernels know {LEAST_GROUP} and more"
+    if isinstance(fmt, Int8BlockFormat) and fmt.granularity != "block":
+        return f"v_granularity is {fmt.granularity!r}; the kernels scale values by block"
+    if isinstance(fmt, Fp8ChannelFormat) and fmt.v_scale != "block":
+        return f"v_scale is {fmt.v_scale!r}; the kernels scale values by block"
     return None

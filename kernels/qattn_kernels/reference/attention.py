@@ -1,6 +1,6 @@
 """Attention over tiles of stored tokens: the arithmetic that prefill and decode share.
 
-A tile is a block of keys and values in the form of its store. Each stored token says which queries see it, so packed
+A tile is a block of keys and values in the form of its format. Each stored token says which queries see it, so packed
 blocks, the ring and new tokens need no cases here.
 """
 
@@ -13,7 +13,7 @@ import torch
 from qattn_kernels.formats import Operand
 from qattn_kernels.formats.base import int8_tokens
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.skip_counts import Tally, count_tally
+from qattn_kernels.layer.skip_counts import SkipCounts, count_skips
 from qattn_kernels.layer.spec import Compute, Sparsity
 from qattn_kernels.reference.operands import FP8, fp8_values, rounded
 from qattn_kernels.reference.queries import Queries
@@ -22,12 +22,12 @@ from qattn_kernels.reference.tiles import Tiles, visible
 
 
 class Attended(NamedTuple):
-    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen); of sparse V its `tally`. A query that
-    is not finite has an `out` of NaN, and the `lse` of a query of zeros."""
+    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen); of sparse V its `skip_counts`. A query
+    that is not finite has an `out` of NaN, and the `lse` of a query of zeros."""
 
     out: torch.Tensor
     lse: torch.Tensor
-    tally: Tally | None = None
+    skip_counts: SkipCounts | None = None
 
 
 def _integers(x: Operand, levels: int) -> Operand:
@@ -43,7 +43,7 @@ def _scores(q: Queries, tiles: Tiles, scores: Scores, levels: int) -> torch.Tens
         return torch.einsum("bhgtd,bhnkd->bhgtnk", left.unflatten(1, (heads, -1)), right)
 
     if q.coded is None:
-        s = product(q.exact, tiles.k.undone())
+        s = product(q.exact, tiles.k.dequantize())
     else:
         k = _integers(tiles.k, levels)
         s = product(q.coded.x.float(), k.x.float())  # sums of 8-bit products are exact in fp32 up to D = 1024
@@ -75,14 +75,14 @@ def _rounded(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> Operan
 def _rounded_sums(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> torch.Tensor:
     """Row sums `[B, Hkv, G, T, n]` of the rounded weights; a weight of zeros, which have no scale, stays as it was."""
     scale = v.scales[:, :, None, None]
-    weights = _rounded(p, v, levels, tile_rows).undone() / torch.where(scale == 0, 1.0, scale)
+    weights = _rounded(p, v, levels, tile_rows).dequantize() / torch.where(scale == 0, 1.0, scale)
     return torch.where(scale == 0, p, weights).sum(-1)
 
 
 def _weighted_values(p: torch.Tensor, v: Operand, int8: bool, levels: int, tile_rows: int) -> torch.Tensor:
     """`sum_k p v` of each tile: `p` `[B, Hkv, G, T, n, block]` to fp32 `[B, Hkv, G, T, n, Dv]`; INT8: of `_rounded`."""
     if not int8:
-        return torch.einsum("bhgtnk,bhnkd->bhgtnd", p, v.undone())
+        return torch.einsum("bhgtnk,bhnkd->bhgtnd", p, v.dequantize())
     weights = _rounded(p, v, levels, tile_rows)
     return torch.einsum("bhgtnk,bhnkd->bhgtnd", weights.x, v.x.float()) * weights.scales[..., None]
 
@@ -135,11 +135,11 @@ def attend(
     share = torch.exp(top - last[..., None])
     total = (sums * share).sum(-1)
     total = total if sinks is None else total + torch.exp(sinks - last)
-    tally = None
+    skip_counts = None
     if sparsity.tau > 0 and not prefill:
         weight = p * (share / torch.where(total == 0, 1.0, total)[..., None])[..., None]
         skip = _skip(weight, sparsity)
-        tally = count_tally(weight, skip, see, q_pos)
+        skip_counts = count_skips(weight, skip, see, q_pos)
         p = torch.where(skip, 0.0, p)
     if fp8:
         largest = torch.finfo(FP8[compute.pv]).max
@@ -150,4 +150,4 @@ def attend(
         out = torch.where(total[..., None] == 0, 0.0, out + tiles.v.mean[:, :, None, None, 0, 0])
     broken = q.broken & (q_pos >= 0)[:, None]
     out = out.flatten(1, 2).masked_fill(broken[..., None], torch.nan)
-    return Attended(out, (last + total.log()).flatten(1, 2), tally)
+    return Attended(out, (last + total.log()).flatten(1, 2), skip_counts)

@@ -28,20 +28,20 @@ def rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def operands(tiles: Tiles, spec: LayerSpec) -> Tiles:
-    """All that a call sees, with codes where `spec.compute` multiplies codes and the stores have none."""
+    """All that a call sees, with codes where `spec.compute` multiplies codes and the formats have none."""
     compute = spec.compute
     if compute.prefill != "int8":
         return tiles
     visible = (tiles.keep & (tiles.since < FOREVER))[..., None]
     if not spec.k.integer:
-        exact = tiles.k.undone()
+        exact = tiles.k.dequantize()
         mean = masked_mean(exact, visible) if compute.smooth_k else torch.zeros_like(exact[:, :, :1, :1])
         around = torch.where(visible, exact - mean, 0.0)
         coded = quantize_keys(around, compute)
         shared = mean.expand(-1, -1, exact.shape[2], -1, -1) if compute.smooth_k else None
         tiles = tiles._replace(k=coded._replace(mean=shared), k_exact=around)
     if fp8_values(compute):
-        tiles = tiles._replace(v=channel_values(tiles.v.undone(), visible, compute))
+        tiles = tiles._replace(v=channel_values(tiles.v.dequantize(), visible, compute))
     return tiles
 
 
@@ -66,7 +66,8 @@ def quantize_keys(x: torch.Tensor, compute: Compute) -> Operand:
 
 
 def channel_values(x: torch.Tensor, visible: torch.Tensor, compute: Compute) -> Operand:
-    """Values `[B, H, n, block, D]` as FP8 with a scale a channel has them, undone; their mean apart if smoothed."""
+    """Values `[B, H, n, block, D]` as FP8 with a scale a channel has them, dequantized; their mean apart if
+    smoothed."""
     mean = masked_mean(x, visible) if compute.smooth_v else torch.zeros_like(x[:, :, :1, :1])
     around = torch.where(visible, x - mean, 0.0)
     largest = torch.finfo(FP8[compute.pv]).max

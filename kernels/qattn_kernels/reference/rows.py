@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from qattn_kernels.formats import Arrival, Operand, Store
+from qattn_kernels.formats import Arrival, Format, Operand
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State, Window
@@ -105,11 +105,11 @@ def _places(state: State, window: Window, tokens: int, count: torch.Tensor) -> _
     return _Places(pos, slot.clamp(max=slots - 1), fresh.clamp(0, tokens - 1), fresh < 0, new)
 
 
-def _open_tokens(store: Store, side: State, at: _Places, blocks: int) -> Operand:
-    """What a store holds of open tokens: in the ring at their position, or in the arena at their slot."""
-    if store.windowed:
-        return store.ring(side).map(lambda x: pick(x, at.pos % x.shape[2]))
-    return store.read(side, blocks).map(lambda x: pick(x.flatten(2, 3), at.slot))
+def _open_tokens(fmt: Format, side: State, at: _Places, blocks: int) -> Operand:
+    """What a format holds of open tokens: in the ring at their position, or in the arena at their slot."""
+    if fmt.windowed:
+        return fmt.ring(side).map(lambda x: pick(x, at.pos % x.shape[2]))
+    return fmt.read(side, blocks).map(lambda x: pick(x.flatten(2, 3), at.slot))
 
 
 def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
@@ -126,8 +126,8 @@ def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
 def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, count: torch.Tensor) -> Region:
     """The region of a call from `k`, `v` `[B, H, T, D]`, real tokens first, and `count` `[B]`.
 
-    Tokens that are not finite in K or V become zeros, are masked, and counted in the state. Stores may fix scales of
-    the row here (`Store.open`); nothing else of the state changes.
+    Tokens that are not finite in K or V become zeros, are masked, and counted in the state. Formats may fix scales of
+    the row here (`Format.open`); nothing else of the state changes.
     """
     window, tokens, length = spec.window, k.shape[2], state["length"]
     at = _places(state, window, tokens, count)
@@ -136,11 +136,11 @@ def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor
     state["nonfinite"].add_(bad.sum(-1))
 
     sides = []
-    for name, store, x in (("k", spec.k, k), ("v", spec.v, v)):
+    for name, fmt, x in (("k", spec.k, k), ("v", spec.v, v)):
         side = side_of(state, name)
         clean = torch.where((real[:, None] & ~bad)[..., None], x.float(), 0.0)
-        arrived = store.open(Arrival(clean, real, length, count, window.block), side)
-        joined = _join(_open_tokens(store, side, at, state["block_len"].shape[1]), arrived, at)
+        arrived = fmt.open(Arrival(clean, real, length, count, window.block), side)
+        joined = _join(_open_tokens(fmt, side, at, state["block_len"].shape[1]), arrived, at)
         sides.append(joined.map(lambda x: x.unflatten(2, (-1, window.block))))
 
     dropped = pick(bits_to_bool(state["dropped"]).flatten(2)[..., None], at.slot)[..., 0]

@@ -1,4 +1,4 @@
-"""Tiles: blocks of stored tokens in the form of their store, each token knowing which queries see it."""
+"""Tiles: blocks of stored tokens in the form of their format, each token knowing which queries see it."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
     valid = (offset < length) & (index < closed[:, None])[..., None]
     since = torch.where(valid, 0, FOREVER).int()
     keep = ~bits_to_bool(state["dropped"][:, :, :blocks])
-    k, v = (store.read(side_of(state, side), blocks) for side, store in (("k", spec.k), ("v", spec.v)))
+    k, v = (fmt.read(side_of(state, side), blocks) for side, fmt in (("k", spec.k), ("v", spec.v)))
     since = since[:, None]
     return Tiles(k, v, (start + offset)[:, None], since, torch.full_like(since, FOREVER), keep)

@@ -9,7 +9,7 @@ from qattn_kernels.launch.panel import Panel
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layout import State
-from qattn_kernels.ops.append.launch import append, append_long, center, finish, make_panel, rank, undo
+from qattn_kernels.ops.append.launch import append, append_long, center, finish, make_panel, rank, unpack_past
 from qattn_kernels.ops.decode.launch import decode
 from qattn_kernels.ops.prefill.launch import prefill
 from qattn_kernels.ops.sink_pool.launch import compete, restore
@@ -40,7 +40,7 @@ def fused_step(
 def write_long(call: Call, past: int) -> Panel:
     """What a long call does before it attends; returns what its queries see."""
     panel = make_panel(call, past)
-    undo(call, panel, past)
+    unpack_past(call, panel, past)
     restore(call, panel, past)
     compete(call)
     rank(call)

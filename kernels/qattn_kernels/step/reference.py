@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.skip_counts import add_tally
+from qattn_kernels.layer.skip_counts import add_skip_counts
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layout import State
 from qattn_kernels.ops.append.reference import append
@@ -48,6 +48,6 @@ def reference_step(
         result = prefill(q, q_pos, past, state, spec, region, scores)
     if spec.sink_pool.num:
         settle(state, region.closed)
-    if result.tally is not None:
-        add_tally(state, result.tally)
+    if result.skip_counts is not None:
+        add_skip_counts(state, result.skip_counts)
     return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]

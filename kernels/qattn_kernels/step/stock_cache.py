@@ -31,7 +31,7 @@ def attend_over(
         key_mask: bool `[B, S]`, false for columns that hold no token; those behind the new ones count as such, and
             those whose key or value is not finite, which would be in the scales and means of all others.
         offset: column of the first query, one for all rows or `[B]`.
-        spec: of stores in the model's precision; `spec.impl` computes.
+        spec: of formats in the model's precision; `spec.impl` computes.
 
     Returns:
         `[B, Hq, T, Dv]` in the query's dtype; fp32 log-sum-exp `[B, Hq, T]` of the true scores, what smoothing took off

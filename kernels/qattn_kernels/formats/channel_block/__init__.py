@@ -1,1 +1,1 @@
-"""What stores share whose tokens have one scale for each block of channels, behind a ring in the model's precision."""
+"""What formats share whose tokens have one scale for each block of channels, behind a ring in the model's precision."""

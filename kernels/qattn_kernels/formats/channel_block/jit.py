@@ -1,6 +1,6 @@
 """What formats with a scale a token and block of channels share in kernels: `formats/channel_block/reference.py`.
 
-Levels enter the products of a decode as INT8, exact, a block of channels at a time; queries and weights as 8-bit twins.
+Levels enter the products of a decode as INT8, exact, a block of channels at a time; queries and weights as INT8 pairs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.codebook import half_bytes
 from qattn_kernels.formats.packing import read_codes, write_codes
-from qattn_kernels.jit.split_int8 import TWIN_TOP, dot_twins, join_twins, twin_weights
+from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import by_part, by_token, in_line, part_order, stack, take_turns, unstack
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
@@ -62,8 +62,8 @@ def put_block(S, x, at, ENCODE: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.co
 def get_block(
     S, at, LEVELS: tl.constexpr, UNIT: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr
 ):
-    """Tokens `[BLOCK, DP]` of a closed block, undone; no scales. `LEVELS` makes INT8 levels of int32 codes, which count
-    `UNIT` each."""
+    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales. `LEVELS` makes INT8 levels of int32 codes, which
+    count `UNIT` each."""
     BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
     GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
     level = LEVELS(read_codes(S.codes, at, BITS, WOVEN, VALUES, C), BITS).to(tl.float32) * UNIT
@@ -82,7 +82,8 @@ def _scales(S, at, g: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
-    """Products `[BLOCK, Q]` of levels and scales with twins `x8` of `COUNT` groups of channels from group `g` on."""
+    """Products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8` of `COUNT` groups of channels from group `g`
+    on."""
     GROUP: tl.constexpr = C.K_CHANNELS
     if g * GROUP >= C.D:
         return tl.full([C.BLOCK, x8.shape[1] // 2], 0, tl.float32)
@@ -97,10 +98,10 @@ def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.con
             k = tl.load(
                 S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0
             )
-            s = join_twins(dot_twins(k, x8))
+            s = join_split(dot_split(k, x8))
         else:
             lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, False, C), BITS, C.PLAIN)
-            s = stack(join_twins(dot_twins(lo, x8)), join_twins(dot_twins(hi, x8)))
+            s = stack(join_split(dot_split(lo, x8)), join_split(dot_split(hi, x8)))
         return s * by_part(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
 
 
@@ -127,7 +128,8 @@ def _largest(S, at, g: tl.constexpr, COUNT: tl.constexpr, C: tl.constexpr):
 def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
     """Sums `[COUNT * GROUP, Q]` of levels and scales, weighed by `y` `[BLOCK, Q]` in `token_order`, for `COUNT` groups
-    of channels from group `g` on. A scale is multiplied into its token's weight before the weights become twins."""
+    of channels from group `g` on. A scale is multiplied into its token's weight before the weights become INT8
+    pairs."""
     GROUP: tl.constexpr = C.V_CHANNELS
     if g * GROUP >= C.D:
         return tl.full([COUNT * GROUP, y.shape[1]], 0, tl.float32)
@@ -142,12 +144,12 @@ def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
             v = tl.load(
                 S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :], mask=(d < C.D)[:, None], other=0
             )
-            o = dot_twins(v, twin_weights(y, C))
+            o = dot_split(v, split_weights(y, C))
         else:
             y_lo, y_hi = unstack(y)
             lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, True, C), BITS, C.PLAIN)
-            o = tl.dot(hi, twin_weights(y_hi, C), acc=dot_twins(lo, twin_weights(y_lo, C)), out_dtype=tl.int32)
-        return join_twins(o)
+            o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
+        return join_split(o)
 
 
 @triton.jit
@@ -156,5 +158,5 @@ def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.cons
     """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
     COUNT: tl.constexpr = C.DP // C.V_CHANNELS
     top = tl.maximum(tl.max(p * by_token(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), 1e-30)
-    o = group_values(S, at, p * (1.0 / top * TWIN_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
+    o = group_values(S, at, p * (1.0 / top * SPLIT_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
     return acc * alpha[None, :] + o * (beta * top * (UNIT / 127.0))[None, :], tl.sum(p, 0)

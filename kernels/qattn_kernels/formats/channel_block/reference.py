@@ -1,4 +1,4 @@
-"""What stores share whose tokens have one scale for each block of channels, behind a ring in the model's precision."""
+"""What formats share whose tokens have one scale for each block of channels, behind a ring in the model's precision."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenStore, Operand, pack, unpack, write_rows
+from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack, write_rows
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
-class ChannelBlockStore(OpenStore):
+class ChannelBlockFormat(OpenFormat):
     """Base: codes of `bits` bits, `value = level * scale` with an fp16 scale for `group(D)` channels of a token.
 
     Attributes:

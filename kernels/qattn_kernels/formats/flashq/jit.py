@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.flashq.reference import FlashQStore, Low
+from qattn_kernels.formats.flashq.reference import FlashQFormat, Low
 from qattn_kernels.formats.int8.jit import quantize, token_values
 from qattn_kernels.formats.int8_ring.jit import ring_scores as ring_scores
 from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
 from qattn_kernels.jit.math import divide, round_even
-from qattn_kernels.jit.split_int8 import TWIN_TOP, twin
+from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_int8
 
 NONE, ALL, LISTED, RANKED = (tl.constexpr(int(kind)) for kind in Low)  # of a side's heads have 2 bits
 
@@ -33,15 +33,15 @@ class Tensors(NamedTuple):
     mask: Any
 
 
-TWINS = True
+SPLITS_INT8 = True
 LEVELS = tl.constexpr(119)
 
 
 @lru_cache(maxsize=1024)
-def head_numbers(store: FlashQStore, heads: int) -> dict[str, int]:
+def head_numbers(fmt: FlashQFormat, heads: int) -> dict[str, int]:
     """What kernels take beside the state, as `number` reads it."""
-    listed = sum(1 << head for head in store.low_heads or ())
-    return {name: 2 * value + 3 for name, value in (("low", store.low(heads)), ("mask", listed))}
+    listed = sum(1 << head for head in fmt.low_heads or ())
+    return {name: 2 * value + 3 for name, value in (("low", fmt.low(heads)), ("mask", listed))}
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    """Stage two undone: INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
+    """Stage two dequantized: INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
     at = (b * C.H + h).to(tl.int64) * NB + index
@@ -173,14 +173,15 @@ def _by_rows(x, C: tl.constexpr):
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     """Channel steps go into the query, scaled for the largest that there can be: a maximum would cost a reduction a
-    block, and twins have bits to spare. The sum of zeros is one of integers, which a warp has an instruction for."""
+    block, and INT8 pairs have bits to spare. The sum of zeros is one of integers, which a warp has an instruction
+    for."""
     d = tl.arange(0, C.DP)
     step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0)
     zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0)
     s = tl.load(S.s + at)
     LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the steps of codes that span [-119, 119]
     FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels stay in int32
-    x8 = twin(query[4] * (step.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
+    x8 = split_int8(query[4] * (step.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
     off = tl.sum((query[4] * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query[3]
     products = code_scores(S.codes4 if BITS == 4 else S.codes2, index, x8, BITS, C) * (s * LARGEST)
     return products * query[3][None, :] + (off * (s * (1.0 / FINE)))[None, :]
@@ -188,13 +189,13 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    """Channel steps go into the sum, and a zero point is weighed with the sum of the weights: twins leave so little of
-    these that their own sum serves as well as that of rounded ones."""
+    """Channel steps go into the sum, and a zero point is weighed with the sum of the weights: INT8 pairs leave so
+    little of these that their own sum serves as well as that of rounded ones."""
     d = tl.arange(0, C.DP)
     step = _by_rows(tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
     zero = _by_rows(tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
     s = tl.load(S.s + at)
-    o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * TWIN_TOP, channels(C), BITS, C)
+    o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * SPLIT_TOP, channels(C), BITS, C)
     o *= (step * (1.0 / 127.0))[:, None]
     total = tl.sum(p, 0)
     return acc * alpha[None, :] + (o + total[None, :] * zero[:, None]) * (beta * s)[None, :], total

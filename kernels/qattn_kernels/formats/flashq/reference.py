@@ -1,7 +1,7 @@
 """FlashQ, TurboAttention's progressive format: INT8 tokens first, then 4 or 2 bits a channel of a block, in integers.
 
 TurboAttention section 3, Eq. 3, 4 and 7, Algorithms 1 and 2. Where the paper's forms differ from one another, the
-rounded scale with a centred zero point is used: its undone values always fit INT8.
+rounded scale with a centred zero point is used: its dequantized values always fit INT8.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from qattn_kernels.formats.base import (
     INT8_LEVELS,
     Arrival,
     Block,
+    Format,
     Operand,
-    Store,
     int8_ring,
     int8_tokens,
     pack,
@@ -47,7 +47,8 @@ def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.
 
 
 def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Asymmetric `bits`-bit codes of `X1` `[..., block, D]` a channel: `(code, s2, z2)`, undone as `code * s2 + z2`.
+    """Asymmetric `bits`-bit codes of `X1` `[..., block, D]` a channel: `(code, s2, z2)`, dequantized as `code * s2 +
+    z2`.
 
     Tokens outside `keep` `[..., block]` do not widen the range; in a block without any, the range is zero.
     """
@@ -91,7 +92,7 @@ def _entropy(values: torch.Tensor, keep: torch.Tensor, low: torch.Tensor, high: 
 
 
 @dataclass(frozen=True)
-class FlashQStore(Store):
+class FlashQFormat(Format):
     """INT8 ring, 4- and 2-bit blocks.
 
     Attributes:
@@ -243,4 +244,4 @@ class FlashQStore(Store):
             state["universal"].masked_fill_((length < window.block)[:, None], 0.0)
 
 
-STORE = FlashQStore
+FORMAT = FlashQFormat

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Operand, Store, write_rows
+from qattn_kernels.formats.base import Arrival, Block, Format, Operand, write_rows
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = 448.0  # of E4M3
@@ -31,7 +31,7 @@ def fp8_tokens(x: torch.Tensor) -> Operand:
 
 
 @dataclass(frozen=True)
-class Fp8Store(Store):
+class Fp8Format(Format):
     """One byte a value, one fp32 scale a token; a token is final when it is written."""
 
     name = "fp8"
@@ -62,4 +62,4 @@ class Fp8Store(Store):
         return [[8] * heads for _ in range(state["codes"].shape[0])]
 
 
-STORE = Fp8Store
+FORMAT = Fp8Format

@@ -18,7 +18,7 @@ from qattn_kernels.formats.int8.jit import place as place
 from qattn_kernels.formats.int8.jit import seen as seen
 from qattn_kernels.formats.model.jit import open as open
 from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
-from qattn_kernels.jit.split_int8 import own_columns, whole_columns
+from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
 from qattn_kernels.jit.tile_order import in_line
 
 
@@ -47,7 +47,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of a closed block, undone; no scales."""
+    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
     at = (b * C.H + h).to(tl.int64) * NB + index
     t, d = tl.arange(0, C.BLOCK), tl.arange(0, C.DP)
     x = numbers(tl.load(addresses(S.codes, at, t, True, C), mask=(d < C.D)[None, :], other=0)).to(tl.float32)
@@ -62,5 +62,5 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     codes = S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :]
     v = numbers(tl.load(codes, mask=(d < C.D)[:, None], other=0)).to(tl.float16)
     scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0)
-    o = own_columns(tl.dot(v, whole_columns(in_line(p, C.PARTS).to(tl.float16), C)), C)
+    o = unrepeated_columns(tl.dot(v, repeated_columns(in_line(p, C.PARTS).to(tl.float16), C)), C)
     return acc * alpha[None, :] + o * scale[:, None] * beta[None, :], tl.sum(p, 0)

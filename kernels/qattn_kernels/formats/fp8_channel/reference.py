@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenStore, Operand, write_rows
+from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.fp8.reference import LARGEST, to_fp8
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 @dataclass(frozen=True)
-class Fp8ChannelStore(OpenStore):
+class Fp8ChannelFormat(OpenFormat):
     """`scale = max|x| / 448` of a channel, `x / scale` rounded to E4M3, lying `[D, tokens]`.
 
     Attributes:
@@ -70,4 +70,4 @@ def channel_scale(x: torch.Tensor) -> torch.Tensor:
     return torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
 
 
-STORE = Fp8ChannelStore
+FORMAT = Fp8ChannelFormat

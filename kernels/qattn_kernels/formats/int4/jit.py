@@ -14,7 +14,7 @@ from qattn_kernels.formats.int8_ring.jit import ring_scores as ring_scores
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
 from qattn_kernels.jit.tile_order import by_token
 
-TWINS = True
+SPLITS_INT8 = True
 LEVELS = tl.constexpr(7)
 OFFSET = tl.constexpr(8)  # of a packed code, which has no sign
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Operand, Store, int8_ring, int8_tokens, pack, unpack, write_rows
+from qattn_kernels.formats.base import Arrival, Block, Format, Operand, int8_ring, int8_tokens, pack, unpack, write_rows
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LEVELS = 7  # symmetric: -8 is not used
@@ -15,7 +15,7 @@ OFFSET = 8  # of a packed code, which has no sign
 
 
 @dataclass(frozen=True)
-class Int4Store(Store):
+class Int4Format(Format):
     """`scale = max|x| / 7` of a token, `code = round(x / scale)`; keys only."""
 
     name = "int4"
@@ -47,4 +47,4 @@ class Int4Store(Store):
         return [[4] * heads for _ in range(state["codes"].shape[0])]
 
 
-STORE = Int4Store
+FORMAT = Int4Format

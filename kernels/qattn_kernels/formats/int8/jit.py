@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import divide, round_even
-from qattn_kernels.jit.split_int8 import TWIN_TOP, dot_twins, join_twins, twin_weights
+from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import by_token, in_line, token_order
 
 LEVELS = tl.constexpr(127)
@@ -110,7 +110,7 @@ def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query
         tl.load(codes + token_order(TOKENS, PARTS)[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0)
     )
     if C.N > C.Q:
-        s = join_twins(dot_twins(k, query[2]))
+        s = join_split(dot_split(k, query[2]))
     else:  # codes are exact in fp16, whose conversions are far cheaper than bf16's
         s = tl.dot(k.to(tl.float16), query[2])
     return s * query[3][None, :] * by_token(tl.load(scales + t), PARTS)[:, None]
@@ -127,7 +127,7 @@ def token_values(
     w = p * by_token(tl.load(scales + t), PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), 1e-30)
     if C.N > C.Q:
-        o = join_twins(dot_twins(v, twin_weights(in_line(w * (1.0 / top * TWIN_TOP)[None, :], PARTS), C)))
+        o = join_split(dot_split(v, split_weights(in_line(w * (1.0 / top * SPLIT_TOP)[None, :], PARTS), C)))
         unit = 1.0 / 127.0
     else:
         o = tl.dot(v.to(tl.float16), in_line(w * (1.0 / top)[None, :], PARTS).to(tl.float16))

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Operand, Store, int8_tokens, write_rows
+from qattn_kernels.formats.base import Arrival, Block, Format, Operand, int8_tokens, write_rows
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LEVELS = 127  # nothing is built on top of these codes, so they take the whole range
 
 
 @dataclass(frozen=True)
-class Int8Store(Store):
+class Int8Format(Format):
     """`scale = max|x| / 127` of a token, `code = round(x / scale)`. Append only: no token is ever touched again."""
 
     name = "int8"
@@ -42,4 +42,4 @@ class Int8Store(Store):
         return [[8] * heads for _ in range(state["codes"].shape[0])]
 
 
-STORE = Int8Store
+FORMAT = Int8Format

@@ -1,6 +1,6 @@
 """INT8 values with one scale a block in kernels: `formats/int8_block/reference.py` is the specification.
 
-A decode multiplies weights as 8-bit twins, which err less than the INT8 of the specification, so that whether a row sum
+A decode multiplies weights as INT8 pairs, which err less than the INT8 of the specification, so that whether a row sum
 is of rounded weights makes no difference. Open values stand in the model's precision.
 """
 
@@ -17,7 +17,7 @@ from qattn_kernels.formats.int8.jit import locate as locate
 from qattn_kernels.formats.int8.jit import place as place
 from qattn_kernels.formats.model.jit import open as open
 from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
-from qattn_kernels.jit.split_int8 import TWIN_TOP, dot_twins, join_twins, twin_weights
+from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import in_line
 
 
@@ -59,7 +59,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     v = tl.load(codes, mask=(d < C.D)[:, None], other=0)
     scale = tl.load(S.scale + at)
     if C.N > C.Q:
-        o = join_twins(dot_twins(v, twin_weights(in_line(p * TWIN_TOP, C.PARTS), C)))
+        o = join_split(dot_split(v, split_weights(in_line(p * SPLIT_TOP, C.PARTS), C)))
         scale *= 1.0 / 127.0
     else:
         o = tl.dot(v.to(tl.float16), in_line(p, C.PARTS).to(tl.float16))

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenStore, Operand, int8_tokens, write_rows
+from qattn_kernels.formats.base import Block, OpenFormat, Operand, int8_tokens, write_rows
 from qattn_kernels.formats.int8.reference import LEVELS
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 @dataclass(frozen=True)
-class Int8BlockStore(OpenStore):
+class Int8BlockFormat(OpenFormat):
     """`scale = max|x| / 127` of a block and head, `code = round(x / scale)`, lying `[D, tokens]`.
 
     Attributes:
@@ -71,4 +71,4 @@ class Int8BlockStore(OpenStore):
             state["scale"].masked_fill_((closed == 0)[:, None], 0.0)
 
 
-STORE = Int8BlockStore
+FORMAT = Int8BlockFormat

@@ -1,16 +1,16 @@
-"""INT8 with one scale a token behind a ring: beside a store that closes blocks both sides of a layer have a ring."""
+"""INT8 with one scale a token behind a ring: beside a format that closes blocks both sides of a layer have a ring."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from qattn_kernels.formats.base import int8_ring
-from qattn_kernels.formats.int8.reference import Int8Store
+from qattn_kernels.formats.int8.reference import Int8Format
 from qattn_kernels.layout import Geometry, TensorSpec
 
 
 @dataclass(frozen=True)
-class Int8RingStore(Int8Store):
+class Int8RingFormat(Int8Format):
     """Tokens are final when they are written, into the ring; a full block moves into the arenas as it is; keys only."""
 
     name = "int8_ring"
@@ -20,4 +20,4 @@ class Int8RingStore(Int8Store):
         return int8_ring(geo, slots, dim)
 
 
-STORE = Int8RingStore
+FORMAT = Int8RingFormat

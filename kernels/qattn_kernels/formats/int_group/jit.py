@@ -17,10 +17,10 @@ from qattn_kernels.formats.model.jit import open as open
 from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
 from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
-from qattn_kernels.jit.split_int8 import dot_twins, join_twins
+from qattn_kernels.jit.split_int8 import dot_split, join_split
 from qattn_kernels.jit.tile_order import token_order
 
-TWINS = True
+SPLITS_INT8 = True
 
 
 class Tensors(NamedTuple):
@@ -80,7 +80,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of a closed block, undone; no scales."""
+    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
     BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
     GROUP: tl.constexpr = "token" if VALUES else C.K_GROUP
     at = (b * C.H + h).to(tl.int64) * NB + index
@@ -102,7 +102,7 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     if BITS == 8:
         d = tl.arange(0, C.DP)
         codes = S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
-        s = join_twins(dot_twins(tl.load(codes, mask=(d < C.D)[None, :], other=0), query[2]))
+        s = join_split(dot_split(tl.load(codes, mask=(d < C.D)[None, :], other=0), query[2]))
     else:  # the offset of the codes comes out as that many sums of the query
         s = code_scores(S.codes, at, query[2], 4, C) - (tl.sum(query[4], 0) * OFFSET)[None, :]
     return s * query[3][None, :] * scale[:, None]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenStore, Operand, pack, unpack, write_rows
+from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack, write_rows
 from qattn_kernels.formats.granularity import key_groups, key_scales, shared_maximum
 from qattn_kernels.formats.int4.reference import OFFSET
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 @dataclass(frozen=True)
-class IntGroupStore(OpenStore):
+class IntGroupFormat(OpenFormat):
     """`scale = max|x| / 127` (4 bits: 7) of a group of tokens, `code = round(x / scale)`.
 
     Attributes:
@@ -71,4 +71,4 @@ class IntGroupStore(OpenStore):
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]
 
 
-STORE = IntGroupStore
+FORMAT = IntGroupFormat

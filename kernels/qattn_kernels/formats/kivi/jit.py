@@ -3,7 +3,7 @@
 A group of tokens is a block, one of channels as large.
 
 Codes enter the products of a decode as integers, exact, whatever the model's precision; queries and weights as 8-bit
-twins, which err less than bf16 does.
+INT8 pairs, which err less than bf16 does.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
 from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.jit.math import round_even
-from qattn_kernels.jit.split_int8 import TWIN_TOP, own_columns, twin, whole_columns
+from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_int8, unrepeated_columns
 from qattn_kernels.jit.tile_order import by_token, in_line, unstack
 
-TWINS = True
+SPLITS_INT8 = True
 LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
@@ -93,7 +93,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of a closed block, undone; no scales."""
+    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
     at = (b * C.H + h).to(tl.int64) * NB + index
     if VALUES:
         code = read_codes(S.codes, at, C.V_BITS, False, True, C).to(tl.float32)
@@ -123,24 +123,24 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     top = tl.maximum(size.to(tl.float32, bitcast=True), 1e-30)
     off = tl.sum(query[1] * zero[:, None], 0)[None, :]
     up = (top * (1.0 / 127.0))[None, :]
-    return code_scores(S.codes, at, twin(x * (1.0 / top * TWIN_TOP)[None, :], C), BITS, C) * up + off
+    return code_scores(S.codes, at, split_int8(x * (1.0 / top * SPLIT_TOP)[None, :], C), BITS, C) * up + off
 
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    """With one group of channels a token's step goes into its weight; with more, values are undone."""
+    """With one group of channels a token's step goes into its weight; with more, values are dequantized."""
     if (C.BLOCK >= C.D) and (C.BLOCK >= 64):
         t = at * C.BLOCK + tl.arange(0, C.BLOCK)
         w = p * by_token(tl.load(S.step + t).to(tl.float32), C.PARTS)[:, None]
         off = tl.sum(p * by_token(tl.load(S.zero + t).to(tl.float32), C.PARTS)[:, None], 0)
         top = tl.maximum(tl.max(w, 0), 1e-30)
-        o = code_values(S.codes, at, w * (1.0 / top * TWIN_TOP)[None, :], channels(C), BITS, C)
+        o = code_values(S.codes, at, w * (1.0 / top * SPLIT_TOP)[None, :], channels(C), BITS, C)
         o = o * (top * (1.0 / 127.0))[None, :] + off[None, :]
     else:
         lo, hi = half_values(S.codes, at, channels(C), BITS, C)
         p_lo, p_hi = unstack(in_line(p, C.PARTS).to(tl.float16))
-        o = tl.dot(_undone_half(S, lo, at, 0, BITS, C), whole_columns(p_lo, C))
-        o = own_columns(tl.dot(_undone_half(S, hi, at, 1, BITS, C), whole_columns(p_hi, C), acc=o), C)
+        o = tl.dot(_undone_half(S, lo, at, 0, BITS, C), repeated_columns(p_lo, C))
+        o = unrepeated_columns(tl.dot(_undone_half(S, hi, at, 1, BITS, C), repeated_columns(p_hi, C), acc=o), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 

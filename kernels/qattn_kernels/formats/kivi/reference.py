@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenStore, Operand, pack, unpack, write_rows
+from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack, write_rows
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = torch.finfo(torch.float16).max
@@ -31,7 +31,7 @@ def encode(x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, bits: int) -
 
 
 @dataclass(frozen=True)
-class KiviStore(OpenStore):
+class KiviFormat(OpenFormat):
     """Blocks of asymmetric codes behind a ring in the model's precision.
 
     Attributes:
@@ -101,4 +101,4 @@ class KiviStore(OpenStore):
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]
 
 
-STORE = KiviStore
+FORMAT = KiviFormat

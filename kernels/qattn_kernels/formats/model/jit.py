@@ -11,7 +11,7 @@ from qattn_kernels.formats.int8.jit import channels as channels
 from qattn_kernels.formats.int8.jit import locate as locate
 from qattn_kernels.formats.int8.jit import place as place
 from qattn_kernels.formats.int8.jit import seen as seen
-from qattn_kernels.jit.split_int8 import own_columns, whole_columns
+from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
 from qattn_kernels.jit.tile_order import in_line, token_order
 
 
@@ -51,8 +51,8 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
     """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
     k = _tokens(x, token_order(TOKENS, PARTS), C)
-    q = whole_columns(query[0].to(k.dtype), C)
-    return own_columns(tl.dot(k, q, input_precision="ieee"), C) * query_scale
+    q = repeated_columns(query[0].to(k.dtype), C)
+    return unrepeated_columns(tl.dot(k, q, input_precision="ieee"), C) * query_scale
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def token_values(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, be
     """The same for values that lie as keys do: the accumulator, and the sum of the weights `p`
     `[TOKENS, Q]`, which come in `token_order`."""
     v = tl.trans(_tokens(x, tl.arange(0, TOKENS), C))
-    o = own_columns(tl.dot(v, whole_columns(in_line(p, PARTS).to(v.dtype), C), input_precision="ieee"), C)
+    o = unrepeated_columns(tl.dot(v, repeated_columns(in_line(p, PARTS).to(v.dtype), C), input_precision="ieee"), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 

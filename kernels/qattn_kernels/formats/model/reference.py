@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Operand, Store, write_rows
+from qattn_kernels.formats.base import Arrival, Block, Format, Operand, write_rows
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 @dataclass(frozen=True)
-class ModelStore(Store):
+class ModelFormat(Format):
     """Keys or values as the model made them."""
 
     name = "model"
@@ -34,4 +34,4 @@ class ModelStore(Store):
         return [[bits] * heads for _ in range(state["x"].shape[0])]
 
 
-STORE = ModelStore
+FORMAT = ModelFormat

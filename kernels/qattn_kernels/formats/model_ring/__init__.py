@@ -1,1 +1,1 @@
-"""Model precision behind a ring: beside a store that closes blocks both sides of a layer have a ring."""
+"""Model precision behind a ring: beside a format that closes blocks both sides of a layer have a ring."""

@@ -1,18 +1,18 @@
-"""Model precision behind a ring: beside a store that closes blocks both sides of a layer have a ring."""
+"""Model precision behind a ring: beside a format that closes blocks both sides of a layer have a ring."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qattn_kernels.formats.base import OpenStore
-from qattn_kernels.formats.model.reference import ModelStore
+from qattn_kernels.formats.base import OpenFormat
+from qattn_kernels.formats.model.reference import ModelFormat
 
 
 @dataclass(frozen=True)
-class ModelRingStore(OpenStore, ModelStore):
+class ModelRingFormat(OpenFormat, ModelFormat):
     """Keys or values as the model made them, in the ring and in the arenas."""
 
     name = "model_ring"
 
 
-STORE = ModelRingStore
+FORMAT = ModelRingFormat

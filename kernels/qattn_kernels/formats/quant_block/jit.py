@@ -17,7 +17,7 @@ from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
 from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
 from qattn_kernels.jit.math import round_even
 
-TWINS = True
+SPLITS_INT8 = True
 UNIT_4 = tl.constexpr(1 / 16)  # see `half_offsets`
 UNIT_8 = tl.constexpr(1.0)
 

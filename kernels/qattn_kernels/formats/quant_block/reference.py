@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.channel_block.reference import LARGEST, ChannelBlockStore
+from qattn_kernels.formats.channel_block.reference import LARGEST, ChannelBlockFormat
 
 GROUP = 32
 
 
 @dataclass(frozen=True)
-class QuantBlockStore(ChannelBlockStore):
+class QuantBlockFormat(ChannelBlockFormat):
     """8 bits: `scale = max|x| / 127`, `code = round(x / scale)`. 4 bits: `scale = m / -8` with `m` the SIGNED value of
     largest magnitude (the negative one of two), `code = min(15, floor(x / scale + 8.5))`, `value = (code - 8) * scale`.
 
@@ -45,4 +45,4 @@ def _half(scale: torch.Tensor) -> torch.Tensor:
     return scale.clamp(-LARGEST, LARGEST).half()
 
 
-STORE = QuantBlockStore
+FORMAT = QuantBlockFormat

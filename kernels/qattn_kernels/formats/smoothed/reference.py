@@ -1,4 +1,4 @@
-"""Smoothed keys around another store: a row's mean key is taken off before codes are made, and kept beside them.
+"""Smoothed keys around another format: a row's mean key is taken off before codes are made, and kept beside them.
 
 SageAttention2's smoothing of K: channels of keys share a mean that queries see as one constant, so that codes need not
 span it. Scores are of the true keys here (the mean's share is added back), which leaves soft caps, learned sinks and
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Operand, Store
-from qattn_kernels.formats.int_group.reference import IntGroupStore
+from qattn_kernels.formats.base import Arrival, Block, Format, Operand
+from qattn_kernels.formats.int_group.reference import IntGroupFormat
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
@@ -26,19 +26,19 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class SmoothedStore(Store):
+class SmoothedFormat(Format):
     """Keys of `core_store` around the mean key of a row's first block, fixed when that closes.
 
-    The ring is the inner store's and holds tokens as they came: until a row has a block there is no mean.
+    The ring is the inner format's and holds tokens as they came: until a row has a block there is no mean.
     """
 
-    core_store: Store = field(default_factory=IntGroupStore)
+    core_store: Format = field(default_factory=IntGroupFormat)
 
     name = "smoothed"
     windowed = True
 
     @property
-    def core(self) -> Store:
+    def core(self) -> Format:
         return self.core_store
 
     @property
@@ -67,7 +67,7 @@ class SmoothedStore(Store):
         count as zeros: any mean leaves the scores as they are)."""
         if not self.integer:
             return self.core.seen(tokens, state)
-        x = tokens.undone()
+        x = tokens.dequantize()
         first = tree_sum(x[:, :, 0]) / x.shape[-2]
         fixed = (state["mean"] != 0).any(-1, keepdim=True)
         mean = torch.where(fixed, state["mean"], first)[:, :, None, None]
@@ -76,7 +76,7 @@ class SmoothedStore(Store):
         return coded._replace(mean=mean.expand(-1, -1, x.shape[2], -1, -1))
 
     def write(self, state: State, block: Block) -> None:
-        keep, x = block.keep[..., None], block.tokens.undone()
+        keep, x = block.keep[..., None], block.tokens.dequantize()
         count = keep.sum(-2).clamp(min=1)
         found = tree_sum(torch.where(keep, x, 0.0)) / count
         first = (block.write & (block.index == 0))[:, None, None]
@@ -97,4 +97,4 @@ class SmoothedStore(Store):
         self.core.cropped(state, window, length, closed)
 
 
-STORE = SmoothedStore
+FORMAT = SmoothedFormat

@@ -18,7 +18,7 @@ from qattn_kernels.formats.model.jit import open as open
 from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
 from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
 
-TWINS = True
+SPLITS_INT8 = True
 UNIT = tl.constexpr(LEVEL)
 MIDPOINTS_2, MIDPOINTS_3, MIDPOINTS_4 = (tl.constexpr(tuple(midpoints(bits))) for bits in (2, 3, 4))
 

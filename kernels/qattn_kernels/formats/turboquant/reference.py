@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from qattn_kernels.formats.channel_block.reference import LARGEST, ChannelBlockStore
+from qattn_kernels.formats.channel_block.reference import LARGEST, ChannelBlockFormat
 from qattn_kernels.formats.lloyd_max import LEVELS, UNIT, codebook, midpoints
 
 
@@ -23,7 +23,7 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class TurboQuantStore(ChannelBlockStore):
+class TurboQuantFormat(ChannelBlockFormat):
     """The nearest level of `x / deviation` for each channel; the scale is the block's norm over that of its levels, so
     that the restored block has the norm it had.
 
@@ -75,4 +75,4 @@ def _table(bits: int, device: torch.device) -> torch.Tensor:
         return torch.tensor(codebook(bits), dtype=torch.float32, device=device)
 
 
-STORE = TurboQuantStore
+FORMAT = TurboQuantFormat

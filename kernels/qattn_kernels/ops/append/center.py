@@ -7,7 +7,7 @@ import triton.language as tl
 
 from qattn_kernels.jit.rows import slot_bits
 from qattn_kernels.jit.tokens import new_tokens, row_before, with_ring
-from qattn_kernels.ops.append.smooth import mean_key, undone
+from qattn_kernels.ops.append.smooth import dequantize, mean_key
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         code, scale = with_ring(K, code, scale, pos, old, bh, False, C)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         keep = (old | new) & (~bad) & ~(old & (slot_bits(flags, t) == 1))
-        mean = mean_key(undone(K, code, scale), keep, closing > 0)
+        mean = mean_key(dequantize(K, code, scale), keep, closing > 0)
         if closing > 0:
             tl.store(MEAN + bh * C.D + d, mean, mask=d < C.D)
     tl.store(CENTER + bh * C.D + d, mean, mask=d < C.D)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
 from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_codes, row_before, with_ring
-from qattn_kernels.ops.append.smooth import around, mean_key, undone
+from qattn_kernels.ops.append.smooth import around, dequantize, mean_key
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _row_mean(S, MEAN, flags, b, h, start, index, closed, C: tl.constexpr):
     if closed == 0:
         t = tl.arange(0, C.BLOCK)
         code, scale = from_ring(S, start - index * C.BLOCK + t, t >= 0, bh, False, C)
-        mean = mean_key(undone(S, code, scale), slot_bits(flags, t) == 0, True)
+        mean = mean_key(dequantize(S, code, scale), slot_bits(flags, t) == 0, True)
         if index == 0:
             tl.store(MEAN + bh * C.D + d, mean, mask=d < C.D)
     else:
@@ -221,7 +221,7 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
 
 
 @triton.jit
-def undo_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, MEAN, PANEL, NB, slots, K_LOCATE: tl.constexpr,
+def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, MEAN, PANEL, NB, slots, K_LOCATE: tl.constexpr,
                 V_LOCATE: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (block of the past, head, row): packed blocks into the panel."""
     index, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.formats.contract import pieces_of
-from qattn_kernels.formats.flashq.reference import FlashQStore, Low
+from qattn_kernels.formats.contract import jit_of
+from qattn_kernels.formats.flashq.reference import FlashQFormat, Low
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.panel import Panel, tensors
 from qattn_kernels.layer.support import PRIORITIES
 from qattn_kernels.ops.append.center import mean_kernel
-from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, undo_kernel
+from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, unpack_past_kernel
 from qattn_kernels.ops.append.ranking import rank_kernel
 from qattn_kernels.reference.rows import region_blocks
 
@@ -22,12 +22,12 @@ OVERHANG = 128  # slots behind a row's last token that a tile of the prefill may
 def rank(call: Call) -> None:
     """Decide which heads get 2 bits, in rows whose first block the call closes; nothing where no row decides."""
     kinds = [
-        PRIORITIES.index(store.priority) if isinstance(store, FlashQStore) and low == Low.RANKED else -1
-        for store, low in ((call.spec.k, call.sizes.K_LOW), (call.spec.v, call.sizes.V_LOW))
+        PRIORITIES.index(fmt.priority) if isinstance(fmt, FlashQFormat) and low == Low.RANKED else -1
+        for fmt, low in ((call.spec.k, call.sizes.K_LOW), (call.spec.v, call.sizes.V_LOW))
     ]
     if max(kinds) < 0:
         return
-    k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
+    k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     rank_kernel[(call.batch,)](
         *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, *call.picked, call.blocks,
         k.open, k.seen, v.open, v.seen, *kinds, call.sizes, **codes(call.sizes),
@@ -39,13 +39,13 @@ def center(call: Call) -> None:
     if call.sizes.SMOOTH:
         mean_kernel[(call.sizes.H, call.batch)](
             *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.mean, call.center, call.blocks,
-            pieces_of(call.spec.k).open, call.sizes, **codes(call.sizes),
+            jit_of(call.spec.k).open, call.sizes, **codes(call.sizes),
         )  # fmt: skip
 
 
 def append(call: Call) -> None:
     """Write the tokens of a short call and close what is full; the decode commits the lengths."""
-    k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
+    k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     short_kernel[(region_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.mean, *call.picked, call.rows, call.blocks,
@@ -56,7 +56,7 @@ def append(call: Call) -> None:
 
 def append_long(call: Call, panel: Panel) -> None:
     """The same for a long call; new tokens and those that were open also go to the panel, and to the ring later."""
-    k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
+    k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     blocks = region_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
     long_kernel[(blocks, call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
@@ -87,12 +87,12 @@ def make_panel(call: Call, past: int) -> Panel:
     return Panel(*k, *v, bias=empty(shape), pos=pos, rows=call.rows, k_mean=k_mean)
 
 
-def undo(call: Call, panel: Panel, past: int) -> None:
+def unpack_past(call: Call, panel: Panel, past: int) -> None:
     """Unpack what was closed before the call, at most `past` blocks a row, into the panel."""
     if past == 0:
         return
-    k, v, state = pieces_of(call.spec.k), pieces_of(call.spec.v), call.state
-    undo_kernel[(min(past, call.blocks), call.sizes.H, call.batch)](
+    k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
+    unpack_past_kernel[(min(past, call.blocks), call.sizes.H, call.batch)](
         call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.mean,
         tensors(panel), call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes,
         **codes(call.sizes),
@@ -101,7 +101,7 @@ def undo(call: Call, panel: Panel, past: int) -> None:
 
 def finish(call: Call) -> None:
     """After a long call: the newest tokens go to the ring, and the rows' lengths are committed."""
-    k, v, size = pieces_of(call.spec.k), pieces_of(call.spec.v), call.sizes
+    k, v, size = jit_of(call.spec.k), jit_of(call.spec.v), call.sizes
     grid = (-(-size.RING // size.BLOCK), size.H, call.batch) if size.RING else (1, 1, call.batch)
     finish_kernel[grid](
         *call.new, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.table, call.blocks,

@@ -31,16 +31,16 @@ def append(state: State, spec: LayerSpec, region: Region, span: torch.Tensor, co
         index = (region.closed + j).clamp(max=capacity - 1).long()
         closes, reached = j < region.closing, region.valid[:, j, 0]
         write_rows(state["dropped"], index, reached, bool_to_bits(region.valid[:, None, j] & ~region.keep[:, :, j]))
-        for side, store, tokens, keep in (("k", spec.k, region.k, k_keep), ("v", spec.v, region.v, region.keep)):
+        for side, fmt, tokens, keep in (("k", spec.k, region.k, k_keep), ("v", spec.v, region.v, region.keep)):
             block = tokens.map(partial(torch.select, dim=2, index=j))
-            where = closes if store.windowed else reached
-            store.write(side_of(state, side), Block(block, keep[:, :, j], index, where))
+            where = closes if fmt.windowed else reached
+            fmt.write(side_of(state, side), Block(block, keep[:, :, j], index, where))
         for name, value in (("block_pos", region.pos[:, j, 0]), ("block_len", closes.int() * spec.window.block)):
             write_rows(state[name][:, None], index, closes, value[:, None])
     length = state["length"] + count
-    for side, store, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
-        if store.windowed:
-            _fill_ring(store.ring(side_of(state, side)), tokens, state, length)
+    for side, fmt, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
+        if fmt.windowed:
+            _fill_ring(fmt.ring(side_of(state, side)), tokens, state, length)
     if region.given is not None:
         _fill_ring(Operand(state["mass.ring"], None), Operand(region.given, None), state, length)
     state["length"].copy_(length)

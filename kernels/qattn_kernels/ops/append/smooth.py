@@ -9,7 +9,7 @@ from qattn_kernels.jit.tile_order import unstack
 
 
 @triton.jit
-def undone(S, code, scale):
+def dequantize(S, code, scale):
     """The numbers of open tokens, whatever their ring holds."""
     if S.ring.dtype.element_ty == tl.int8:
         return code * scale[:, None]
@@ -35,4 +35,4 @@ def mean_key(x, keep, full):
 @triton.jit
 def around(S, code, scale, keep, mean):
     """Open tokens around the mean, zeros outside `keep`."""
-    return tl.where(keep[:, None], undone(S, code, scale) - mean[None, :], 0.0)
+    return tl.where(keep[:, None], dequantize(S, code, scale) - mean[None, :], 0.0)

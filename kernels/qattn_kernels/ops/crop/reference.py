@@ -7,7 +7,7 @@ import torch
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State
-from qattn_kernels.ops.sink_pool.table import undo
+from qattn_kernels.ops.sink_pool.table import roll_back
 from qattn_kernels.reference.rows import bits_to_bool, bool_to_bits
 
 
@@ -46,9 +46,9 @@ def crop(state: State, spec: LayerSpec, drop: int) -> None:
     state["seen"].sub_(drop)
     _clear_dropped(state, window.block)
     if spec.sink_pool.num:
-        undo(state, spec, cut)
-    for side, store in (("k", spec.k), ("v", spec.v)):
-        store.cropped(side_of(state, side), window, length, closed)
+        roll_back(state, spec, cut)
+    for side, fmt in (("k", spec.k), ("v", spec.v)):
+        fmt.cropped(side_of(state, side), window, length, closed)
 
 
 def _clear_dropped(state: State, block: int) -> None:

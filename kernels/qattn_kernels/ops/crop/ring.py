@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.formats import Operand, Store
+from qattn_kernels.formats import Format, Operand
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State
@@ -22,16 +22,16 @@ def resized_ring(state: State, old: LayerSpec, new: LayerSpec) -> State:
     pool = new.sink_pool
     more = pool.entries(new.window) - pool.entries(old.window)
     made: State = {}
-    for side, store in (("k", old.k), ("v", old.v)):
-        if not store.windowed:
+    for side, fmt in (("k", old.k), ("v", old.v)):
+        if not fmt.windowed:
             continue
-        kept = store.ring(side_of(state, side)).map(
+        kept = fmt.ring(side_of(state, side)).map(
             lambda x: torch.where(held[:, None, :, None], pick(x, pos % before), 0)
         )
-        made |= _named(f"{side}.ring", store, kept)
+        made |= _named(f"{side}.ring", fmt, kept)
         if pool.num:
-            sinks = read_sinks(side_of(state, side), store).map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, more)))
-            made |= _named(f"{side}.sink", store, sinks)
+            sinks = read_sinks(side_of(state, side), fmt).map(lambda x: torch.nn.functional.pad(x, (0, 0, 0, more)))
+            made |= _named(f"{side}.sink", fmt, sinks)
     if pool.num:
         if pool.select == "attention":
             made["mass.ring"] = torch.where(held[:, None, :, None], pick(state["mass.ring"], pos % before), 0)
@@ -40,6 +40,6 @@ def resized_ring(state: State, old: LayerSpec, new: LayerSpec) -> State:
     return made
 
 
-def _named(name: str, store: Store, tokens: Operand) -> State:
-    made = {name: tokens.x.transpose(-1, -2).contiguous() if store.transposed else tokens.x}
+def _named(name: str, fmt: Format, tokens: Operand) -> State:
+    made = {name: tokens.x.transpose(-1, -2).contiguous() if fmt.transposed else tokens.x}
     return made if tokens.scale is None else {**made, f"{name}_scale": tokens.scale}

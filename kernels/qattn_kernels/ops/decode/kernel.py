@@ -12,7 +12,7 @@ import triton.language as tl
 from qattn_kernels.formats.flashq.jit import ALL, NONE
 from qattn_kernels.jit.math import LN2, LOG2E, broken, round_even
 from qattn_kernels.jit.rows import commit_row, load_row, packed_since, settle_sinks, slot_bits
-from qattn_kernels.jit.split_int8 import twin
+from qattn_kernels.jit.split_int8 import split_int8
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.ops.decode.weights import NOTHING, known_mass, may_skip, seen_by, soft_cap, weigh
 from qattn_kernels.ops.sink_pool.kernel import sinks_seen, swapped, turn_of
@@ -24,8 +24,8 @@ FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
 
 @triton.jit
 def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
-    """`[DP, Q]` queries as they came, scaled in fp32, and with one scale each as INT8 twins `[DP, 2 Q]` or in fp16;
-    that scale; what twins were made of, in [-127, 127]; and which are not finite and stand as zeros here."""
+    """`[DP, Q]` queries as they came, scaled in fp32, and with one scale each as INT8 pairs `[DP, 2 Q]` or in fp16;
+    that scale; what INT8 pairs were made of, in [-127, 127]; and which are not finite and stand as zeros here."""
     d = tl.arange(0, C.DP)
     head, column = h * C.G + n % C.G, first + t
     base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
@@ -36,10 +36,10 @@ def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
     scaled = q.to(tl.float32) * scale
     top = tl.max(tl.abs(scaled), 0) + 1e-30
     unit = scaled * (127.0 / top)[None, :]
-    if C.Q_LEVELS < 8:  # asked for; twins err less than eight bits do
+    if C.Q_LEVELS < 8:  # asked for; INT8 pairs err less than eight bits do
         unit = round_even(unit * (C.Q_LEVELS / 127.0)) * (127.0 / C.Q_LEVELS)
     if C.N > C.Q:
-        return q, scaled, twin(unit * 256.0, C), top * (1.0 / 127.0), unit, bad
+        return q, scaled, split_int8(unit * 256.0, C), top * (1.0 / 127.0), unit, bad
     else:
         return q, scaled, (scaled * (1.0 / top)[None, :]).to(tl.float16), top, unit, bad
 
@@ -256,7 +256,7 @@ def stretch_of(blocks, splits, plan, C: tl.constexpr):
 
 @triton.jit
 def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE,
-                  OUT, STATS, TALLY, NB, B, T, scores_of, limits, plan, STAGES: tl.constexpr, BP: tl.constexpr,
+                  OUT, STATS, SKIP_COUNTS, NB, B, T, scores_of, limits, plan, STAGES: tl.constexpr, BP: tl.constexpr,
                   K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
                   CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
@@ -267,7 +267,7 @@ def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, 
     The other splits share a row's blocks evenly, as `plan` says (`stretch_of`).
 
     `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights; with sparse V
-    3: what of that sum was dropped. `TALLY`, `limits` (tau, budget): of sparse V.
+    3: what of that sum was dropped. `SKIP_COUNTS`, `limits` (tau, budget): of sparse V.
     """
     STAT: tl.constexpr = 3 if C.SPARSE else 2
     bh, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -329,13 +329,13 @@ def decode_kernel(Q, strides, ROWS, K, V, MEAN, K_SINKS, V_SINKS, TABLE, MOVED, 
         tl.store(STATS + at * STAT + 1, l, mask=inside)
         if C.SPARSE:
             tl.store(STATS + at * STAT + 2, lost, mask=inside)
-            tl.atomic_add(TALLY.read + bh, tl.sum(tl.where(real, read, 0), 0).to(tl.int64))
-            tl.atomic_add(TALLY.skipped + bh, tl.sum(tl.where(real, skipped, 0), 0).to(tl.int64))
+            tl.atomic_add(SKIP_COUNTS.read + bh, tl.sum(tl.where(real, read, 0), 0).to(tl.int64))
+            tl.atomic_add(SKIP_COUNTS.skipped + bh, tl.sum(tl.where(real, skipped, 0), 0).to(tl.int64))
 
 
 @triton.jit
-def merge_kernel(OUT, STATS, TALLY, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, plan, CHUNK: tl.constexpr,
-                 HAS_SINKS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, plan,
+                 CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
     `SINKS`: the model's learned logits; `TABLE`: of the sink pool.
 
@@ -376,9 +376,9 @@ def merge_kernel(OUT, STATS, TALLY, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB
     if C.SPARSE:
         if t < count:
             share = lost / tl.where(l == 0.0, 1.0, l)
-            tl.atomic_add(TALLY.queries + b * C.H + h, tl.full([], 1, tl.int64))
-            tl.atomic_add(TALLY.dropped + b * C.H + h, share.to(tl.float64))
-            tl.atomic_max(TALLY.worst + b * C.H + h, share)
+            tl.atomic_add(SKIP_COUNTS.queries + b * C.H + h, tl.full([], 1, tl.int64))
+            tl.atomic_add(SKIP_COUNTS.dropped + b * C.H + h, share.to(tl.float64))
+            tl.atomic_max(SKIP_COUNTS.worst + b * C.H + h, share)
     spare = t - count
     column = tl.where(t < count, first + t, tl.where(spare < first, spare, spare + count))
     result = tl.where(t < count, acc / tl.where(l == 0.0, 1.0, l), 0.0)

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from qattn_kernels.formats.contract import pieces_of
+from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import power_of_two
-from qattn_kernels.layer.skip_counts import tally_of
+from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import chip_of, choose
 
@@ -23,7 +23,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         `[B, Hq, T, D]` in the query's dtype, memory in the order B, T, Hq, D; fp32 log-sum-exp `[B, Hq, T]`.
     """
     size, state, scores, batch, tokens = call.sizes, call.state, call.scores, call.batch, call.tokens
-    k, v = pieces_of(call.spec.k), pieces_of(call.spec.v)
+    k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     rows = tokens * size.G
     tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
     few, many, long, _ = tuned.plan
@@ -36,12 +36,12 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty(shape, dtype=dtype, device=call.query.device)
 
     parts, stats = (empty(batch * size.H, splits, rows, n) for n in (size.D, 3 if size.SPARSE else 2))
-    tally, sparsity = tally_of(state) if size.SPARSE else None, call.spec.sparsity
+    skip_counts, sparsity = skip_counts_of(state) if size.SPARSE else None, call.spec.sparsity
     threshold = call.spec.compute.sas_threshold * LOG2E
     decode_kernel[(batch * size.H, -(-rows // size.Q), splits)](
         call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.mean, call.k_sinks, call.v_sinks,
         call.table, call.moved, state["dropped"], state["block_pos"],
-        state["block_len"], call.row_state, parts, stats, tally, call.blocks, batch, tokens,
+        state["block_len"], call.row_state, parts, stats, skip_counts, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold), (sparsity.tau, sparsity.budget),
         tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
         size, num_warps=tuned.warps, enable_fp_fusion=True,
@@ -50,7 +50,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
     lse = empty(batch, size.H * size.G, tokens)
     merge_kernel[(rows, size.H, batch)](
-        parts, stats, tally, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
+        parts, stats, skip_counts, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
         state["dropped"], call.blocks, splits, tokens,
         tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk <= 4 else 4,
         enable_fp_fusion=True,

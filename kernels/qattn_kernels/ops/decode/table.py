@@ -13,7 +13,7 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry
 
-MODEL = ("model", "model_ring")  # stores of values in the model's precision, whose tiles are larger
+MODEL = ("model", "model_ring")  # formats of values in the model's precision, whose tiles are larger
 LEAST = 2  # blocks of a program: for less its own start and its share of the merge cost more than it saves
 LONG = 2048  # tokens of a program from which twice as many programs take part
 MOST = 64  # programs of a row and head that are worth their merge, where each has fewer tokens

@@ -14,7 +14,7 @@ from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.ops.prefill.configs import CONFIGS, Config
 
-BLOCK_SCALED = {"flashq"}  # stores whose closed blocks have one scale
+BLOCK_SCALED = {"flashq"}  # formats whose closed blocks have one scale
 MODEL_QUERIES = 64  # queries of a program where no scale ties them together
 LEAST_CUT = -80.0  # of SAS in log2 units: below it a weight is nothing, and so is that of a score of -inf
 LOG2E = math.log2(math.e)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from qattn_kernels.formats import Operand, Store
+from qattn_kernels.formats import Format, Operand
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
@@ -19,13 +19,13 @@ from qattn_kernels.reference.rows import Region, region_blocks
 from qattn_kernels.reference.tiles import FOREVER, Tiles, packed_tiles
 
 
-def _seen(store: Store, state: State, tokens: Operand, full: torch.Tensor) -> Operand:
-    """Blocks that the call fills in the form of the store's prefill, the unfinished tail as it stands open.
+def _seen(fmt: Format, state: State, tokens: Operand, full: torch.Tensor) -> Operand:
+    """Blocks that the call fills in the form of the format's prefill, the unfinished tail as it stands open.
 
     A tail without codes of its own, or without their mean, is seen as if its block closed here, so that all of a
     prefill has one form.
     """
-    formed = store.seen(tokens, state)
+    formed = fmt.seen(tokens, state)
     if tokens.scale is None or formed.mean is not None:
         return formed
     full = full[:, None, :, None]

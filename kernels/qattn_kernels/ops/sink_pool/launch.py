@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qattn_kernels.formats.contract import pieces_of
+from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.panel import Panel, tensors
@@ -15,8 +15,8 @@ def compete(call: Call) -> None:
         return
     pool_kernel[(call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, call.k_sinks, call.v_sinks,
-        call.table, call.chosen, call.moved, call.blocks, call.picked[1], pieces_of(call.spec.k).open,
-        pieces_of(call.spec.v).open, call.sizes, **codes(call.sizes),
+        call.table, call.chosen, call.moved, call.blocks, call.picked[1], jit_of(call.spec.k).open,
+        jit_of(call.spec.v).open, call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 

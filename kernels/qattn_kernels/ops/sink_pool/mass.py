@@ -53,7 +53,7 @@ def _weights(
     pos = _first_open(state, window, q_pos)[..., None] + torch.arange(_width(window), device=q.device)
     slot = pos - state["open_start"][:, None, None]
     index = slot.clamp(0, region.pos[0].numel() - 1).flatten(1)
-    keys = pick(region.k.undone().flatten(2, 3), index).double().unflatten(2, pos.shape[1:])
+    keys = pick(region.k.dequantize().flatten(2, 3), index).double().unflatten(2, pos.shape[1:])
     keep = pick(region.keep.flatten(2)[..., None], index)[..., 0].unflatten(2, pos.shape[1:])
     see = (slot >= 0) & (pos <= q_pos[..., None])
     if scores.window:

@@ -118,8 +118,8 @@ def _fill(state: State, spec: LayerSpec, region: Region) -> None:
     table, first = side_of(state, "sink"), (region.closed * spec.window.block)[:, None, None]
     new = table["born"] > region.closed[:, None, None]
     index = (table["slot"] - first).clamp(0, region.keep.shape[2:].numel() - 1)
-    for name, store, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
-        sinks = read_sinks(side_of(state, name), store)
+    for name, fmt, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
+        sinks = read_sinks(side_of(state, name), fmt)
         found = tokens.map(lambda x: pick_each(x.flatten(2, 3), index))
         sinks.x.copy_(torch.where(new[..., None], found.x, sinks.x))
         if sinks.scale is not None:
@@ -145,7 +145,7 @@ def sink_tiles(state: State, spec: LayerSpec, closed: torch.Tensor, since: torch
         pad = x.new_zeros(*x.shape[:2], -x.shape[2] % block, *x.shape[3:])
         return torch.cat([x, pad], 2).unflatten(2, (-1, block))
 
-    k, v = (read_sinks(side_of(state, name), store).map(tiles) for name, store in (("k", spec.k), ("v", spec.v)))
+    k, v = (read_sinks(side_of(state, name), fmt).map(tiles) for name, fmt in (("k", spec.k), ("v", spec.v)))
     return Tiles(k, v, tiles(table["pos"]), tiles(start), tiles(end), tiles(table["born"] > 0))
 
 

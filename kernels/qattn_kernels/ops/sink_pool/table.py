@@ -1,6 +1,6 @@
 """The table of sinks: its tensors, how an entry lives, and what rolling a row back does to it.
 
-An entry is a token that is, or lately was, kept outside its block in the open form of its store. It is `born` at the
+An entry is a token that is, or lately was, kept outside its block in the open form of its format. It is `born` at the
 close that chose it, `evicted` at the one that pushed it out of the pool into the window, and `written` back at the one
 that pushed it out of the window: all three are counts of closed blocks, 0 for not yet. Nothing moves: the block holds
 the token's codes all along, by the block's own scales, clamped, and the token's bit in `dropped` says which of the two
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.formats import Operand, Store
+from qattn_kernels.formats import Format, Operand
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State
@@ -21,9 +21,9 @@ TIMES = ("born", "evicted", "written")
 FIELDS = ("pos", "slot", *TIMES, "norm")
 
 
-def read_sinks(side: State, store: Store) -> Operand:
+def read_sinks(side: State, fmt: Format) -> Operand:
     """The sinks of one side, `[B, Hkv, entries, D]`, as they lie in memory."""
-    return store.ring({name.replace("sink", "ring"): t for name, t in side.items() if name.startswith("sink")})
+    return fmt.ring({name.replace("sink", "ring"): t for name, t in side.items() if name.startswith("sink")})
 
 
 def blank(sinks: Operand, where: torch.Tensor) -> None:
@@ -57,8 +57,8 @@ def flip(state: State, flips: torch.Tensor) -> None:
     state["dropped"].copy_(bool_to_bits(flags ^ flips.view_as(flags)))
 
 
-def undo(state: State, spec: LayerSpec, cut: torch.Tensor) -> None:
-    """After a crop set `length` and `closed`: what reopened blocks did is undone, sinks that are no more go.
+def roll_back(state: State, spec: LayerSpec, cut: torch.Tensor) -> None:
+    """After a crop set `length` and `closed`: what reopened blocks did is dequantized, sinks that are no more go.
 
     `cut` `[B]`: rows that lost packed tokens beyond the horizon. There survivors stay as they are, for good.
     """
@@ -74,8 +74,8 @@ def undo(state: State, spec: LayerSpec, cut: torch.Tensor) -> None:
     after = at_slots((table["born"] > 0) & (table["written"] == 0) & ~gone, table["slot"], slots)
     for name in FIELDS:
         table[name].masked_fill_(gone, 0)
-    for name, store in (("k", spec.k), ("v", spec.v)):
-        blank(read_sinks(side_of(state, name), store), gone)
+    for name, fmt in (("k", spec.k), ("v", spec.v)):
+        blank(read_sinks(side_of(state, name), fmt), gone)
     flags = bits_to_bool(state["dropped"])
     seen = (flags & ~before.view_as(flags)) | after.view_as(flags)
     state["dropped"].copy_(bool_to_bits(seen))
