@@ -1,49 +1,73 @@
-"""What kernels know of each format: jit functions in a file named like the format, found by that name.
+"""What kernels know of each format: the typed object `JIT` of `formats/NAME/jit.py`, found by the format's name.
 
-Every file offers the same functions, and `Tensors`, the state of one side by name, which they take as `S`. `LOW` says
-which heads have 2 bits (`flashq.reference.Low`), `at` is the block's index among all blocks of all heads, `index` that
-among the blocks of heads of its width, `place` where a head's codes live.
-
-`open(x)` codes and scales of new tokens; `seen(...)` those of a full block as its codes will say them, by the scale of
-the tokens to `keep`, for a prefill also of an unfinished one where open tokens have none but the panel is INT8;
-`place(...)` where a head's codes go, decided when its row's first block closes, and `locate(...)` where they are, and
-whether in 2 bits; `head_numbers(...)`, if there, what `Tensors` has that is not of the state; `put(...)` writes codes
-into the arenas; `get(...)` a block in panel form; `scores(...)`, `values(...)` the two products of a decode step over
-one block of `BITS`-bit codes, whose tokens stand in `token_order` since packed bytes hold several part tiles;
-`channels(C)` the channels of the rows of what `values` sums.
-
-Queries are the columns: with the tokens as rows a tensor core tile wastes 8 columns at most, where the other way round
-it wastes 16 rows.
-
-A format with a ring has `ring` among its tensors, and `ring_scale` if that holds INT8, and offers `ring_scores(...)`,
-`ring_values(...)`: the two products over the ring, or over sinks, which stand as a ring of theirs would. A format of
-keys or of values alone offers the products of its side. `SPLITS_INT8`: its codes enter products of integers whatever
-`compute`; then queries have INT8 pairs for both sides.
+Queries are the columns of products: with the tokens as rows a tensor core tile wastes 8 columns at most, where the
+other way round it wastes 16 rows.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import lru_cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
-from qattn_kernels.formats import Format
+from qattn_kernels.formats.base import Format
 from qattn_kernels.layout import State
 
 
+class JitFormat(NamedTuple):
+    """Triton functions of a format. One that differs from another in some is made by that one's `_replace`.
+
+    `S` is a `Tensors`; `at` the block's index among all blocks of all heads, `index` that among the blocks of heads of
+    its width, `place` where a head's codes live, `BITS` the bits of its codes.
+
+    Attributes:
+        Tensors: named tuple of one side's state tensors, which the functions take as `S`. A format with a ring has
+            `ring` among them, and `ring_scale` if that holds INT8.
+        open: `(x)`: codes and scales of new tokens.
+        seen: `(code, scale, keep)`: those of a full block as its codes will say them, by the scale of the tokens to
+            keep; for a prefill also of an unfinished block, where open tokens have no codes but the panel is INT8.
+        place: where a head's codes go, decided when its row's first block closes.
+        locate: where they are, and whether in 2 bits.
+        put: writes the codes of a block into the arenas.
+        get: a block in panel form.
+        scores: product of queries with one block of keys, whose tokens stand in `token_order`, since packed bytes hold
+            several part tiles; None in a format of values alone.
+        values: the same of weights with one block of values; None in a format of keys alone.
+        channels: `(C)`: the channels of the rows of what `values` sums.
+        ring_scores, ring_values: the two products over the ring, or over sinks, which stand as a ring of theirs would.
+        head_numbers: `(format, heads)`: what `Tensors` has that is not of the state.
+        splits_int8: codes enter products of integers whatever `compute`; queries are INT8 pairs then, of both sides.
+    """
+
+    Tensors: type
+    open: Any
+    seen: Any
+    place: Any
+    locate: Any
+    put: Any
+    get: Any
+    scores: Any | None
+    values: Any | None
+    channels: Any | None
+    ring_scores: Any | None = None
+    ring_values: Any | None = None
+    head_numbers: Callable[[Any, int], dict[str, Any]] | None = None
+    splits_int8: bool = False
+
+
 @lru_cache(maxsize=1024)
-def jit_of(fmt: Format) -> ModuleType:
-    """The jit functions of a format; keys around a mean are those of the format that holds their codes."""
-    return importlib.import_module(f"qattn_kernels.formats.{fmt.core.name}.jit")
+def jit_of(fmt: Format) -> JitFormat:
+    """The Triton functions of a format; keys around a mean are those of the format that holds their codes."""
+    return importlib.import_module(f"qattn_kernels.formats.{fmt.core.name}.jit").JIT
 
 
 def side_tensors(state: State, side: str, fmt: Format, heads: int) -> tuple:
     """The tensors of one side as its jit functions take them."""
-    pieces = jit_of(fmt)
-    numbers = pieces.head_numbers(fmt.core, heads) if hasattr(pieces, "head_numbers") else {}
-    found = {name: state[f"{side}.{name}"] for name in pieces.Tensors._fields if name not in numbers}
-    return pieces.Tensors(**found, **numbers)
+    jit = jit_of(fmt)
+    numbers = {} if jit.head_numbers is None else jit.head_numbers(fmt.core, heads)
+    fields = jit.Tensors._fields  # type: ignore[attr-defined]
+    return jit.Tensors(**{name: state[f"{side}.{name}"] for name in fields if name not in numbers}, **numbers)
 
 
 class Sinks(NamedTuple):

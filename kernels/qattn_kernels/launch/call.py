@@ -104,7 +104,7 @@ def make_call(
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
     int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
-    int8 |= short and any(getattr(jit_of(fmt), "TWINS", False) for fmt in (spec.k, spec.v))
+    int8 |= short and any(jit_of(fmt).splits_int8 for fmt in (spec.k, spec.v))
     columns = tokens if short else 1
     asks = scores.softcap != 0, scores.window != 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.flashq.reference import FlashQFormat, Low
 from qattn_kernels.formats.int8.jit import quantize, token_values
-from qattn_kernels.formats.int8_ring.jit import ring_scores as ring_scores
+from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
 from qattn_kernels.jit.math import divide, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_int8
@@ -33,7 +33,6 @@ class Tensors(NamedTuple):
     mask: Any
 
 
-SPLITS_INT8 = True
 LEVELS = tl.constexpr(119)
 
 
@@ -205,3 +204,20 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
 def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
     codes, scales = S.ring + first * C.D + start, S.ring_scale + first + start
     return token_values(codes, scales, SLOTS, channels(C), TOKENS, 1, p, acc, alpha, beta, C)
+
+
+JIT = INT8_RING._replace(
+    Tensors=Tensors,
+    open=open,
+    seen=seen,
+    place=place,
+    locate=locate,
+    put=put,
+    get=get,
+    scores=scores,
+    values=values,
+    channels=channels,
+    ring_values=ring_values,
+    head_numbers=head_numbers,
+    splits_int8=True,
+)

@@ -8,14 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.int8.jit import Tensors as Tensors
+from qattn_kernels.formats.int8.jit import JIT as INT8
 from qattn_kernels.formats.int8.jit import addresses, numbers
-from qattn_kernels.formats.int8.jit import channels as channels
 from qattn_kernels.formats.int8.jit import get as get_codes
-from qattn_kernels.formats.int8.jit import locate as locate
-from qattn_kernels.formats.int8.jit import place as place
-from qattn_kernels.formats.int8.jit import scores as scores
-from qattn_kernels.formats.int8.jit import values as values
 from qattn_kernels.jit.math import divide, round_even
 
 LARGEST = tl.constexpr(448.0)  # of E4M3
@@ -66,3 +61,6 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     code, scale = get_codes(S, b, h, index, NB, place, VALUES, C)
     return numbers(code).to(tl.float32) * scale[:, None], scale
+
+
+JIT = INT8._replace(open=open, seen=seen, put=put, get=get)

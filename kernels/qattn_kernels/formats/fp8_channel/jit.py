@@ -11,13 +11,8 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import LARGEST, rounded, signed_divide
-from qattn_kernels.formats.int8.jit import addresses, numbers
-from qattn_kernels.formats.int8.jit import channels as channels
-from qattn_kernels.formats.int8.jit import locate as locate
-from qattn_kernels.formats.int8.jit import place as place
-from qattn_kernels.formats.int8.jit import seen as seen
-from qattn_kernels.formats.model.jit import open as open
-from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+from qattn_kernels.formats.int8.jit import addresses, channels, numbers
+from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
 from qattn_kernels.jit.tile_order import in_line
 
@@ -64,3 +59,6 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0)
     o = unrepeated_columns(tl.dot(v, repeated_columns(in_line(p, C.PARTS).to(tl.float16), C)), C)
     return acc * alpha[None, :] + o * scale[:, None] * beta[None, :], tl.sum(p, 0)
+
+
+JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, values=values, scores=None, ring_scores=None)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.int8.jit import locate as locate
-from qattn_kernels.formats.int8.jit import place as place
 from qattn_kernels.formats.int8.jit import quantize
-from qattn_kernels.formats.int8.jit import seen as seen
-from qattn_kernels.formats.int8_ring.jit import Tensors as Tensors
-from qattn_kernels.formats.int8_ring.jit import ring_scores as ring_scores
+from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
 from qattn_kernels.jit.tile_order import by_token
 
-SPLITS_INT8 = True
 LEVELS = tl.constexpr(7)
 OFFSET = tl.constexpr(8)  # of a packed code, which has no sign
 
@@ -44,3 +39,6 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     off = tl.sum(query[4], 0) * OFFSET
     scale = by_token(tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)), C.PARTS)
     return (code_scores(S.codes, at, query[2], 4, C) - off[None, :]) * query[3][None, :] * scale[:, None]
+
+
+JIT = INT8_RING._replace(open=open, put=put, get=get, scores=scores, splits_int8=True)

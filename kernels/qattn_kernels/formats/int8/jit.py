@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.contract import JitFormat
 from qattn_kernels.jit.math import divide, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import by_token, in_line, token_order
@@ -145,3 +146,17 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
     return token_values(codes, scales, C.BLOCK, channels(C), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
+
+
+JIT = JitFormat(
+    Tensors=Tensors,
+    open=open,
+    seen=seen,
+    place=place,
+    locate=locate,
+    put=put,
+    get=get,
+    scores=scores,
+    values=values,
+    channels=channels,
+)

@@ -11,12 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.int8.jit import LEVELS, addresses, quantize_to
-from qattn_kernels.formats.int8.jit import channels as channels
-from qattn_kernels.formats.int8.jit import locate as locate
-from qattn_kernels.formats.int8.jit import place as place
-from qattn_kernels.formats.model.jit import open as open
-from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+from qattn_kernels.formats.int8.jit import LEVELS, addresses, channels, quantize_to
+from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import in_line
 
@@ -64,3 +60,6 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     else:
         o = tl.dot(v.to(tl.float16), in_line(p, C.PARTS).to(tl.float16))
     return acc * alpha[None, :] + o * (beta * scale)[None, :], tl.sum(p, 0)
+
+
+JIT = MODEL_RING._replace(Tensors=Tensors, seen=seen, put=put, get=get, values=values, scores=None, ring_scores=None)

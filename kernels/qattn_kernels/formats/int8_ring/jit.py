@@ -7,13 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.int8.jit import get as get
-from qattn_kernels.formats.int8.jit import locate as locate
-from qattn_kernels.formats.int8.jit import open as open
-from qattn_kernels.formats.int8.jit import place as place
+from qattn_kernels.formats.int8.jit import JIT as INT8
 from qattn_kernels.formats.int8.jit import put as put_tokens
-from qattn_kernels.formats.int8.jit import scores as scores
-from qattn_kernels.formats.int8.jit import seen as seen
 from qattn_kernels.formats.int8.jit import token_scores
 
 
@@ -35,3 +30,6 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 @triton.jit
 def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
     return token_scores(S.ring + at * C.D, S.ring_scale + at, TOKENS, 1, query, query_scale, C)
+
+
+JIT = INT8._replace(Tensors=Tensors, put=put, ring_scores=ring_scores, values=None, channels=None)

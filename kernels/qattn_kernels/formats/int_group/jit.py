@@ -8,19 +8,11 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.int4.jit import OFFSET
-from qattn_kernels.formats.int8.jit import addresses, quantize_to, token_values
-from qattn_kernels.formats.int8.jit import channels as channels
-from qattn_kernels.formats.int8.jit import locate as locate
-from qattn_kernels.formats.int8.jit import place as place
-from qattn_kernels.formats.int8.jit import seen as seen
-from qattn_kernels.formats.model.jit import open as open
-from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
-from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+from qattn_kernels.formats.int8.jit import addresses, channels, quantize_to, token_values
+from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
 from qattn_kernels.jit.split_int8 import dot_split, join_split
 from qattn_kernels.jit.tile_order import token_order
-
-SPLITS_INT8 = True
 
 
 class Tensors(NamedTuple):
@@ -113,3 +105,6 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     """Of 8 bits, with a scale a token."""
     codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
     return token_values(codes, scales, C.BLOCK, channels(C), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
+
+
+JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)

@@ -13,19 +13,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.int8.jit import channels as channels
-from qattn_kernels.formats.int8.jit import locate as locate
-from qattn_kernels.formats.int8.jit import place as place
-from qattn_kernels.formats.int8.jit import seen as seen
-from qattn_kernels.formats.model.jit import open as open
-from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
-from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+from qattn_kernels.formats.int8.jit import channels
+from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.jit.math import round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_int8, unrepeated_columns
 from qattn_kernels.jit.tile_order import by_token, in_line, unstack
 
-SPLITS_INT8 = True
 LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
@@ -158,3 +152,6 @@ def _undone_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: tl.co
         step *= tl.where(t - SECOND * HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `_crumb_pairs`
     x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * step[:, None, :] + zero[:, None, :]
     return tl.reshape(x, (C.DP, HALF)).to(tl.float16)
+
+
+JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)

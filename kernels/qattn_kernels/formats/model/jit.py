@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.int8.jit import channels as channels
-from qattn_kernels.formats.int8.jit import locate as locate
-from qattn_kernels.formats.int8.jit import place as place
-from qattn_kernels.formats.int8.jit import seen as seen
+from qattn_kernels.formats.int8.jit import JIT as INT8
 from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
 from qattn_kernels.jit.tile_order import in_line, token_order
 
@@ -72,3 +69,6 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     return token_values(S.x + at * (C.BLOCK * C.D), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
+
+
+JIT = INT8._replace(Tensors=Tensors, open=open, put=put, get=get, scores=scores, values=values)

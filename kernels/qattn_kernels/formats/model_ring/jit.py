@@ -10,16 +10,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.model.jit import channels as channels
-from qattn_kernels.formats.model.jit import get as get
-from qattn_kernels.formats.model.jit import locate as locate
-from qattn_kernels.formats.model.jit import open as open
-from qattn_kernels.formats.model.jit import place as place
+from qattn_kernels.formats.model.jit import JIT as MODEL
 from qattn_kernels.formats.model.jit import put as put_tokens
-from qattn_kernels.formats.model.jit import scores as scores
-from qattn_kernels.formats.model.jit import seen as seen
 from qattn_kernels.formats.model.jit import token_scores, token_values
-from qattn_kernels.formats.model.jit import values as values
 
 
 class Tensors(NamedTuple):
@@ -43,3 +36,6 @@ def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr
 @triton.jit
 def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
     return token_values(S.ring + (first + start) * C.D, TOKENS, 1, p, acc, alpha, beta, C)
+
+
+JIT = MODEL._replace(Tensors=Tensors, put=put, ring_scores=ring_scores, ring_values=ring_values)

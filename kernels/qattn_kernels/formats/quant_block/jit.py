@@ -5,19 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.channel_block.jit import Tensors as Tensors
-from qattn_kernels.formats.channel_block.jit import block_scores, block_values, get_block, put_block, to_half
+from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block, to_half
 from qattn_kernels.formats.codebook import half_offsets
-from qattn_kernels.formats.int8.jit import channels as channels
-from qattn_kernels.formats.int8.jit import locate as locate
-from qattn_kernels.formats.int8.jit import place as place
-from qattn_kernels.formats.int8.jit import seen as seen
-from qattn_kernels.formats.model.jit import open as open
-from qattn_kernels.formats.model_ring.jit import ring_scores as ring_scores
-from qattn_kernels.formats.model_ring.jit import ring_values as ring_values
+from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.math import round_even
 
-SPLITS_INT8 = True
 UNIT_4 = tl.constexpr(1 / 16)  # see `half_offsets`
 UNIT_8 = tl.constexpr(1.0)
 
@@ -70,3 +62,6 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     UNIT: tl.constexpr = UNIT_8 if BITS == 8 else UNIT_4
     return block_values(S, at, p, acc, alpha, beta, half_offsets, UNIT, BITS, C)
+
+
+JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)
