@@ -83,7 +83,7 @@ class QAttnLayer(CacheLayerMixin):
                 f"the model was patched for {self.device_type} and runs on {device.type}; patch it again"
             )
         heads = key_states.shape[1]
-        low = max(getattr(fmt.core, "n_low", 0) for fmt in (self.spec.k, self.spec.v))
+        low = max(self.spec.k.least_heads, self.spec.v.least_heads)
         if low > heads:
             raise UnsupportedError(
                 f"the recipe gives {low} heads of a layer 2 bits, but only {heads} KV heads are here: "

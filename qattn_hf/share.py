@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from qattn_kernels.formats import Format
 from qattn_kernels.layer.spec import LayerSpec
 
 
@@ -54,22 +53,4 @@ def own_part(spec: LayerSpec, heads: int, share: Share) -> LayerSpec:
     own = share.of(heads)
     if share.size == 1:
         return spec
-    return dataclasses.replace(spec, k=_part(spec.k, own, share), v=_part(spec.v, own, share))
-
-
-def _part(fmt: Format, own: range, share: Share) -> Format:
-    core: Any = fmt.core
-    low = getattr(core, "n_low", 0)
-    if not low:
-        return fmt
-    if core.low_heads is not None:
-        listed = tuple(head - own.start for head in core.low_heads if head in own)
-        core = dataclasses.replace(core, n_low=len(listed), low_heads=listed)
-    elif low % share.size:
-        raise ValueError(
-            f"the {low} heads with 2 bits do not divide among {share.size} processes: take another n_h, or list them "
-            "(k_low_heads, v_low_heads)"
-        )
-    else:
-        core = dataclasses.replace(core, n_low=low // share.size)
-    return core if fmt is fmt.core else dataclasses.replace(fmt, core_store=core)  # type: ignore[call-arg]
+    return dataclasses.replace(spec, k=spec.k.of_process(own, share.size), v=spec.v.of_process(own, share.size))

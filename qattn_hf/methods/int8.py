@@ -24,7 +24,7 @@ class Int8(Method):
         if not self.smooth_k:
             return Int8Format(), Int8Format(transposed=True)
         keys, values = (IntGroupFormat(granularity="token", per_token=side) for side in (False, True))
-        return SmoothedFormat(core_store=keys), values
+        return SmoothedFormat(inner=keys), values
 
     def arithmetic(self) -> Compute:
         if not self.smooth_k:

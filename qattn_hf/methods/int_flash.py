@@ -49,7 +49,7 @@ class IntFlash(Method):
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         """A side that closes blocks has a ring, and then both have one; smoothed keys wait there for their mean."""
         if self.smooth_k:
-            k = SmoothedFormat(core_store=IntGroupFormat(bits=self.bits, granularity="token"))
+            k = SmoothedFormat(inner=IntGroupFormat(bits=self.bits, granularity="token"))
             return k, ModelRingFormat() if self.mode == "half" else Int8BlockFormat(granularity=self.v_granularity)
         if self.mode == "half":
             return (Int8Format(), ModelFormat()) if self.bits == 8 else (Int4Format(), ModelRingFormat())

@@ -114,7 +114,7 @@ class Sage2(Method):
         if not self.packs():
             return ModelFormat(), ModelFormat()
         k: Format = IntGroupFormat(bits=self._of("bits"), granularity=self._of("granularity"))
-        k = SmoothedFormat(core_store=k) if self.smooth_k else k
+        k = SmoothedFormat(inner=k) if self.smooth_k else k
         return k, ModelRingFormat() if self._of("pv") == "model" else Fp8ChannelFormat(v_scale=self.v_scale)
 
     def arithmetic(self) -> Compute:

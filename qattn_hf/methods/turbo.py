@@ -117,7 +117,7 @@ class Turbo(WindowedMethod):
                     buffer_scale=self.buffer_scale,
                 )
             )
-        return SmoothedFormat(core_store=made[0]) if self.smooth_k else made[0], made[1]
+        return SmoothedFormat(inner=made[0]) if self.smooth_k else made[0], made[1]
 
     def window(self) -> Window:
         return Window(block=self.block_kv, span=self.buffer_size, horizon=self.crop_horizon)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-from qattn_kernels.formats.base import Arrival, Block, Format, Operand
+from qattn_kernels.formats.base import Arrival, Block, Format, Low, Operand
 
-__all__ = ["Arrival", "Block", "Operand", "Store", "get_store"]
+__all__ = ["Arrival", "Block", "Format", "Low", "Operand", "get_format"]
 
 
 def get_format(name: str) -> type[Format]:

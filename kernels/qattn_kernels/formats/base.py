@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -80,6 +81,15 @@ class Block:
     write: torch.Tensor
 
 
+class Low(IntEnum):
+    """Which heads of a side have 2 bits: none, all, those of a recipe's list, or those that each row ranks lowest."""
+
+    NONE = 0
+    ALL = 1
+    LISTED = 2
+    RANKED = 3
+
+
 @dataclass(frozen=True)
 class Format:
     """A format of keys or values. Frozen: its fields are its settings, its tensors live in the layer's state.
@@ -89,12 +99,21 @@ class Format:
 
     Attributes:
         integer: its operands are INT8 with a scale a token, fit for products of integers; else floating point.
+        coded: it holds codes of integers; by default where its operands are integers.
+        fp8: its codes are FP8, which GPUs know from compute capability 8.9 on.
+        block_scales: a prefill sees closed blocks with one scale each.
+        row_weights: a prefill rounds the weights of a row once, since the values of a block share a scale.
+        in_model_precision: nothing is quantized.
         transposed: codes of blocks and ring lie `[D, tokens]`, as the product with values wants them.
     """
 
     name: ClassVar[str]
     windowed: ClassVar[bool] = False
     integer: ClassVar[bool] = True
+    fp8: ClassVar[bool] = False
+    block_scales: ClassVar[bool] = False
+    row_weights: ClassVar[bool] = False
+    in_model_precision: ClassVar[bool] = False
 
     transposed: bool = False
 
@@ -102,6 +121,30 @@ class Format:
     def core(self) -> Format:
         """The format that holds the codes: another one only where this one wraps it."""
         return self
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether its tokens are taken around a row's mean."""
+        return self.core is not self
+
+    @property
+    def coded(self) -> bool:
+        return self.integer
+
+    @property
+    def mixed(self) -> bool:
+        """Whether heads have different bits."""
+        return False
+
+    @property
+    def scale_group(self) -> str:
+        """Which tokens share a scale in a decode of keys: see `granularity`."""
+        return "token"
+
+    @property
+    def least_heads(self) -> int:
+        """How many KV heads a layer must have, at least."""
+        return 1
 
     @property
     def label(self) -> str:
@@ -144,6 +187,43 @@ class Format:
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         """Code bits of each head, for each row: `[B][Hkv]`."""
         raise NotImplementedError
+
+    def kernel_limits(self, side: str, dim: int) -> str | None:
+        """Why kernels cannot take it as `k` or `v` of this head dim, or None."""
+        return None
+
+    def kernel_bits(self, heads: int) -> int:
+        """Bits of a packed code, if all heads have as many; else 0."""
+        return 0
+
+    def tile_parts(self, heads: int) -> int:
+        """Into how many part tiles the packed bytes of a block come apart inside a kernel."""
+        bits = 2 if self.low_kind(heads) else self.kernel_bits(heads)
+        return {2: 4, 3: 2, 4: 2}.get(bits, 1)
+
+    def channel_group(self, dim: int) -> int:
+        """How many channels of a token share a scale, where not all do; else 0."""
+        return 0
+
+    def low_kind(self, heads: int) -> Low:
+        """Which of so many heads get 2 bits."""
+        return Low.NONE
+
+    def rank_kind(self, heads: int) -> int:
+        """By which number rows rank their heads, an index that kernels know; -1 where they do not."""
+        return -1
+
+    def few_registers(self, heads: int) -> bool:
+        """Whether decode kernels of it, on both sides, take 168 registers rather than up to 255."""
+        return False
+
+    def of_process(self, own: range, size: int) -> Format:
+        """The part of a process that has the KV heads `own`, of `size` processes.
+
+        Raises:
+            ValueError: if the heads of different bits do not divide among the processes.
+        """
+        return self
 
     def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
         """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left."""

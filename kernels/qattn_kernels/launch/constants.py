@@ -6,9 +6,6 @@ import os
 from functools import lru_cache
 from typing import NamedTuple
 
-from qattn_kernels.formats import Format
-from qattn_kernels.formats.channel_block.reference import ChannelBlockFormat
-from qattn_kernels.formats.flashq.reference import FlashQFormat, Low
 from qattn_kernels.layer.spec import LayerSpec
 
 LEAST_COLUMNS = 8  # of a tensor core tile
@@ -78,7 +75,7 @@ def sizes_of(
     """For a call of `tokens` new tokens, with a soft cap or a local window or neither."""
     at = spec.window
     columns = min(MOST_COLUMNS, max(LEAST_COLUMNS, power_of_two(tokens * group) * (1 + int8)))
-    parts = max(_parts(fmt, heads) for fmt in (spec.k, spec.v))
+    parts = max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
     return Sizes(
         H=heads,
         G=group,
@@ -88,12 +85,12 @@ def sizes_of(
         SPAN=at.span,
         RESIDUAL=at.residual,
         RING=at.ring if spec.k.windowed else 0,
-        K_LOW=int(low_heads(spec.k, heads)),
-        V_LOW=int(low_heads(spec.v, heads)),
-        K_BITS=_bits(spec.k, heads),
-        V_BITS=_bits(spec.v, heads),
-        K_CHANNELS=_group(spec.k, dim),
-        V_CHANNELS=_group(spec.v, dim),
+        K_LOW=int(spec.k.core.low_kind(heads)),
+        V_LOW=int(spec.v.core.low_kind(heads)),
+        K_BITS=spec.k.core.kernel_bits(heads),
+        V_BITS=spec.v.core.kernel_bits(heads),
+        K_CHANNELS=spec.k.channel_group(dim),
+        V_CHANNELS=spec.v.channel_group(dim),
         PARTS=parts,
         FOURS=at.block // (8 * parts) % 4 == 0,
         OPEN=int(spec.k.windowed) + int(spec.sink_pool.num > 0),
@@ -105,8 +102,8 @@ def sizes_of(
         N=columns,
         ONE=tokens == 1,
         INT8=int8,
-        SMOOTH=spec.k.name == "smoothed",
-        K_GROUP=getattr(spec.k.core, "granularity", "token"),
+        SMOOTH=spec.k.smoothed,
+        K_GROUP=spec.k.core.scale_group,
         Q_LEVELS=spec.compute.decode_levels if int8 else 127,
         SAS=spec.compute.softmax == "sas",
         CAP=cap,
@@ -114,33 +111,3 @@ def sizes_of(
         SPARSE=spec.sparsity.tau > 0,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )
-
-
-def low_heads(fmt: Format, heads: int) -> Low:
-    """Which heads get 2 bits."""
-    fmt = fmt.core
-    if not isinstance(fmt, FlashQFormat) or not fmt.low(heads):
-        return Low.NONE
-    if fmt.low(heads) == heads:
-        return Low.ALL
-    return Low.RANKED if fmt.low_heads is None else Low.LISTED
-
-
-def _bits(fmt: Format, heads: int) -> int:
-    """Bits of a packed code, if all heads have as many; else 0."""
-    fmt = fmt.core
-    if isinstance(fmt, FlashQFormat):
-        return {0: 4, heads: 2}.get(fmt.low(heads), 0)
-    bits = getattr(fmt, "bits", 0)
-    return bits if isinstance(bits, int) else 0
-
-
-def _parts(fmt: Format, heads: int) -> int:
-    """Into how many part tiles packed bytes come apart; codes that become levels first do in two steps."""
-    fmt = fmt.core
-    bits = 2 if low_heads(fmt, heads) else _bits(fmt, heads)
-    return 1 if bits not in (2, 3, 4) else 4 if bits == 2 and not isinstance(fmt, ChannelBlockFormat) else 2
-
-
-def _group(fmt: Format, dim: int) -> int:
-    return fmt.group(dim) if isinstance(fmt, ChannelBlockFormat) else 0

@@ -24,7 +24,7 @@ class CapacityError(ValueError):
 @lru_cache(maxsize=1024)
 def state_names(spec: LayerSpec) -> tuple[str, ...]:
     """Names of the state tensors in the order in which the operator takes them."""
-    heads = max(*(getattr(fmt.core, "n_low", 0) for fmt in (spec.k, spec.v)), 1)
+    heads = max(spec.k.least_heads, spec.v.least_heads)
     return tuple(layer_tensors(Geometry(1, heads, 8, 8, 1, torch.float32), spec))
 
 

@@ -10,6 +10,7 @@ from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack,
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = torch.finfo(torch.float16).max
+LEAST_GROUP = 32  # channels that a product of integers takes at once
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,20 @@ class ChannelBlockFormat(OpenFormat):
     for_values: bool = False
 
     integer = False
+
+    def kernel_limits(self, side: str, dim: int) -> str | None:
+        if self.group(dim) >= LEAST_GROUP:
+            return None
+        return f"{self.group(dim)} channels share a norm at head dim {dim}; the kernels know {LEAST_GROUP} and more"
+
+    def kernel_bits(self, heads: int) -> int:
+        return self.bits
+
+    def tile_parts(self, heads: int) -> int:
+        return 2 if self.bits in (2, 3, 4) else 1  # codes become levels first, in two steps
+
+    def channel_group(self, dim: int) -> int:
+        return self.group(dim)
 
     def group(self, dim: int) -> int:
         """Channels that share a scale; the last group of a head dim may be a short one."""

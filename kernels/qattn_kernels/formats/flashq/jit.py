@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.flashq.reference import FlashQFormat, Low
+from qattn_kernels.formats.flashq.reference import FlashQFormat
+from qattn_kernels.formats.head_bits import ALL, LISTED, NONE, RANKED, number, unspecialized
 from qattn_kernels.formats.int8.jit import quantize, token_values
 from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
 from qattn_kernels.jit.math import divide, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_int8
-
-NONE, ALL, LISTED, RANKED = (tl.constexpr(int(kind)) for kind in Low)  # of a side's heads have 2 bits
 
 
 class Tensors(NamedTuple):
@@ -38,15 +37,9 @@ LEVELS = tl.constexpr(119)
 
 @lru_cache(maxsize=1024)
 def head_numbers(fmt: FlashQFormat, heads: int) -> dict[str, int]:
-    """What kernels take beside the state, as `number` reads it."""
+    """What kernels take beside the state, as `head_bits.number` reads it."""
     listed = sum(1 << head for head in fmt.low_heads or ())
-    return {name: 2 * value + 3 for name, value in (("low", fmt.low(heads)), ("mask", listed))}
-
-
-@triton.jit
-def number(x):
-    """One of `head_numbers`: odd and above 1, since Triton compiles apart what is 1 or a multiple of 16."""
-    return (x >> 1) - 1
+    return {"low": unspecialized(fmt.low(heads)), "mask": unspecialized(listed)}
 
 
 @triton.jit

@@ -6,8 +6,7 @@ rounded scale with a centred zero point is used: its dequantized values always f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +15,7 @@ from qattn_kernels.formats.base import (
     Arrival,
     Block,
     Format,
+    Low,
     Operand,
     int8_ring,
     int8_tokens,
@@ -24,15 +24,6 @@ from qattn_kernels.formats.base import (
     write_rows,
 )
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
-
-
-class Low(IntEnum):
-    """Which heads of a side have 2 bits: none, all, those of a recipe's list, or those that each row ranks lowest."""
-
-    NONE = 0
-    ALL = 1
-    LISTED = 2
-    RANKED = 3
 
 
 def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,6 +82,10 @@ def _entropy(values: torch.Tensor, keep: torch.Tensor, low: torch.Tensor, high: 
     return torch.special.entr(share).sum(-1)
 
 
+LISTED = 61  # heads that a recipe's list may name: kernels take it as bits of an integer
+PRIORITIES = ("priority", "min_max", "variation")  # kernels know them by their index
+
+
 @dataclass(frozen=True)
 class FlashQFormat(Format):
     """INT8 ring, 4- and 2-bit blocks.
@@ -111,6 +106,52 @@ class FlashQFormat(Format):
 
     name = "flashq"
     windowed = True
+    block_scales = True
+
+    @property
+    def mixed(self) -> bool:
+        return self.bits == "mixed"
+
+    @property
+    def least_heads(self) -> int:
+        return max(1, self.n_low)
+
+    def kernel_limits(self, side: str, dim: int) -> str | None:
+        if self.buffer_scale != "token":
+            return f"buffer_scale is {self.buffer_scale!r}; the kernels scale the buffer by token"
+        last = max(self.low_heads or (0,))
+        if last >= LISTED:
+            return f"head {last} is listed; the kernels know lists of the first {LISTED} heads"
+        if self.mixed and self.low_heads is None and self.priority not in PRIORITIES:
+            return f"priority is {self.priority!r}; the kernels rank by {', '.join(PRIORITIES)}"
+        return None
+
+    def kernel_bits(self, heads: int) -> int:
+        return {0: 4, heads: 2}.get(self.low(heads), 0)
+
+    def low_kind(self, heads: int) -> Low:
+        if not self.low(heads):
+            return Low.NONE
+        if self.low(heads) == heads:
+            return Low.ALL
+        return Low.RANKED if self.low_heads is None else Low.LISTED
+
+    def rank_kind(self, heads: int) -> int:
+        return PRIORITIES.index(self.priority) if self.low_kind(heads) == Low.RANKED else -1
+
+    def few_registers(self, heads: int) -> bool:
+        return self.low_kind(heads) == Low.NONE
+
+    def of_process(self, own: range, size: int) -> Format:
+        if self.low_heads is not None:
+            listed = tuple(head - own.start for head in self.low_heads if head in own)
+            return replace(self, n_low=len(listed), low_heads=listed)
+        if self.n_low % size:
+            raise ValueError(
+                f"the {self.n_low} heads with 2 bits do not divide among {size} processes: take another n_h, or list "
+                "them (k_low_heads, v_low_heads)"
+            )
+        return replace(self, n_low=self.n_low // size)
 
     def low(self, heads: int) -> int:
         """How many of `heads` heads get 2 bits."""

@@ -36,6 +36,7 @@ class Fp8Format(Format):
 
     name = "fp8"
     integer = False
+    fp8 = True
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         shape = (geo.batch, geo.heads, geo.blocks)

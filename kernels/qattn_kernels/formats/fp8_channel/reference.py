@@ -27,6 +27,12 @@ class Fp8ChannelFormat(OpenFormat):
 
     name = "fp8_channel"
     integer = False
+    fp8 = True
+
+    def kernel_limits(self, side: str, dim: int) -> str | None:
+        if self.v_scale == "block":
+            return None
+        return f"v_scale is {self.v_scale!r}; the kernels scale values by block"
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         rows = (geo.batch, geo.heads)

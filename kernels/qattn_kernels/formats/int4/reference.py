@@ -22,6 +22,9 @@ class Int4Format(Format):
     windowed = True
     bits: ClassVar[int] = 4
 
+    def kernel_bits(self, heads: int) -> int:
+        return self.bits
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         shape = (geo.batch, geo.heads, geo.blocks)
         return {

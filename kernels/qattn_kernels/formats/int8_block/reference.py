@@ -26,6 +26,12 @@ class Int8BlockFormat(OpenFormat):
     granularity: str = "block"
 
     name = "int8_block"
+    row_weights = True
+
+    def kernel_limits(self, side: str, dim: int) -> str | None:
+        if self.granularity == "block":
+            return None
+        return f"v_granularity is {self.granularity!r}; the kernels scale values by block"
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         rows = (geo.batch, geo.heads)

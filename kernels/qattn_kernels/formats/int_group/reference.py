@@ -18,7 +18,7 @@ class IntGroupFormat(OpenFormat):
 
     Attributes:
         bits: 8, or 4 with two tokens of a block in a byte.
-        granularity: which tokens of a block share a scale: see `groups`.
+        granularity: which tokens of a block share a scale: see `granularity`.
         per_token: of values: codes of blocks lie `[D, tokens]`.
     """
 
@@ -28,6 +28,17 @@ class IntGroupFormat(OpenFormat):
 
     name = "int_group"
     integer = False  # a prefill makes codes of its own, of the keys as they are
+
+    @property
+    def coded(self) -> bool:
+        return True
+
+    @property
+    def scale_group(self) -> str:
+        return self.granularity
+
+    def kernel_bits(self, heads: int) -> int:
+        return self.bits
 
     @property
     def levels(self) -> int:

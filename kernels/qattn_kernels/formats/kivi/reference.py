@@ -46,6 +46,14 @@ class KiviFormat(OpenFormat):
     name = "kivi"
     integer = False
 
+    def kernel_limits(self, side: str, dim: int) -> str | None:
+        if self.bits == 3 or self.per_token != (side == "v"):
+            return "of KIVI's formats the kernels know 2 and 4 bits, keys by channel and values by token"
+        return None
+
+    def kernel_bits(self, heads: int) -> int:
+        return self.bits
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         b, h, n, tokens = geo.batch, geo.heads, geo.blocks, window.block * self.bits // 8
         codes = (dim, tokens) if self.per_token else (tokens, dim)

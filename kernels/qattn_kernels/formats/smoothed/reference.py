@@ -8,7 +8,7 @@ the log-sum-exp as they are.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,19 +27,26 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SmoothedFormat(Format):
-    """Keys of `core_store` around the mean key of a row's first block, fixed when that closes.
+    """Keys of `inner` around the mean key of a row's first block, fixed when that closes.
 
     The ring is the inner format's and holds tokens as they came: until a row has a block there is no mean.
     """
 
-    core_store: Format = field(default_factory=IntGroupFormat)
+    inner: Format = field(default_factory=IntGroupFormat)
 
     name = "smoothed"
     windowed = True
 
     @property
     def core(self) -> Format:
-        return self.core_store
+        return self.inner
+
+    @property
+    def least_heads(self) -> int:
+        return self.core.least_heads
+
+    def of_process(self, own: range, size: int) -> Format:
+        return replace(self, inner=self.core.of_process(own, size))
 
     @property
     def label(self) -> str:

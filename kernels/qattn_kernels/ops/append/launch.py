@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.formats.contract import jit_of
-from qattn_kernels.formats.flashq.reference import FlashQFormat, Low
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.panel import Panel, tensors
-from qattn_kernels.layer.support import PRIORITIES
 from qattn_kernels.ops.append.center import mean_kernel
 from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, unpack_past_kernel
 from qattn_kernels.ops.append.ranking import rank_kernel
@@ -21,10 +19,7 @@ OVERHANG = 128  # slots behind a row's last token that a tile of the prefill may
 
 def rank(call: Call) -> None:
     """Decide which heads get 2 bits, in rows whose first block the call closes; nothing where no row decides."""
-    kinds = [
-        PRIORITIES.index(fmt.priority) if isinstance(fmt, FlashQFormat) and low == Low.RANKED else -1
-        for fmt, low in ((call.spec.k, call.sizes.K_LOW), (call.spec.v, call.sizes.V_LOW))
-    ]
+    kinds = [fmt.core.rank_kind(call.sizes.H) for fmt in (call.spec.k, call.spec.v)]
     if max(kinds) < 0:
         return
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)

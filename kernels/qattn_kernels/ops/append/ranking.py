@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.flashq.jit import number
+from qattn_kernels.formats.head_bits import number
 from qattn_kernels.jit.rows import slot_bits
 from qattn_kernels.jit.tokens import chosen_bits, new_tokens, row_before, with_ring
 

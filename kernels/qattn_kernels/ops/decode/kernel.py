@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.flashq.jit import ALL, NONE
+from qattn_kernels.formats.head_bits import ALL, NONE
 from qattn_kernels.jit.math import LN2, LOG2E, broken, round_even
 from qattn_kernels.jit.rows import commit_row, load_row, packed_since, settle_sinks, slot_bits
 from qattn_kernels.jit.split_int8 import split_int8

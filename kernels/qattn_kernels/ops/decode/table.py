@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from qattn_kernels.formats.flashq.reference import Low
 from qattn_kernels.launch.constants import LEAST_COLUMNS, Sizes
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry
 
-MODEL = ("model", "model_ring")  # formats of values in the model's precision, whose tiles are larger
 LEAST = 2  # blocks of a program: for less its own start and its share of the merge cost more than it saves
 LONG = 2048  # tokens of a program from which twice as many programs take part
 MOST = 64  # programs of a row and head that are worth their merge, where each has fewer tokens
@@ -63,7 +61,7 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     """For `rows` rows of queries a KV head and a ring or values of `dtype`."""
     wide = size.DP > 128 and max(size.K_CHANNELS, size.V_CHANNELS) > 0  # too many for one warp's registers
     warps, stages = 1, 3
-    if spec.v.name in MODEL:
+    if spec.v.in_model_precision:
         warps, stages = 2, 2
     elif size.N > LEAST_COLUMNS or wide:
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
@@ -92,6 +90,6 @@ def _programs(size: Sizes, spec: LayerSpec, dtype: torch.dtype, warps: int, stag
     values, of which each has one for every load in flight."""
     tensors = layer_tensors(Geometry(1, size.H, size.D, size.D, 1, dtype), spec).items()
     tile = sum(x.nbytes() for name, x in tensors if name[:2] in ("k.", "v.") and x.block_dim is not None) // size.H
-    flashq4 = {spec.k.name, spec.v.name} == {"flashq"} and size.K_LOW == size.V_LOW == Low.NONE and size.ENTRIES == 0
-    registers = 32 * warps * (FEW_REGISTERS if flashq4 or spec.v.name in MODEL else OWN_REGISTERS)
+    few = spec.v.in_model_precision or (size.ENTRIES == 0 and all(x.few_registers(size.H) for x in (spec.k, spec.v)))
+    registers = 32 * warps * (FEW_REGISTERS if few else OWN_REGISTERS)
     return max(1, min(REGISTERS // registers, chip.shared // ((stages - 1) * tile + OWN_SHARED)))

@@ -14,7 +14,6 @@ from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.ops.prefill.configs import CONFIGS, Config
 
-BLOCK_SCALED = {"flashq"}  # formats whose closed blocks have one scale
 MODEL_QUERIES = 64  # queries of a program where no scale ties them together
 LEAST_CUT = -80.0  # of SAS in log2 units: below it a weight is nothing, and so is that of a score of -inf
 LOG2E = math.log2(math.e)
@@ -55,7 +54,7 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
     dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
     config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
     grouped = plain and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
-    by_block = {spec.k.name, spec.v.name} <= BLOCK_SCALED
+    by_block = spec.k.block_scales and spec.v.block_scales
     shape = Shape(
         BM=compute.block_q if k_int8 and compute.q_scale == "block" else MODEL_QUERIES,
         BN=min(config.bn, 2 * spec.window.block),
@@ -79,7 +78,7 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
         CENTER=panel.k_mean is not None,
         SHIFT="none" if panel.shift is None else compute.smooth_q,
         V_MEAN=panel.v_mean is not None,
-        BY_ROW=plain and (v_fp8 or (v_int8 and spec.v.name == "int8_block")),
+        BY_ROW=plain and (v_fp8 or (v_int8 and spec.v.row_weights)),
         RAISED=compute.round_sum,
         WINDOW=scores.window,
         SOFTCAP=scores.softcap != 0,

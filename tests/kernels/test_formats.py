@@ -1,0 +1,62 @@
+"""A format owns itself: one folder, found by its name, and nobody else asks which one it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import qattn_kernels
+from qattn_kernels.formats import get_format
+from qattn_kernels.formats.contract import JitFormat
+
+PACKAGE = Path(qattn_kernels.__file__).parent
+FORMATS = sorted(path.parent.name for path in PACKAGE.glob("formats/*/reference.py"))
+BASES = ("channel_block",)  # what several formats share
+WRAPPERS = ("smoothed",)  # whose codes another format holds
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in BASES])
+def test_a_format_is_found_by_the_name_of_its_folder(name: str):
+    assert get_format(name).name == name
+    assert get_format(name)().core.name == name or name in WRAPPERS
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in (*BASES, *WRAPPERS)])
+def test_kernels_know_a_format_by_one_typed_object(name: str):
+    jit = importlib.import_module(f"qattn_kernels.formats.{name}.jit").JIT
+    assert isinstance(jit, JitFormat)
+    assert jit.scores is not None or jit.values is not None
+    if jit.values is not None:
+        assert jit.channels is not None
+    if get_format(name).windowed:
+        assert "ring" in jit.Tensors._fields
+        assert jit.ring_scores is not None or jit.ring_values is not None
+
+
+def test_a_function_that_is_missing_fails_at_once():
+    with pytest.raises(TypeError, match="required positional argument"):
+        JitFormat(Tensors=tuple, open=None)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="unexpected field names"):
+        importlib.import_module("qattn_kernels.formats.int8.jit").JIT._replace(scorse=None)
+
+
+def test_no_other_module_of_the_package_names_a_format():
+    named = []
+    for path in PACKAGE.rglob("*.py"):
+        where = path.relative_to(PACKAGE)
+        if where.parts[0] == "formats":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if module is not None and module.startswith("qattn_kernels.formats."):
+                named += [f"{where}: {module}"] if module.split(".")[2] in FORMATS else []
+            if isinstance(node, ast.Compare) and any(
+                isinstance(x, ast.Constant) and x.value in set(FORMATS) - {"model", "int8", "fp8"}
+                for x in (node.left, *node.comparators)
+            ):
+                named.append(f"{where}: line {node.lineno}")
+    # kernels of a prefill make codes of their own with the functions of two formats
+    assert {x for x in named if not x.startswith("ops/prefill/")} == set()
