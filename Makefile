@@ -11,7 +11,7 @@ TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_H
 PYTEST   = -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest lint format clean
+.PHONY: help setup demo docs test test-oldest lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ test: $(VENV)/.ready ## Run all tests (ARGS="-k cache" for some)
 test-oldest: $(OLDEST)/.ready ## Run the models of the conformance suite with the oldest supported transformers
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) tests/conformance/test_model.py $(ARGS)
 
+docs: $(VENV)/.ready ## Build the documentation into site/, with a strict check of its links
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
 lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -38,7 +41,7 @@ format: $(VENV)/.ready ## Put the code into the project's style, and clear the n
 	$(VENV)/bin/ruff format .
 
 clean: ## Remove what was built or cached, keep the environments
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(VENV)/.ready: pyproject.toml constraints.txt

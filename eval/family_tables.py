@@ -1,4 +1,4 @@
-"""The README's table of families, made of `configs/families/*.yaml`; nothing recorded is needed."""
+"""Table of families, made of `configs/families/*.yaml`; nothing recorded is needed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from recorded import markdown
 
 from qattn_hf.families import Family, list_families
 
+HEADER = ["family", "`model_type`", "method", "in place of its defaults", "why", "from", "measured"]
+
 
 def families_table(results: Path) -> str:
-    """What each family has in place of a method's defaults, why, and whether that was measured."""
-    header = ["family", "`model_type`", "method", "in place of its defaults", "why", "from", "measured"]
-    return markdown(header, [row for family in list_families() for row in _rows(family)])
+    """Families that run: what each has in place of a method's defaults, why, and whether that was measured."""
+    return markdown(HEADER, [row for family in list_families() if not _refused(family) for row in _rows(family)])
+
+
+def refused_families_table(results: Path) -> str:
+    """Families of which every checkpoint is refused today: why, and what is kept for the day when they are not."""
+    return markdown(HEADER, [row for family in list_families() if _refused(family) for row in _rows(family)])
+
+
+def _refused(family: Family) -> bool:
+    return (family.waits or "").startswith("All checkpoints")
 
 
 def _rows(family: Family) -> list[list[str]]:

@@ -1,10 +1,10 @@
-"""The README's tables of `qattn compare` and `qattn tune`, from `eval/results/compare-*.json` and `tune-*.json`."""
+"""Tables of `qattn compare` and `qattn tune`, from `eval/results/compare-*.json` and `tune-*.json`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from recorded import load, markdown, origin
+from recorded import load, markdown
 
 
 def compare_table(results: Path) -> str:
@@ -16,19 +16,18 @@ def compare_table(results: Path) -> str:
         header, lines = table(result["rows"])
         flat = [[cell.replace("\n", " ") for cell in line] for line in (header, *lines)]
         title = f"**{result['rows'][0]['model']}**"
-        parts.append(f"{title}\n\n{markdown(flat[0], flat[1:])}\n\nHow: {origin(result)}")
+        parts.append(f"{title}\n\n{markdown(flat[0], flat[1:])}")
     return "\n\n".join(parts) or "Not measured yet."
 
 
 def tune_table(results: Path) -> str:
     """Tuned recipes on the rows that decided and on others, beside the references there."""
-    rows, how = [], []
+    rows = []
     for result in load(results, "tune-"):
         for row in result["rows"]:
             error = "" if row["kl_se"] is None else f" ({row['kl_se']:.6f})"
             bits = [f"{row[key]:.3f}" for key in ("effective_bits", "effective_bits_total")]
             predicted = f"{row['predicted_kl']:.6f}" if "predicted_kl" in row else ""
             rows.append([row["model"], row["method"], row["on"], predicted, f"{row['kl']:.6f}{error}", *bits])
-        how.append(origin(result))
     header = ["model", "recipe", "on", "predicted KL", "KL", "bits, closed", "bits, all"]
-    return f"{markdown(header, rows)}\n\nHow: {' '.join(how)}" if rows else "Not measured yet."
+    return markdown(header, rows) if rows else "Not measured yet."

@@ -8,7 +8,7 @@
 Each measurement runs in a process of its own, so that one which fails costs no other's result; the exit code says how
 many failed. What trained models show times nothing and runs side by side, on all GPUs in turn; then tests and
 benchmarks one after another, since some take most of a GPU's memory and the others its time. Tasks need lm-eval (extra
-`eval`). `python eval/tables.py` then makes the README's tables.
+`eval`). `python eval/tables.py` then makes the tables of README and docs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The README's tables of methods and their settings: what kernels compute and what the reference alone does, asked of
+"""Tables of methods and their settings: what kernels compute and what the reference alone does, asked of
 the code that decides it; nothing recorded is needed."""
 
 from __future__ import annotations

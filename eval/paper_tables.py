@@ -1,4 +1,4 @@
-"""The README's tables of the papers' figures: what `eval/papers/` checks, and ours beside theirs as recorded."""
+"""Tables of the papers' figures: what `eval/papers/` checks, and ours beside theirs as recorded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from recorded import load, markdown, origin
+from recorded import load, markdown
 
 
 def int_flash_table(results: Path) -> str:
@@ -23,7 +23,7 @@ def int_flash_table(results: Path) -> str:
         rows = [
             [row["distribution"], str(row["tokens"]), *(cell(row, name) for name in names)] for row in result["rows"]
         ]
-        parts.append(f"{markdown(['distribution', 'tokens', *names], rows)}\n\nHow: {origin(result)}")
+        parts.append(markdown(["distribution", "tokens", *names], rows))
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -43,7 +43,7 @@ def sage2_table(results: Path) -> str:
                 line[row["source"]] = cell(row[which])
         header = ["what varies", "layer", "setting", *sources, "paper, CogvideoX"]
         rows = [[*key, *(line[source] for source in sources), line["paper"]] for key, line in lines.items()]
-        parts.append(f"{markdown(header, rows)}\n\nHow: {origin(result)}")
+        parts.append(markdown(header, rows))
     return "\n\n".join(parts) or "Not measured yet."
 
 

@@ -1,7 +1,7 @@
 """Run a measurement and keep what it printed: `python eval/record.py NAME -- COMMAND...`.
 
 The command prints one JSON object a line; other lines are shown and dropped. All rows go to `eval/results/NAME.json`
-with the command, the date, the versions and the device. `eval/tables.py` makes the README's tables of them.
+with the command, the date, the versions and the device. `eval/tables.py` makes the tables of README and docs of them.
 A command that fails or prints no row leaves the old file as it is; with `--failed` what a failing one printed is kept
 too, beside its exit code: of tests the rows say which failed.
 """

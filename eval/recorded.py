@@ -1,4 +1,4 @@
-"""Recorded results as Markdown: what the makers of the README's tables share."""
+"""Recorded results as Markdown: what the makers of tables share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ FIGURES = {
     "effective_bits_total", "kv_bytes", "impl", "sums", "recall", "sums_lost_won", "recall_lost_won", "head_dim",
     "kv_heads", "tokens",
 }  # fmt: skip
+SHOWN = ("torch", "transformers", "triton")  # versions that a page names
 
 
 def load(results: Path, prefix: str) -> list[Result]:
@@ -25,11 +26,31 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def origin(result: Result) -> str:
-    """One line under a table: how its figures came about."""
-    used = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
-    note = f" Note: {result['note']}." if "note" in result else ""
-    return f"`{result['command']}`, {result['date']}, {result['device']}, {used}.{note}"
+def conditions(results: Path, *prefixes: str) -> str:
+    """One line for a page: on what its figures were recorded; notes of single records follow as a list.
+
+    Commands, versions and dates of each record stand in its JSON file.
+    """
+    found = [result for prefix in prefixes for result in load(results, prefix)]
+    if not found:
+        return "Not measured yet."
+    dates: dict[str, list[str]] = {}
+    for result in found:
+        used = [f"{name} {result['versions'][name]}" for name in SHOWN if result["versions"].get(name)]
+        dates.setdefault(", ".join([result["device"], *used]), []).append(result["date"])
+    where = "; ".join(f"{name} ({_days(days)})" for name, days in dates.items())
+    files = ", ".join(f"`eval/results/{prefix}*.json`" for prefix in prefixes)
+    notes: dict[str, list[str]] = {}
+    for result in found:
+        if "note" in result:
+            notes.setdefault(result["note"], []).append(f"`{result['name']}`")
+    listed = [f"- {', '.join(names)}: {note}." for note, names in notes.items()]
+    return "\n".join([f"Recorded on {where}. Commands and versions: {files}.", *(["", *listed] if listed else [])])
+
+
+def _days(dates: list[str]) -> str:
+    first, last = min(dates), max(dates)
+    return first if first == last else f"{first} to {last}"
 
 
 def settings(row: dict[str, Any]) -> dict[str, Any]:
@@ -39,5 +60,9 @@ def settings(row: dict[str, Any]) -> dict[str, Any]:
 
 def asked(row: dict[str, Any]) -> str:
     """`turbo`, or `turbo:k_bits=4,v_bits=2`: as the commands take it."""
-    given = ",".join(f"{key}={value}" for key, value in settings(row).items())
+    given = ",".join(f"{key}={_as_yaml(value)}" for key, value in settings(row).items())
     return f"{row['method']}:{given}" if given else row["method"]
+
+
+def _as_yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,6 +1,7 @@
-"""Regenerate the README's tables from `eval/results/*.json`: `python eval/tables.py`, or `--check` to only compare.
+"""Make the generated parts of README and docs anew: `python eval/tables.py`, or `--check` to only compare.
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is a key of `TABLES`.
+A generated part stands between `<!-- table:NAME -->` and `<!-- /table -->`, in a YAML file behind `# `; NAME is a key
+of `TABLES`. `docs/methods/NAME.md` are made as a whole, one for each method found.
 """
 
 from __future__ import annotations
@@ -11,154 +12,35 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-from family_tables import families_table
+from api_page import api_table
+from family_tables import families_table, refused_families_table
 from fidelity_tables import compare_table, tune_table
+from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
-from overview_table import overview_table
+from overview_table import generate_overview, overview_table, settings_table
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
-from recorded import Result, load, markdown, origin, settings
+from quality_tables import bits_table, claimed_table, quality_table, recipes_table
+from recorded import Result, conditions, load, markdown
 from task_tables import scores_table, tasks_table
+
+from qattn_hf.methods import list_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-README = ROOT / "README.md"
-
-# How many times smaller a cache gets by a paper: where it says so, the figure, its setting, ours as `label` names it,
-# and why the two differ. All of head dim 128, as most of the papers' models have.
-CLAIMS = [
-    (
-        "TurboAttention, abstract", "over 4.4x", "none named; its main results are of 4 bits", "`turbo`",
-        "4.4x is 3.64 bits, less than 4-bit codes alone",
-    ),
-    (
-        "TurboAttention, abstract", "over 4.4x", "none named; or its mixed, half of the heads in 2 bits",
-        "`turbo` (bits mixed)", "holds once the INT8 buffer weighs little",
-    ),
-    (
-        "SinkQ, abstract and 4.3", "6.4x", "2 bits, G 128, long contexts", "`sinkq`",
-        "codes, steps and minima are 7.1x; theirs is the slope of peak memory, ours counts open tokens and pool",
-    ),
-    (
-        "SinkQ, 4.3", "about 5.0x", "2 bits, G 32, long contexts", "`sinkq` (group_size 32)",
-        "the same, of 5.3x",
-    ),
-    (
-        "SinkQ, 4.3, names no method", "about 5.0x", "2 bits, G 32, long contexts", "`kivi` (bits 2)",
-        "the same, with 128 newest tokens open instead of 32 and no pool",
-    ),
-    (
-        "Sparse V, 2.1", "4.6x", "turbo3, 14 bytes for 32 values", "`turboquant` (k_format turbo3, v_format turbo3)",
-        "holds once the 128 newest tokens weigh little",
-    ),
-]  # fmt: skip
-
-
-def label(row: dict[str, Any]) -> str:
-    """`turbo`, or `turbo (k_bits 4, v_bits 2)`."""
-    if row["method"] == "fp":
-        return "full precision"
-    given = ", ".join(f"{key} {value}" for key, value in settings(row).items())
-    return f"`{row['method']}`" + (f" ({given})" if given else "")
-
-
-def recipes_table(results: Path) -> str:
-    """Mixed recipes beside what they were mixed from: KL, its paired difference, and all bits a value."""
-    parts = []
-    for result in load(results, "recipes"):
-        header = ["model", "recipe", "beside", "KL", "its KL", "difference", "bits, all", "its bits"]
-        rows = [
-            [
-                row["model"],
-                f"`{row['recipe']}`",
-                f"`{row['parent']}`",
-                *(f"{row[name]:.6f}" for name in ("kl", "parent_kl")),
-                f"{row['change']:+.6f} ({row['se']:.6f})",
-                *(f"{row[name]:.3f}" for name in ("bits", "parent_bits")),
-            ]
-            for row in result["rows"]
-        ]
-        parts.append(f"{markdown(header, rows)}\n\nHow: {origin(result)}")
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def quality_table(results: Path) -> str:
-    """Damage by the cache: KL to full precision and what follows from it, per model and method."""
-
-    def figure(row: dict[str, Any], key: str, form: str) -> str:
-        return format(row[key], form) if key in row else ""
-
-    groups: dict[tuple[bool, str], list[Result]] = {}
-    for result in load(results, "quality-"):
-        groups.setdefault((result["name"].startswith("quality-full-"), result["rows"][0]["model"]), []).append(result)
-    parts = []
-    for (_, model), recorded in groups.items():
-        found = [row for result in recorded for row in result["rows"]]
-        scores = [name for name in ("sums", "recall") if any(name in row for row in found)]
-        header = ["cache", "KL", "same top-1", "perplexity", "change", *scores, "bits, closed blocks", "bits, all"]
-        rows = [
-            [
-                label(row),
-                figure(row, "kl", ".6f"),
-                figure(row, "same_top1", ".4f"),
-                figure(row, "ppl", ".3f"),
-                f"{row['ppl_change_pct']:+.2f} % ({row['se_pct']:.2f})" if "ppl_change_pct" in row else "",
-                *(figure(row, name, ".3f") for name in scores),
-                figure(row, "effective_bits", ".3f"),
-                figure(row, "effective_bits_total", ".3f"),
-            ]
-            for row in found
-        ]
-        parts.append(f"**{model}**\n\n{markdown(header, rows)}\n\nHow: {' '.join(map(origin, recorded))}")
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def bits_table(results: Path) -> str:
-    """Bits of one cached value: in closed blocks, and of the whole cache (open tokens and spare room counted)."""
-    parts = []
-    for result in load(results, "bits"):
-        lengths = sorted({row["tokens"] for row in result["rows"]})
-        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
-        for row in result["rows"]:
-            groups.setdefault((label(row), row["head_dim"]), {})[row["tokens"]] = row
-        header = ["cache", "head dim", "closed blocks", *(f"all, {length} tokens" for length in lengths)]
-        rows = [
-            [
-                name,
-                str(head_dim),
-                f"{by_length[max(by_length)]['effective_bits']:.3f}",
-                *(f"{by_length[n]['effective_bits_total']:.3f}" if n in by_length else "" for n in lengths),
-            ]
-            for (name, head_dim), by_length in groups.items()
-        ]
-        parts.append(f"{markdown(header, rows)}\n\nHow: {origin(result)}")
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def claimed_table(results: Path) -> str:
-    """How many times smaller than with 16 bits a value: what papers claim, and ours by what the tensors hold."""
-    parts = []
-    for result in load(results, "bits"):
-        found = {(label(row), row["tokens"]): row for row in result["rows"] if row["head_dim"] == 128}
-        lengths = sorted({tokens for _, tokens in found if tokens >= 4096})  # the claims are of long contexts
-        header = ["paper", "claimed", "of", "ours", "closed blocks", *(f"all, {n} tokens" for n in lengths)]
-        rows = [
-            [
-                *claim,
-                f"{16 / found[claim[3], lengths[-1]]['effective_bits']:.2f}x",
-                *(f"{16 / found[claim[3], n]['effective_bits_total']:.2f}x" for n in lengths),
-                why,
-            ]
-            for *claim, why in CLAIMS
-            if lengths and (claim[3], lengths[-1]) in found
-        ]
-        parts.append(f"{markdown([*header, 'why they differ'], rows)}\n\nHow: {origin(result)}")
-    return "\n\n".join(parts) or "Not measured yet."
+# The records that a page of results is made of, by the start of their names.
+PAGES = {
+    "overview": ("compare-embedded-model", "speed-"),
+    "quality": ("compare-", "quality-", "recipes", "tune-"),
+    "tasks": ("tasks-",),
+    "papers": ("paper-", "table-"),
+    "speed": ("speed-",),
+    "size": ("bits",),
+}
 
 
 def speed_table(results: Path, bench: str) -> str:
@@ -166,7 +48,7 @@ def speed_table(results: Path, bench: str) -> str:
     from qattn_hf.bench.tables import computed_by, table
 
     def shown(result: Result) -> str:
-        return f"{markdown(*table(result['rows']))}\n\n{computed_by(result['rows'])} How: {origin(result)}"
+        return f"{markdown(*table(result['rows']))}\n\n{computed_by(result['rows'])}"
 
     return "\n\n".join(map(shown, load(results, f"speed-{bench}"))) or "Not measured yet."
 
@@ -186,10 +68,20 @@ def report_example(results: Path) -> str:
     return f"```text\n{printed.getvalue().rstrip()}\n```"
 
 
+def _conditions(results: Path, page: str) -> str:
+    return conditions(results, *PAGES[page])
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "overview": overview_table,
+    "overview-generate": generate_overview,
+    "settings": settings_table,
     "methods": methods_table,
+    "method-pages": index_table,
+    "nav-methods": nav,
+    "common-settings": common_table,
     "families": families_table,
+    "refused-families": refused_families_table,
     "report": report_example,
     "kernels": kernels_table,
     "quality": quality_table,
@@ -207,6 +99,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode": partial(speed_table, bench="decode"),
     "prefill": partial(speed_table, bench="prefill"),
     "generate": partial(speed_table, bench="generate"),
+    "api": api_table,
+    **{f"conditions-{page}": partial(_conditions, page=page) for page in PAGES},
 }
 
 
@@ -220,22 +114,37 @@ def fill(text: str, results: Path) -> str:
     def table(match: re.Match[str]) -> str:
         return f"{match['begin']}\n{TABLES[match['name']](results)}\n{match['end']}"
 
-    pattern = r"(?P<begin><!-- table:(?P<name>[\w-]+) -->)\n.*?(?P<end><!-- /table -->)"
+    pattern = r"(?P<begin><!-- table:(?P<name>[\w-]+) -->)\n.*?(?P<end>(?: *# )?<!-- /table -->)"
     return re.sub(pattern, table, text, flags=re.DOTALL)
 
 
+def made(root: Path, results: Path) -> Iterator[tuple[Path, str]]:
+    """Every file that has generated parts, with the text that it should have."""
+    whole = {root / "docs" / "methods" / f"{name}.md": name for name in list_methods()}
+    for path, name in whole.items():
+        yield path, method_page(name, results)
+    for path in (root / "README.md", root / "mkdocs.yml", *sorted((root / "docs").rglob("*.md"))):
+        if path.is_file() and path not in whole:
+            yield path, fill(path.read_text(encoding="utf-8"), results)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Regenerate the tables of the README from eval/results/*.json.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is stale")
-    parser.add_argument("--readme", type=Path, default=README)
+    parser = argparse.ArgumentParser(description="Make the generated parts of README and docs of eval/results/*.json.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a part is stale")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md and docs/")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    old = options.readme.read_text(encoding="utf-8")
-    new = fill(old, options.results)
-    if options.check and new != old:
-        sys.exit(f"{options.readme.name} is stale: run `python eval/tables.py`")
-    if not options.check:
-        options.readme.write_text(new, encoding="utf-8")
+    stale = [
+        (path, text)
+        for path, text in made(options.root, options.results)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+    if options.check and stale:
+        names = ", ".join(str(path.relative_to(options.root)) for path, _ in stale)
+        sys.exit(f"stale: {names}; run `python eval/tables.py`")
+    for path, text in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

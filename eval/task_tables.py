@@ -1,4 +1,4 @@
-"""The README's tables of lm-eval's tasks: what they are, and what `eval/results/tasks-*.json` holds."""
+"""Tables of lm-eval's tasks: what they are, and what `eval/results/tasks-*.json` holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from recorded import Result, load, markdown, origin
+from recorded import Result, load, markdown
 
 TASKS = Path(__file__).resolve().parent / "tasks"
 # columns of a score: task, metric and filter, the heading, and how a value is written
@@ -39,25 +39,12 @@ def scores_table(results: Path) -> str:
         for row in (row for result in recorded for row in result["rows"]):
             scored.setdefault(row["method"], {})[row["task"], row["metric"], row["filter"]] = row
         rows = [
-            [_name(name), *_cells(found)] for name, found in sorted(scored.items(), key=lambda item: item[0] != "full")
+            ["full precision" if name == "full" else f"`{name}`", *_cells(found)]
+            for name, found in sorted(scored.items(), key=lambda item: item[0] != "full")
         ]
         header = ["cache", *(title for *_, title, _ in SCORES), "read packed", "bits, closed blocks", "KV"]
-        how = dict.fromkeys(origin({**result, "command": _every_method(result["command"])}) for result in recorded)
-        parts.append(f"**{model}**\n\n{markdown(header, rows)}\n\nHow: {' '.join(how)}")
+        parts.append(f"**{model}**\n\n{markdown(header, rows)}")
     return "\n\n".join(parts) or "Not measured yet."
-
-
-def _every_method(command: str) -> str:
-    """The same for the families of settings, each of which was run apart."""
-    return f"{command.partition(' --method ')[0]} --method ..."
-
-
-def _name(method: str) -> str:
-    """`turbo (bits mixed)` of `turbo:bits=mixed`, as the other tables write it."""
-    name, _, given = method.partition(":")
-    if method == "full":
-        return "full precision"
-    return f"`{name}`" + (f" ({given.replace('=', ' ').replace(',', ', ')})" if given else "")
 
 
 def _cells(found: dict[tuple[str, str, str], dict[str, Any]]) -> list[str]:

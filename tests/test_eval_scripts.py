@@ -1,4 +1,4 @@
-"""The scripts that record measurements and make the README's tables of them."""
+"""The scripts that record measurements and make the tables of README and docs of them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def write_results(folder: Path) -> Path:
 
 
 README = (
-    "# Title\n\n<!-- table:quality -->\nold\n<!-- /table -->\n\nkept\n\n<!-- table:bits -->\n<!-- /table -->\nend\n"
+    "# Title\n\n<!-- table:quality -->\nold\n<!-- /table -->\n\nkept\n\n<!-- table:bits -->\n<!-- /table -->\n\n"
+    "<!-- table:conditions-size -->\n<!-- /table -->\nend\n"
 )
 
 
@@ -111,16 +112,16 @@ def test_tables_hold_the_recorded_figures_and_their_conditions(tmp_path):
     text = tables.fill(README, write_results(tmp_path / "results"))
     assert "old" not in text and "\nkept\n" in text and text.endswith("<!-- /table -->\nend\n")
     assert "| full precision |  |  | 34.250 |" in text
-    row = "| `turbo` (bits mixed) | 0.012300 | 0.9000 | 34.500 | +0.73 % (0.10) | 0.500 | 3.267 | 3.500 |"
+    row = "| `turbo:bits=mixed` | 0.012300 | 0.9000 | 34.500 | +0.73 % (0.10) | 0.500 | 3.267 | 3.500 |"
     assert row in text
     assert "all, 512 tokens | all, 4096 tokens" in text
     assert "| `int8` | 64 | 8.500 | 8.625 | 8.516 |" in text
-    assert text.count("`python measure.py`, 2030-01-02, CPU, torch 9.9.") == 2
+    assert "Recorded on CPU, torch 9.9 (2030-01-02). Commands and versions: `eval/results/bits*.json`." in text
     assert tables.fill(text, tmp_path / "results") == text, "filling a filled file changes nothing"
 
 
 def test_tables_without_results_say_so(tmp_path):
-    assert tables.fill(README, tmp_path).count("Not measured yet.") == 2
+    assert tables.fill(README, tmp_path).count("Not measured yet.") == 3
 
 
 def test_scores_stand_beside_full_precision_first(tmp_path):
@@ -136,12 +137,12 @@ def test_scores_stand_beside_full_precision_first(tmp_path):
         recorded = {"name": f"tasks-net-{family}", "command": command, **head, "rows": rows}
         (tmp_path / "results" / f"tasks-net-{family}.json").write_text(json.dumps(recorded))
     text = tables.TABLES["scores"](tmp_path / "results")
-    lines = [line for line in text.splitlines() if line.startswith(("| full", "| `turbo`"))]
+    lines = [line for line in text.splitlines() if line.startswith(("| full", "| `turbo"))]
     assert lines == [
         "| full precision | 0.500 (0.010) |  |  |  | 100.0 |  |  |  |",
-        "| `turbo` (bits mixed, softmax sas) | 0.500 (0.010) |  |  |  | 100.0 | 95% | 3.250 | 0.20x |",
+        "| `turbo:bits=mixed,softmax=sas` | 0.500 (0.010) |  |  |  | 100.0 | 95% | 3.250 | 0.20x |",
     ]
-    assert "**net**" in text and text.count("`python measure.py --task sums --method ...`, 2030-01-02, GPU") == 1
+    assert "**net**" in text
 
 
 def test_the_overview_joins_what_was_recorded_of_a_setting(tmp_path):
@@ -159,9 +160,13 @@ def test_the_overview_joins_what_was_recorded_of_a_setting(tmp_path):
     ways = {"sdpa flash": 3.0, "sdpa cudnn packed": 2.0, "int8": 1.0}
     timed = [{**point, "way": way, "ms": ms, "packed": way == "int8"} for way, ms in ways.items()]
     record_rows("speed-decode", *timed, {**timed[-1], "room": 4, "ms": 9.0})
+    record_rows("compare-embedded-model", {"method": "int8", "kl": -1e-9, "effective_bits_total": 8.5})
+    assert tables.TABLES["settings"](tmp_path / "results").splitlines()[2:] == [
+        "| `turbo:bits=2` | 4.20 | 2.29 |  | 0.02000 |  |  |  |  |",
+        "| `int8` | 4.20 | 8.25 | 0.00000 | 0.00020 | 2.00x |  |  |  |",
+    ]
     assert tables.TABLES["overview"](tmp_path / "results").splitlines()[2:] == [
-        "| `turbo:bits=2` | 2.29 | 0.02000 |  |  |",
-        "| `int8` | 8.25 | 0.00020 | 2.00x |  |",
+        "| `int8` | 8.50 | 1.9x | 0.00000 | 2.00x |  |  |  |",
     ]
 
 
@@ -176,8 +181,8 @@ def test_claims_of_papers_stand_beside_recorded_bits(tmp_path):
     (tmp_path / "results" / "bits.json").write_text(json.dumps({**head, "rows": rows}))
     text = tables.fill("<!-- table:claimed -->\n<!-- /table -->", tmp_path / "results")
     assert "| closed blocks | all, 4096 tokens | all, 32768 tokens |" in text
-    assert "| over 4.4x |" in text and "| `turbo` (bits mixed) | 5.00x | 4.00x | 4.85x |" in text
-    assert len(text.splitlines()) == 7, "a method that nobody measured has no row"
+    assert "| over 4.4x |" in text and "| `turbo:bits=mixed` | 5.00x | 4.00x | 4.85x |" in text
+    assert len(text.splitlines()) == 5, "a method that nobody measured has no row"
 
 
 def test_speed_tables_hold_the_rows_of_the_benches(tmp_path):
@@ -191,7 +196,7 @@ def test_speed_tables_hold_the_rows_of_the_benches(tmp_path):
     (tmp_path / "results" / "speed-prefill.json").write_text(json.dumps({**head, "rows": rows}))
     text = "".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("decode", "prefill", "generate"))
     text = tables.fill(text, tmp_path / "results")
-    assert "| 4 x 4096 | 533 | 612 |" in text and "`python -m qattn_hf bench prefill`, 2030-01-02, GPU" in text
+    assert "| 4 x 4096 | 533 | 612 |" in text
     assert text.count("Not measured yet.") == 2
 
 
@@ -301,18 +306,42 @@ def test_tables_refuse_an_unknown_marker(tmp_path):
         tables.fill("<!-- table:speed -->\n<!-- /table -->", tmp_path)
 
 
+def test_conditions_tell_records_apart_and_keep_their_notes(tmp_path):
+    (tmp_path / "results").mkdir()
+    head = {"versions": {"torch": "9.9", "python": "3.14"}, "rows": []}
+    for i, (device, note) in enumerate((("GPU", "by hand"), ("CPU", None), ("GPU", "by hand"))):
+        record = {"name": f"bits-{i}", "date": f"2030-01-0{i + 1}", "device": device, **head}
+        text = json.dumps(record if note is None else {**record, "note": note})
+        (tmp_path / "results" / f"bits-{i}.json").write_text(text)
+    found = tables.TABLES["conditions-size"](tmp_path / "results").splitlines()
+    assert found[0].startswith(
+        "Recorded on GPU, torch 9.9 (2030-01-01 to 2030-01-03); CPU, torch 9.9 (2030-01-02). Commands and versions: "
+    )
+    assert found[2:] == ["- `bits-0`, `bits-2`: by hand."]
+
+
 def test_check_fails_on_a_stale_file_and_writes_nothing(tmp_path):
-    readme, results = tmp_path / "README.md", write_results(tmp_path / "results")
-    readme.write_text(README)
-    arguments = ["--readme", str(readme), "--results", str(results)]
-    with pytest.raises(SystemExit, match="stale"):
+    """Any of the front page, a page of docs/, and the navigation; a method's page is stale where it is missing."""
+    results = write_results(tmp_path / "results")
+    (tmp_path / "docs").mkdir()
+    files = {
+        "README.md": README,
+        "docs/page.md": README,
+        "mkdocs.yml": "  # <!-- table:nav-methods -->\n  # <!-- /table -->\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    arguments = ["--root", str(tmp_path), "--results", str(results)]
+    with pytest.raises(SystemExit, match=r"stale: docs/methods/fp8\.md.*README\.md, mkdocs\.yml, docs/page\.md"):
         tables.main([*arguments, "--check"])
-    assert readme.read_text() == README
+    assert {name: (tmp_path / name).read_text() for name in files} == files
     tables.main(arguments)
     tables.main([*arguments, "--check"])
+    assert "\n      - turbo: methods/turbo.md\n" in (tmp_path / "mkdocs.yml").read_text()
+    assert "| `k_bits` | `4`, `2`, `mixed` | `null` |" in (tmp_path / "docs" / "methods" / "turbo.md").read_text()
 
 
-def test_tables_of_our_readme_are_up_to_date():
+def test_generated_parts_of_readme_and_docs_are_up_to_date():
     tables.main(["--check"])
 
 

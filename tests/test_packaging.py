@@ -18,7 +18,7 @@ from qattn_hf.families import list_families
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = sorted(model_type for family in list_families() for model_type in family.model_types)
-FOLDERS = (".ci", "qattn_hf", "kernels", "configs", "eval", "examples", "tests")
+FOLDERS = (".ci", "qattn_hf", "kernels", "configs", "docs", "eval", "examples", "tests")
 pytestmark = pytest.mark.xdist_group("packaging")  # one process builds, not each
 
 SMOKE = """
@@ -125,7 +125,7 @@ def test_wheel_holds_the_packages_and_nothing_else(built):
 def test_sdist_holds_what_a_developer_needs(built):
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    expected = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
+    expected = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml"}
     expected |= {"constraints.txt", "constraints-oldest.txt"}
     expected = expected.union(*(source_files(folder) for folder in FOLDERS))
     assert expected - names == set()

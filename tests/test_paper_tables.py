@@ -111,7 +111,8 @@ def test_the_page_says_which_claims_of_the_papers_recorded_rows_contradict():
     for name, found in CONTRADICTED.items():
         text = "\n".join(line for line in lines if line.startswith(f"| `{name}` |"))
         assert [part for part in found if not re.search(part, text)] == []
-    assert "<!-- table:contradicted -->" in (ROOT / "README.md").read_text(encoding="utf-8")
+    page = ROOT / "docs" / "results" / "papers.md"
+    assert "<!-- table:contradicted -->" in page.read_text(encoding="utf-8")
 
 
 def test_a_contradicted_claim_is_printed_with_its_reason_and_fails_nothing(monkeypatch, capsys):
@@ -171,7 +172,7 @@ def test_recorded_prefills_that_are_slower_are_named():
 def test_what_the_reference_alone_computes_is_said_of_the_setting_and_on_the_page(name: str):
     alone, fields = method_tables.reference_only(name), get_method(name).model_fields
     assert [key for key in alone if "reference only" not in (fields[key].description or "")] == []
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
     [line] = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 5]
     assert [key for key in alone if f"`{key}`" not in line.split("|")[-2]] == []
 

@@ -1,0 +1,156 @@
+"""`docs/methods/NAME.md`, made of a method's docstring, fields, recipes, kernels, families and records."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_args
+
+from method_tables import reference_only, values_of
+from overview_table import figures, settings_table
+from pydantic.fields import FieldInfo
+from recorded import markdown
+
+from qattn_hf.assets import configs_dir
+from qattn_hf.families import list_families
+from qattn_hf.methods import Method, get_method, list_methods
+from qattn_hf.yaml_reader import read_yaml
+
+LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+PLAIN = {int: "integer", float: "number", str: "text"}
+
+
+def method_page(name: str, results: Path) -> str:
+    """The whole page of one method."""
+    method = get_method(name)
+    about = inspect.getdoc(method) or ""
+    source = (sys.modules[method.__module__].__doc__ or "").strip()
+    own = {key: field for key, field in method.model_fields.items() if key not in Method.model_fields}
+    parts = [
+        f"# {name}",
+        "<!-- made by `python eval/tables.py`: edit the docstring and fields of the method instead -->",
+        about,
+        f"`qattn_hf/methods/{name}.py`: {source}",
+        f'```python\nmodel = patch(model, "{name}")\n```',
+        "## Settings",
+        fields_table(own) if own else "It has no settings of its own.",
+        "Settings of [every method](../settings.md#settings-of-every-method) hold here too. "
+        f"`configs/{name}.yaml` has them all at their defaults.",
+        "## Kernels",
+        _kernels(name),
+        *_section("## Recipes", recipes_of(name)),
+        *_section("## Model families", _families(name)),
+        *_section("## Measured", _measured(name, results)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def fields_table(fields: dict[str, FieldInfo]) -> str:
+    """Settings with what they may be, their default and what they are."""
+    rows = [
+        [f"`{key}`", allowed(field), f"`{_written(field.default)}`", _escaped(field.description or "")]
+        for key, field in fields.items()
+    ]
+    return markdown(["setting", "values", "default", "what it is"], rows)
+
+
+def common_table(results: Path) -> str:
+    """Settings that every method has."""
+    return fields_table(dict(Method.model_fields))
+
+
+def allowed(field: FieldInfo) -> str:
+    """The values that a setting takes: listed where its type names them, else its kind and range."""
+    named = [f"`{_written(value)}`" for value in values_of(field.annotation)]
+    if named:
+        return ", ".join(named)
+    kinds = get_args(field.annotation) or (field.annotation,)
+    kind = next((PLAIN[part] for part in kinds if part in PLAIN), "a list of heads for each layer")
+    limits = [
+        f"{sign} {getattr(limit, name)}"
+        for limit in field.metadata
+        for name, sign in LIMITS.items()
+        if hasattr(limit, name)
+    ]
+    return " ".join([kind, ", ".join(limits)]).strip()
+
+
+def index_table(results: Path) -> str:
+    """Links to the pages of all methods."""
+    rows = [
+        [f"[{name}]({name}.md)", (get_method(name).__doc__ or "").strip().splitlines()[0]] for name in list_methods()
+    ]
+    return markdown(["method", "what it does"], rows)
+
+
+def nav(results: Path) -> str:
+    """The methods' entries of `mkdocs.yml`."""
+    return "\n".join(f"      - {name}: methods/{name}.md" for name in list_methods())
+
+
+def recipes_of(name: str) -> str:
+    """Recipes of the package that take this method with other settings."""
+    rows = []
+    for path in sorted(configs_dir().glob("*.yaml")):
+        held = read_yaml(path)
+        if path.stem != name and held.get("method") == name:
+            comment = path.read_text(encoding="utf-8").splitlines()
+            why = " ".join(line.removeprefix("# ") for line in comment if line.startswith("# "))
+            given = ", ".join(f"`{key}={_written(value)}`" for key, value in held.items() if key != "method")
+            rows.append([f"`{path.stem}`", given, _escaped(why)])
+    return markdown(["recipe", "settings", "why"], rows) if rows else ""
+
+
+def _kernels(name: str) -> str:
+    alone = reference_only(name)
+    if not alone:
+        return "Triton kernels compute every setting of this method on a GPU; see [kernels](../kernels.md)."
+    listed = "\n".join(
+        f"- `{key}`: {', '.join(f'`{_written(value)}`' for value in found)}" for key, found in alone.items()
+    )
+    return (
+        "Triton kernels compute this method on a GPU. These settings the PyTorch reference alone computes, on a GPU "
+        f"too, where it is slower:\n\n{listed}"
+    )
+
+
+def _families(name: str) -> str:
+    rows = []
+    for family in list_families():
+        if section := family.methods.get(name):
+            given = ", ".join(f"`{key}={_written(value)}`" for key, value in section.settings.items())
+            why = " ".join(filter(None, [section.why, section.advice]))
+            rows.append([family.family, given or "the defaults", _escaped(why), section.source])
+    return markdown(["family", "settings", "why", "from"], rows) if rows else ""
+
+
+def _measured(name: str, results: Path) -> str:
+    names = [found for found in figures(results) if found.partition(":")[0] == name or _recipe_of(found) == name]
+    table = settings_table(results, names)
+    if table == "Not measured yet.":
+        return ""
+    return f"{table}\n\nWhat the columns are, and all settings beside one another: [choose](../choose.md#all-settings)."
+
+
+def _recipe_of(name: str) -> str | None:
+    path = configs_dir() / f"{name}.yaml"
+    return read_yaml(path).get("method") if path.is_file() else None
+
+
+def _section(title: str, text: str) -> Iterable[str]:
+    return [title, text] if text else []
+
+
+def _written(value: Any) -> str:
+    """As YAML has it."""
+    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if _is_word(value) else str(value)
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,136 @@
+"""Tables of quality and size: what each setting loses and keeps, from `quality-*`, `recipes` and `bits.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recorded import Result, asked, load, markdown
+
+# How many times smaller a cache gets by a paper: where it says so, the figure, its setting, ours as `label` names it,
+# and why the two differ. All of head dim 128, as most of the papers' models have.
+CLAIMS = [
+    (
+        "TurboAttention, abstract", "over 4.4x", "none named; its main results are of 4 bits", "`turbo`",
+        "4.4x is 3.64 bits, less than 4-bit codes alone",
+    ),
+    (
+        "TurboAttention, abstract", "over 4.4x", "none named; or its mixed, half of the heads in 2 bits",
+        "`turbo:bits=mixed`", "holds once the INT8 buffer weighs little",
+    ),
+    (
+        "SinkQ, abstract and 4.3", "6.4x", "2 bits, G 128, long contexts", "`sinkq`",
+        "codes, steps and minima are 7.1x; theirs is the slope of peak memory, ours counts open tokens and pool",
+    ),
+    (
+        "SinkQ, 4.3", "about 5.0x", "2 bits, G 32, long contexts", "`sinkq:group_size=32`",
+        "the same, of 5.3x",
+    ),
+    (
+        "SinkQ, 4.3, names no method", "about 5.0x", "2 bits, G 32, long contexts", "`kivi:bits=2`",
+        "the same, with 128 newest tokens open instead of 32 and no pool",
+    ),
+    (
+        "Sparse V, 2.1", "4.6x", "turbo3, 14 bytes for 32 values", "`turboquant:k_format=turbo3,v_format=turbo3`",
+        "holds once the 128 newest tokens weigh little",
+    ),
+]  # fmt: skip
+
+
+def label(row: dict[str, Any]) -> str:
+    """`turbo`, or `turbo:k_bits=4,v_bits=2`, as the commands take it."""
+    return "full precision" if row["method"] == "fp" else f"`{asked(row)}`"
+
+
+def recipes_table(results: Path) -> str:
+    """Mixed recipes beside what they were mixed from: KL, its paired difference, and all bits a value."""
+    parts = []
+    for result in load(results, "recipes"):
+        header = ["model", "recipe", "beside", "KL", "its KL", "difference", "bits, all", "its bits"]
+        rows = [
+            [
+                row["model"],
+                f"`{row['recipe']}`",
+                f"`{row['parent']}`",
+                *(f"{row[name]:.6f}" for name in ("kl", "parent_kl")),
+                f"{row['change']:+.6f} ({row['se']:.6f})",
+                *(f"{row[name]:.3f}" for name in ("bits", "parent_bits")),
+            ]
+            for row in result["rows"]
+        ]
+        parts.append(markdown(header, rows))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def quality_table(results: Path) -> str:
+    """Damage by the cache: KL to full precision and what follows from it, per model and method."""
+
+    def figure(row: dict[str, Any], key: str, form: str) -> str:
+        return format(row[key], form) if key in row else ""
+
+    groups: dict[tuple[bool, str], list[Result]] = {}
+    for result in load(results, "quality-"):
+        groups.setdefault((result["name"].startswith("quality-full-"), result["rows"][0]["model"]), []).append(result)
+    parts = []
+    for (_, model), recorded in groups.items():
+        found = [row for result in recorded for row in result["rows"]]
+        scores = [name for name in ("sums", "recall") if any(name in row for row in found)]
+        header = ["cache", "KL", "same top-1", "perplexity", "change", *scores, "bits, closed blocks", "bits, all"]
+        rows = [
+            [
+                label(row),
+                figure(row, "kl", ".6f"),
+                figure(row, "same_top1", ".4f"),
+                figure(row, "ppl", ".3f"),
+                f"{row['ppl_change_pct']:+.2f} % ({row['se_pct']:.2f})" if "ppl_change_pct" in row else "",
+                *(figure(row, name, ".3f") for name in scores),
+                figure(row, "effective_bits", ".3f"),
+                figure(row, "effective_bits_total", ".3f"),
+            ]
+            for row in found
+        ]
+        parts.append(f"**{model}**\n\n{markdown(header, rows)}")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def bits_table(results: Path) -> str:
+    """Bits of one cached value: in closed blocks, and of the whole cache (open tokens and spare room counted)."""
+    parts = []
+    for result in load(results, "bits"):
+        lengths = sorted({row["tokens"] for row in result["rows"]})
+        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+        for row in result["rows"]:
+            groups.setdefault((label(row), row["head_dim"]), {})[row["tokens"]] = row
+        header = ["cache", "head dim", "closed blocks", *(f"all, {length} tokens" for length in lengths)]
+        rows = [
+            [
+                name,
+                str(head_dim),
+                f"{by_length[max(by_length)]['effective_bits']:.3f}",
+                *(f"{by_length[n]['effective_bits_total']:.3f}" if n in by_length else "" for n in lengths),
+            ]
+            for (name, head_dim), by_length in groups.items()
+        ]
+        parts.append(markdown(header, rows))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def claimed_table(results: Path) -> str:
+    """How many times smaller than with 16 bits a value: what papers claim, and ours by what the tensors hold."""
+    parts = []
+    for result in load(results, "bits"):
+        found = {(label(row), row["tokens"]): row for row in result["rows"] if row["head_dim"] == 128}
+        lengths = sorted({tokens for _, tokens in found if tokens >= 4096})  # the claims are of long contexts
+        header = ["paper", "claimed", "of", "ours", "closed blocks", *(f"all, {n} tokens" for n in lengths)]
+        rows = [
+            [
+                *claim,
+                f"{16 / found[claim[3], lengths[-1]]['effective_bits']:.2f}x",
+                *(f"{16 / found[claim[3], n]['effective_bits_total']:.2f}x" for n in lengths),
+                why,
+            ]
+            for *claim, why in CLAIMS
+            if lengths and (claim[3], lengths[-1]) in found
+        ]
+        parts.append(markdown([*header, "why they differ"], rows))
+    return "\n\n".join(parts) or "Not measured yet."

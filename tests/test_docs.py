@@ -1,0 +1,127 @@
+"""README and docs/ as a reader meets them: links lead somewhere, commands and Python parse, nothing is left out."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.main import get_command
+
+import qattn_hf
+from qattn_hf.cli import app
+from qattn_hf.methods import list_methods
+from qattn_kernels.stores.base import pack
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def prose_of(path: Path) -> str:
+    """Without blocks of code, and with what code spans hold left out."""
+    return re.sub(r"`[^`\n]*`", "``", FENCE.sub("", text_of(path)))
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Of a page's headings, as GitHub and mkdocs write them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(path)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    return [code for language, code in FENCE.findall(text_of(path)) if language in languages]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_relative_links_and_anchors_exist(path: Path):
+    broken = []
+    for link in LINK.findall(prose_of(path)):
+        target, _, anchor = link.partition("#")
+        if re.match(r"\w+:", link):
+            continue
+        found = path if not target else (path.parent / target).resolve()
+        if not found.exists() or (anchor and anchor not in anchors_of(found)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_commands_are_known_to_the_command_line(path: Path):
+    """Every `qattn ...` names a command, options that it has, and none without its value."""
+    for line in "\n".join(blocks(path, "bash")).splitlines():
+        words = shlex.split(line, comments=True)
+        while words and "=" in words[0]:  # settings of the environment
+            words = words[1:]
+        if words[:1] != ["qattn"]:
+            continue
+        command = get_command(app)
+        while words[1:] and hasattr(command, "commands"):
+            assert words[1] in command.commands, line
+            command, words = command.commands[words[1]], words[1:]
+        command.make_context("qattn", words[1:], resilient_parsing=False).close()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_python_and_yaml_parse(path: Path):
+    for code in blocks(path, "python"):
+        if path.name != "api.md":  # signatures
+            ast.parse(code)
+    for code in blocks(path, "yaml"):
+        yaml.safe_load(code)
+
+
+def test_the_front_page_is_short():
+    lines = text_of(ROOT / "README.md").splitlines()
+    assert len(lines) <= 250 and max(map(len, lines)) <= 240
+    made = re.findall(r"<!-- table:\S+ -->\n(.*?)<!-- /table -->", "\n".join(lines), re.DOTALL)
+    assert made and max(part.count("\n") for part in made) <= 15
+
+
+def test_every_public_name_is_in_the_api():
+    found = re.findall(r"^## (\w+)$", text_of(ROOT / "docs" / "api.md"), re.MULTILINE)
+    assert sorted(found) == sorted(name for name in qattn_hf.__all__ if not name.startswith("__"))
+
+
+def test_every_method_has_a_page_and_is_on_the_front_page():
+    pages = {path.stem for path in (ROOT / "docs" / "methods").glob("*.md")} - {"index"}
+    assert pages == set(list_methods())
+    front = text_of(ROOT / "README.md")
+    assert [name for name in pages if f"](docs/methods/{name}.md)" not in front] == []
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = text_of(ROOT / "mkdocs.yml")
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in PAGES[2:]]
+    notebooks = [path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.ipynb")]
+    assert [
+        name for name in (*pages, *notebooks) if not re.search(rf"[ :]{re.escape(name)}$", navigation, re.MULTILINE)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("bits", "codes", "bytes_"),
+    [
+        (4, {0: 5, 32: 9}, {0: 0x95}),
+        (2, {0: 1, 16: 2, 32: 3}, {0: 0x39}),
+        (3, {0: 5, 8: 4, 16: 2, 32: 7, 48: 1}, {0: 0x79, 16: 0x13}),
+    ],
+)
+def test_worked_bytes_are_those_of_the_packing(bits: int, codes: dict[int, int], bytes_: dict[int, int]):
+    code = torch.zeros(64, 1, dtype=torch.uint8)
+    for token, value in codes.items():
+        code[token] = value
+    packed = pack(code, bits)[:, 0]
+    page = text_of(ROOT / "docs" / "kernels.md")
+    for place, byte in bytes_.items():
+        assert packed[place] == byte and f"{byte:#04x}" in page
