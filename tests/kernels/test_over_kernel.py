@@ -15,7 +15,7 @@ from qattn_kernels.online import Scores
 from qattn_kernels.over import attend_over
 from qattn_kernels.spec import LayerSpec
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 
 def noise(got: torch.Tensor, want: torch.Tensor) -> float:
