@@ -6,12 +6,13 @@ VENV   ?= .venv
 OLDEST ?= .venv-5.17
 ARGS   ?=
 
-# Tests run in two processes, so each gets one thread; nothing is fetched from a hub.
+# Tests run in two processes, so each gets one thread; nothing is fetched from a hub. The first tier is what is not
+# marked `slow`: at least one test of everything.
 TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST   = -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-oldest lint format clean
+.PHONY: help setup demo docs test test-slow test-all test-oldest lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,8 +22,15 @@ setup: $(VENV)/.ready ## Create the environment in .venv (the other targets do i
 demo: $(VENV)/.ready ## Answer the same prompts in full precision and through a packed cache (ARGS="--method int8")
 	@$(VENV)/bin/qattn demo $(ARGS)
 
-test: $(VENV)/.ready ## Run all tests (ARGS="-k cache" for some)
-	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(ARGS)
+test: $(VENV)/.ready ## Run the first tier of tests, about five minutes (ARGS="-k cache" for some)
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.ready ## Run the other tests (exit code 5 of pytest: ARGS chose none of these)
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m slow $(ARGS) || [ $$? -eq 5 ]
+
+test-all: ## Run all tests, the first tier first
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-slow
 
 test-oldest: $(OLDEST)/.ready ## Run the models of the conformance suite with the oldest supported transformers
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) tests/conformance/test_model.py $(ARGS)

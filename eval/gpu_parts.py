@@ -63,7 +63,7 @@ def parts(options: list[str], yardstick: Path | None, families: list[str], kept:
         [text for method in found for text in ("--method", method)] for found in (DECODE_METHODS, PREFILL_METHODS)
     )
     found = {
-        "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", str(TEST_PROCESSES), "--dist", "worksteal"])],
+        "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", str(TEST_PROCESSES)])],
         "decode": [("speed-decode", bench("decode", *methods, *options))],
         "prefill": [("speed-prefill", bench("prefill", *prefilled, *options))],
         "generate": [("speed-generate", bench("generate", "--way", "all", *options))],

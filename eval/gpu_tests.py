@@ -2,15 +2,16 @@
 
     python eval/record.py gpu-tests -- python eval/gpu_tests.py
 
-These are the files with `cuda` in their name, and those of `tests/kernels` with `kernel` in theirs, which run compiled
-on a GPU and in Triton's interpreter elsewhere. CI has no GPU, so what they showed is kept in
-`eval/results/gpu-tests.json`. Fails if one fails, if none ran, or without a GPU. Other arguments go to pytest: `-n 8`
-runs them in eight processes.
+These have the mark `gpu`: tests that need one, and tests of kernels, which run compiled on a GPU and in Triton's
+interpreter elsewhere. CI has no GPU, so what they showed is kept in `eval/results/gpu-tests.json`. Fails if one fails,
+if none ran, or without a GPU. Other arguments go to pytest: `-n 8` runs them in eight processes, those of one group
+(`xdist_group`, as of tests that need much memory) in one of these.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -21,8 +22,8 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 
 def gpu_tests(folder: Path) -> list[Path]:
-    """Files of tests that show something on a GPU that they cannot show elsewhere."""
-    return sorted([*folder.glob("test_*cuda*.py"), *folder.glob("kernels/test_*kernel*.py")])
+    """Files in which a test has the mark `gpu`: no other is imported, so that only their libraries are needed."""
+    return sorted(path for path in folder.rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
 
 
 class Rows:
@@ -34,7 +35,7 @@ class Rows:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.outcomes.append(report.outcome)
-            file, _, test = report.nodeid.rpartition(".py::")
+            file, _, test = re.sub(r"@\w+$", "", report.nodeid).rpartition(".py::")  # less the group that xdist adds
             row = {
                 "file": Path(file).name,
                 "test": test,
@@ -48,7 +49,8 @@ def main(arguments: list[str]) -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_tests: these tests need a CUDA GPU")
     rows = Rows()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *map(str, gpu_tests(TESTS)), *arguments], plugins=[rows])
+    options = ["-q", "-p", "no:cacheprovider", "-m", "gpu", "--dist", "loadgroup"]
+    code = pytest.main([*options, *map(str, gpu_tests(TESTS)), *arguments], plugins=[rows])
     if not code and "passed" not in rows.outcomes:
         sys.exit("gpu_tests: no test ran")
     sys.exit(code)

@@ -1,17 +1,61 @@
 """Without a GPU Triton's kernels run in its interpreter. Triton asks for that when it is imported, which other
-libraries may do first, so it is settled before any test module."""
+libraries may do first, so it is settled before any test module; so is the number of threads of each test process."""
 
 import os
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+if WORKER is not None:  # processes beside one another: with all cores each, they wait for one another
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+
+import torch  # noqa: E402 - reads these once
+
+launches: list[str] = []  # of kernels, in the interpreter
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-else:  # test processes beside one another share out the GPUs
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    torch.cuda.set_device(int(worker) % torch.cuda.device_count())
+    from triton.runtime.interpreter import GridExecutor
+
+    interpret = GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        launches.append(self.fn.__name__)
+        interpret(self, *args, **kwargs)
+
+    GridExecutor.__call__ = counted
+elif WORKER is not None:  # they share out the GPUs
+    torch.cuda.set_device(int(WORKER.removeprefix("gw")) % torch.cuda.device_count())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many sets of parameters one set is in the first tier, another for each test, and the others are
+    `slow`: of those marked `product`, and of all below `kernels/` and `conformance/`, which ask each thing of many
+    settings."""
+    products = defaultdict(list)
+    for item in items:
+        without_gpu = [mark for mark in item.iter_markers("skipif") if mark.args[0] is True]
+        if not without_gpu and (item.path.parent != Path(__file__).parent or item.get_closest_marker("product")):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for name, sets in products.items():
+        first = zlib.crc32(name.encode()) % len(sets)
+        for item in sets[:first] + sets[first + 1 :]:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that runs kernels runs on GPUs too: it has the mark by which `eval/gpu_tests.py` chooses."""
+    launches.clear()
+    yield
+    if launches and request.node.get_closest_marker("gpu") is None:
+        pytest.fail(f"this test ran the kernel {launches[0]}: give it the mark `gpu`", pytrace=False)
 
 
 @pytest.fixture

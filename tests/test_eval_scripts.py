@@ -219,10 +219,13 @@ def test_parts_go_to_all_gpus_in_turn(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     code = "import json, os; print(json.dumps({'gpu': os.environ.get('CUDA_VISIBLE_DEVICES')}))"
-    chosen = {"quality": [(name, ["python", "-c", code]) for name in "abc"], "recipes": [("d", ["python", "-c", code])]}
-    assert [code for code, _ in gpu.run(chosen, tmp_path)] == [0] * 4
-    found = [json.loads((tmp_path / f"{name}.json").read_text())["rows"][0]["gpu"] for name in "abcd"]
-    assert found == ["0", "1", "0", None], "recipes spread themselves"
+    command = ["python", "-c", code]
+    assert gpu.record(("a", command), tmp_path, 1)[0] == 0
+    assert json.loads((tmp_path / "a.json").read_text())["rows"] == [{"gpu": "1"}]
+    monkeypatch.setattr(gpu, "record", lambda part, results, gpu=None: (0, f"{part[0]} on {gpu}"))
+    chosen = {"quality": [(name, command) for name in "abc"], "recipes": [("d", command)]}
+    found = [said for _, said in gpu.run(chosen, tmp_path)]
+    assert found == ["a on 0", "b on 1", "c on 0", "d on None"], "recipes spread themselves"
 
 
 def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
@@ -267,15 +270,36 @@ def test_settings_of_quality_are_those_of_the_tasks(tmp_path, family):
     assert len(chosen_recipes(asked, None)) == 3 and ("full" in asked) == (family == "8bit")
 
 
-def test_gpu_tests_are_found_by_name(tmp_path, monkeypatch):
-    (tmp_path / "kernels").mkdir()
-    for name in ("test_cuda.py", "test_graph_cuda.py", "test_cli.py", "kernels/test_kernel.py", "kernels/test_rows.py"):
-        (tmp_path / name).touch()
-    found = [path.name for path in gpu_tests.gpu_tests(tmp_path)]
-    assert found == ["test_kernel.py", "test_cuda.py", "test_graph_cuda.py"]
+MARKED = """
+import pytest
+
+@pytest.mark.{mark}
+@pytest.mark.xdist_group("memory")
+def test_large(): pass
+
+@pytest.mark.{mark}
+def test_small(): pass
+
+def test_other(): raise AssertionError
+"""  # the mark's name comes later: this file has no such test
+
+
+def test_gpu_tests_are_chosen_by_their_mark(tmp_path, monkeypatch, capfd):
+    """Not by a file's name; a group's tests are named as the others."""
+    (tmp_path / "test_a.py").write_text(MARKED.format(mark="gpu"))
+    (tmp_path / "test_cuda.py").write_text("import a_library_that_is_not_installed")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n")
     monkeypatch.setattr(gpu_tests.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="need a CUDA GPU"):
         gpu_tests.main([])
+    monkeypatch.setattr(gpu_tests, "TESTS", tmp_path)
+    monkeypatch.setattr(gpu_tests.torch.cuda, "is_available", lambda: True)
+    for processes in ([], ["-n", "1"]):
+        with pytest.raises(SystemExit) as ended:
+            gpu_tests.main([*processes, "-c", str(tmp_path / "pytest.ini")])
+        rows = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+        assert ended.value.code == 0, rows
+        assert sorted(row["test"] for row in rows) == ["test_large", "test_small"]
 
 
 def test_every_mixed_recipe_is_shown_beside_its_parents():
@@ -357,10 +381,11 @@ def test_bits_come_from_filled_caches(capsys):
 def test_two_checkouts_are_measured_in_turn(capfd, monkeypatch):
     """Both of them this one: the other first and last, each in a process that imports it."""
     beside, root = script("beside"), Path(__file__).resolve().parent.parent
-    monkeypatch.setattr(beside, "METHODS", {"decode": ("int8",), "prefill": ("turbo",)})
+    monkeypatch.setattr(beside, "METHODS", {"prefill": ("turbo",)})
     beside.main([str(root), "--quick"])
     lines = capfd.readouterr().out.splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [(row["tree"], row["pass"]) for row in rows[::2]] == [("before", 0), ("after", 1), ("before", 2)]
+    assert [(row["tree"], row["pass"]) for row in rows] == [("before", 0), ("after", 1), ("before", 2)]
+    rows += beside.measured(root, "decode", ["int8"], True)
     assert {(row["bench"], row["way"]) for row in rows} == {("decode", "int8"), ("prefill", "turbo")}
     assert all(row["ms"] > 0 for row in rows) and lines[-1].startswith("# prefill turbo 1x96: ")

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Stop
 
 from qattn_hf import QAttnCache, UnsupportedError, graph, patch, release, report, unpatch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=40)
 MIB = 2**20

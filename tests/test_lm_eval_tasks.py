@@ -138,6 +138,7 @@ def results(model: LM, manager: TaskManager, names: list[str], limit: int | None
     return evaluate(model, manager.load(names), limit=limit, bootstrap_iters=0, log_samples=False)["results"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("names", "metric"),
     [

@@ -12,7 +12,10 @@ from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.support import unsupported
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: memory is counted there")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: memory is counted there"),
+]
 
 BATCH, TOKENS, ROOM = 4, 32768, 256
 HEADS = Heads()  # of an 8B model: 32 query heads, 8 KV heads, head dim 128

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import random_ids, tiny_llama
+from helpers import DEVICE, random_ids, tiny_llama
 from test_models import FAMILIES, tiny
 from test_models import padded as padded_batch
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCache
@@ -82,9 +82,10 @@ def test_chunks_and_steps_equal_full_precision_without_codes(kind):
     torch.testing.assert_close(torch.cat(got, 1), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.gpu
 def test_kernels_in_a_model():
-    """In the interpreter; over a static cache, in chunks and padded."""
-    model, ids = tiny_llama(head_dim=64), random_ids(2, TOKENS)
+    """In the interpreter without a GPU; over a static cache, in chunks and padded."""
+    model, ids = tiny_llama(head_dim=64).to(DEVICE), random_ids(2, TOKENS).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :37] = 0
     want, got = [], []

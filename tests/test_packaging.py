@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from qattn_hf.families import list_families
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = sorted(model_type for family in list_families() for model_type in family.model_types)
-FOLDERS = (".ci", "qattn_hf", "kernels", "configs", "docs", "eval", "examples", "tests")
+FOLDERS = (".ci", ".github", "qattn_hf", "kernels", "configs", "docs", "eval", "examples", "tests")
 pytestmark = pytest.mark.xdist_group("packaging")  # one process builds, not each
 
 SMOKE = """
@@ -42,8 +44,9 @@ print(json.dumps({
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Output of a command; its whole text is shown if it fails."""
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    """Output of a command, which finds packages where they are installed alone; its whole text is shown if it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -126,7 +129,7 @@ def test_sdist_holds_what_a_developer_needs(built):
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     expected = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml"}
-    expected |= {"constraints.txt", "constraints-oldest.txt"}
+    expected |= {"constraints.txt", "constraints-oldest.txt", "SECURITY.md", "CITATION.cff", ".pre-commit-config.yaml"}
     expected = expected.union(*(source_files(folder) for folder in FOLDERS))
     assert expected - names == set()
     assert not [name for name in names if re.search(r"__pycache__|\.pyc$|^\.venv|^dist/|_cache/", name)]
@@ -138,9 +141,32 @@ def test_kernels_is_a_folder_not_a_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+def test_ci_runs_what_the_makefile_has():
+    """The workflow calls `.ci/run` and nothing beside it, and that calls targets that exist; so does the README."""
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]["checks"][
+        "steps"
+    ]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for name, command in ((".ci/run", "step make"), ("README.md", "make"), ("CONTRIBUTING.md", "make")):
+        called = set(re.findall(rf"^{command} ([a-z-]+)", (ROOT / name).read_text(encoding="utf-8"), re.M))
+        assert called and called <= targets, name
+
+
+def test_hooks_call_tools_of_the_environment():
+    """Versions stand in constraints.txt alone, and nothing is fetched."""
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    pinned = re.findall(r"^([a-z-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
+    assert {repo["repo"] for repo in config["repos"]} == {"local"}
+    assert all(hook["entry"].split()[0].removeprefix(".venv/bin/") in pinned for hook in hooks)
+
+
 def text_files() -> Iterator[tuple[str, str]]:
     """Name and content of every text file that is published."""
-    names = {path.name for path in ROOT.iterdir() if path.is_file()}.union(*(source_files(name) for name in FOLDERS))
+    names = {path.name for path in ROOT.iterdir() if path.is_file() and path.name != ".git"}.union(
+        *(source_files(name) for name in FOLDERS)
+    )
     for name in sorted(names):
         if not name.endswith((".safetensors", "tokenizer.json")):
             yield name, (ROOT / name).read_text(encoding="utf-8")

@@ -59,6 +59,7 @@ def four_heads() -> Any:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_parallel_cuda.py does this on GPUs")
+@pytest.mark.product
 @pytest.mark.parametrize("settings", [{}, LISTS], ids=["4 bits", "lists of heads"])
 def test_a_split_model_computes_what_the_whole_one_does(folder: Path, settings: dict[str, Any]):
     found = split(folder, "turbo", settings)

@@ -18,7 +18,7 @@ from qattn_hf import patch, report
 from qattn_hf.assets import demo_model_dir
 
 GPUS = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")]
 CASES: list[Case] = [("turbo", {}), ("turbo", {"bits": "mixed"}), ("sage2", {}), ("sinkq", {}), ("turboquant", {})]
 SIZES = dict(num_hidden_layers=4, hidden_size=256, head_dim=64)
 

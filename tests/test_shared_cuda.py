@@ -12,7 +12,7 @@ from helpers import Case, case_id, cases, random_ids, tiny_llama
 
 from qattn_hf import QAttnCache, patch, report
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 GREEDY = dict(do_sample=False, max_new_tokens=24)
 

@@ -71,8 +71,7 @@ def test_lse_merges_parts(case: Case):
     assert (lse - scores.logsumexp(-1)).abs().max() < (1e-4 if case[0] == "none" else 0.3)
 
 
-@pytest.mark.parametrize("taken", [1, 30, 64])
-@pytest.mark.parametrize("start", [100, 127, 128, 190])
+@pytest.mark.parametrize(("start", "taken"), [(100, 64), (127, 1), (127, 30), (128, 1), (128, 64), (190, 30)])
 def test_crop_within_horizon_leaves_no_trace(case: Case, start: int, taken: int):
     q, k, v = random_qkv(2, 330)
     _, wrong_k, wrong_v = random_qkv(2, taken, seed=9)
@@ -232,7 +231,7 @@ def test_reset_equals_fresh_at_the_same_addresses(case: Case):
 
 def test_growth_changes_nothing_but_room(case: Case):
     q, k, v = random_qkv(2, 400)
-    cuts = [30, 100, 300, *range(301, 401)]
+    cuts = [30, 100, 300, *range(301, 331), 400]
     grown, fixed = make_layer(case, max_cache_len=None), make_layer(case, max_cache_len=1024)
     out = feed(grown, q, k, v, cuts)
     torch.testing.assert_close(out, feed(fixed, q, k, v, cuts), atol=1e-5, rtol=0)  # sums over more empty tiles

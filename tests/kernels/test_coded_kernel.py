@@ -23,7 +23,7 @@ from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
 from qattn_kernels.step.stock_cache import attend_over
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 OFFSET, TOKENS, DIM = 50, 150, 64  # queries of two blocks of 128, keys of four of 64
 SCALE = Scores(DIM**-0.5)
 LIMIT = {"reference": 1e-5, "triton": 2e-3}  # rounding of fp32; a code that rounds the other way

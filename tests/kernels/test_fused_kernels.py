@@ -26,7 +26,7 @@ from qattn_kernels.ops.sink_pool.table import read_sinks
 from qattn_kernels.step.kernels import fused_step, write_long
 from qattn_kernels.step.reference import reference_step
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU: too large for the interpreter")
 CASES: list[Case] = [
@@ -204,8 +204,14 @@ def test_mixed_heads_may_all_have_one_width(n_h: int):
     assert max(map(error, got, want)) < 0.04
 
 
-@pytest.mark.parametrize(("dim", "group"), [(64, 8), (80, 3), (96, 1), (128, 4), (256, 2)])
-@pytest.mark.parametrize("case", CASES if ON_GPU else [CASES[0], *CASES[-7:]], ids=case_id)
+HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (256, 2)]
+DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else CASES[:1]) for sizes in HEAD_DIMS]
+if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
+    DIMS_OF += [(case, *((96, 1) if case[0] == "turboquant" else (80, 3))) for case in CASES[-7:]]
+    DIMS_OF += [(case, 256, 2) for case in CASES[-7:]]
+
+
+@pytest.mark.parametrize(("case", "dim", "group"), DIMS_OF, ids=lambda x: str(x) if isinstance(x, int) else case_id(x))
 def test_head_dims_and_groups(case: Case, dim: int, group: int):
     qkv = inputs(1, 66, 2 if case[1].get("bits") == "mixed" else 1, group, dim)
     one, other = make_layer(case, 128, qkv[1].shape[1]), make_layer(case, 128, qkv[1].shape[1])
@@ -286,13 +292,17 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
 
 
 LENGTHS = [1, 2, 31, 63, 64, 65, 129]
-POINTS = [("normal", n) for n in LENGTHS] + [(kind, n) for kind in ("peaked", "outlier") for n in LENGTHS[-2:]]
+FORMATS = [CASES[0], *CASES[4:]]
 if ON_GPU:
-    POINTS = [(kind, n) for kind in ("normal", "peaked", "outlier") for n in (*LENGTHS, 4096)]
+    POINTS = [(case, kind, n) for case in FORMATS for kind in ("normal", "peaked", "outlier") for n in (*LENGTHS, 4096)]
+else:  # every length with and without open tokens, every format over open tokens alone, a block, and both
+    POINTS = [(case, "normal", n) for case in CASES[:5:4] for n in LENGTHS]
+    POINTS += [(case, *point) for case in FORMATS for point in (("outlier", 31), ("peaked", 64), ("outlier", 129))]
 
 
-@pytest.mark.parametrize(("kind", "tokens"), POINTS)
-@pytest.mark.parametrize("case", [CASES[0], *CASES[4:]], ids=case_id)
+@pytest.mark.parametrize(
+    ("case", "kind", "tokens"), POINTS, ids=lambda x: case_id(x) if isinstance(x, tuple) else str(x)
+)
 def test_error_against_fp64(case: Case, kind: str, tokens: int):
     check_errors(case, kind, tokens)
 
@@ -341,6 +351,7 @@ def test_sinks_come_and_go_over_a_long_text(case: Case):
 
 
 @needs_gpu
+@pytest.mark.xdist_group("memory")  # up to 20 GB each: one process runs them, one after another
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_offsets_beyond_two_to_the_31(case: Case):
     """The second row lies behind more elements than 32 bits count."""

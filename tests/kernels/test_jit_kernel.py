@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 from helpers import DEVICE
 
 from qattn_kernels.jit.math import divide
+
+pytestmark = pytest.mark.gpu
 
 
 @triton.jit

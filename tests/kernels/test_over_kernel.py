@@ -15,7 +15,7 @@ from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.step.stock_cache import attend_over
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 
 def noise(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -28,7 +28,7 @@ from qattn_kernels.reference.tiles import FOREVER, Tiles, visible
 BLOCK = 64
 
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 
 @dataclass(frozen=True)

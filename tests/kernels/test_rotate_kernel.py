@@ -9,6 +9,7 @@ from helpers import DEVICE
 from qattn_kernels.ops.rotate import launch
 from qattn_kernels.ops.rotate.reference import rotate, rotate_back, signs
 
+pytestmark = pytest.mark.gpu
 DIMS = [16, 64, 80, 96, 128, 256]
 # Triton's interpreter cuts off what bf16 has no room for
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])

@@ -17,7 +17,7 @@ from test_sparse_v_kernel import one_program as one_program
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 BLOCK, DIM = 64, 64
 CASES: list[Case] = [("none", {"softmax": "sas"}), ("turbo", {"softmax": "sas"}), ("int8", {"softmax": "sas"})]
 # of one query over four blocks, which kernels take two at a time, and a last token that has no weight

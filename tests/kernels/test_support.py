@@ -44,6 +44,7 @@ REASONS = [
 ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("method", "settings", "sizes", "reason"), REASONS, ids=lambda x: str(x)[:40])
 def test_what_the_kernels_take(method: str, settings: dict, sizes: tuple[int, int, int], reason: str | None):
     heads, query_heads, dim = sizes
@@ -82,6 +83,7 @@ def test_a_layer_of_other_sizes_than_its_config_fails_closed():
         layer.update(k, k)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [("int8", {}), ("int_flash", {"rotate": "hadamard"}), ("turboquant", {})], ids=case_id)
 def test_a_model_generates_through_the_kernels(case: Case):
     """Interpreted without a GPU: prefill, decode and the end of a block, with logits near the reference's."""

@@ -1,0 +1,179 @@
+"""Rules that a machine can check: who imports whom, how long files and functions are, what is documented."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qattn_hf
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"qattn_kernels": ROOT / "kernels" / "qattn_kernels", "qattn_hf": ROOT / "qattn_hf"}
+SOURCES = sorted(
+    path for name in ("qattn_hf", "kernels", "eval", "examples", "tests") for path in (ROOT / name).rglob("*.py")
+)
+FILE_LINES, FUNCTION_LINES = 400, 60
+# Exceptions of today; each must be needed, so that the lists only become shorter.
+ARROWS_BACK = {("online", "prefill"), ("call", "sink_pool")}  # (importer, imported) in qattn_kernels
+LONG_FUNCTIONS = {"decode_kernel", "tune"}
+Graph = dict[str, set[str]]
+
+
+def module_name(path: Path) -> str:
+    """The name under which a file of one of the packages is imported."""
+    package = next(folder for folder in PACKAGES.values() if folder in path.parents)
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path, modules: set[str]) -> set[str]:
+    """Those of `modules` that a file imports, wherever in the file it does."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import, line {node.lineno}"
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (full & modules) or {node.module or ""}
+    return found & modules
+
+
+@cache
+def module_graph() -> Graph:
+    """Every module of both packages, and what it imports of them."""
+    files = {module_name(path): path for folder in PACKAGES.values() for path in folder.rglob("*.py")}
+    return {name: imports(path, set(files)) - {name} for name, path in files.items()}
+
+
+def entry_graph(modules: Graph) -> Graph:
+    """Files and folders at the top of `qattn_kernels`, and which others they import."""
+    found: Graph = {}
+    for name, used in modules.items():
+        package, _, rest = name.partition(".")
+        if package == "qattn_kernels" and rest:
+            entry = rest.split(".")[0]
+            others = {other.split(".")[1] for other in used if other.startswith("qattn_kernels.")}
+            found.setdefault(entry, set()).update(others - {entry})
+    return found
+
+
+def floors(graph: Graph) -> list[set[str]]:
+    """The lowest floor imports nothing, each other one only what lies below it.
+
+    Raises:
+        graphlib.CycleError: if there is no such order; its second argument is a circle of imports.
+    """
+    sorter = TopologicalSorter(graph)
+    sorter.prepare()
+    found = []
+    while sorter.is_active():
+        found.append(set(sorter.get_ready()))
+        sorter.done(*found[-1])
+    return found
+
+
+def test_a_circle_of_imports_is_found():
+    assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == [{"c"}, {"b"}, {"a"}]
+    with pytest.raises(CycleError):
+        floors({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+
+
+def test_kernels_do_not_import_the_package_above_them():
+    modules = module_graph()
+    assert len(modules) > 100 and any(other.startswith("qattn_kernels.") for other in modules["qattn_hf.layer"])
+    found = {(name, other) for name, used in modules.items() for other in used if name.startswith("qattn_kernels")}
+    assert {pair for pair in found if not pair[1].startswith("qattn_kernels")} == set()
+
+
+def test_no_module_of_the_kernels_imports_itself_by_others():
+    modules = {name: used for name, used in module_graph().items() if name.startswith("qattn_kernels")}
+    assert len(floors(modules)) > 1
+
+
+def test_imports_of_the_kernels_point_down():
+    """Between the files and folders at the top of `qattn_kernels`."""
+    graph = entry_graph(module_graph())
+    missing = {(name, other) for name, other in ARROWS_BACK if other not in graph.get(name, set())}
+    assert missing == set(), "these are mended: take them out of ARROWS_BACK"
+    below = {name: {other for other in used if (name, other) not in ARROWS_BACK} for name, used in graph.items()}
+    order = floors(below)
+    arrows = sum(len(used) for used in graph.values())
+    print(f"{len(graph)} entries on {len(order)} floors, {arrows} arrows, {len(ARROWS_BACK)} back")
+    assert sum(len(floor) for floor in order) == len(graph)
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_files_have_at_most_400_lines():
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > FILE_LINES} == {}
+
+
+def test_functions_fit_a_screen():
+    long = {(path, name): lines for path in SOURCES for name, lines in functions(path) if lines > FUNCTION_LINES}
+    others = {
+        f"{path.relative_to(ROOT)}: {name}": lines for (path, name), lines in long.items() if name not in LONG_FUNCTIONS
+    }
+    assert others == {}
+    assert {name for _, name in long} == LONG_FUNCTIONS, "those that are shorter now leave LONG_FUNCTIONS"
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Functions and classes of `qattn_hf.__all__`, and the methods that these classes define for users."""
+    for name in qattn_hf.__all__:
+        thing = getattr(qattn_hf, name)
+        if callable(thing):
+            yield name, thing
+        for key, value in vars(thing).items() if inspect.isclass(thing) else ():
+            method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if not key.startswith("_") and inspect.isfunction(method):
+                yield f"{name}.{key}", method
+
+
+PUBLIC = dict(public_functions())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name: str):
+    """Each says in a sentence what it is; a function of the package itself names its arguments, and each says which
+    errors of ours it raises."""
+    thing = PUBLIC[name]
+    text = inspect.cleandoc(thing.__doc__ or "")
+    assert re.match(r"[A-Z`].*", text), "a docstring begins with a sentence"
+    if not inspect.isfunction(thing):
+        return
+    parameters = [p for p in inspect.signature(thing).parameters if p not in ("self", "cls", "args", "kwargs")]
+    if "." not in name:
+        assert [p for p in parameters if not re.search(rf"\b{p.partition('_or_')[0]}\b", text)] == []
+        assert not parameters or "Raises:" in text
+    raised = (
+        node.exc
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(thing))))
+        if isinstance(node, ast.Raise)
+    )
+    errors = {error.func.id for error in raised if isinstance(error, ast.Call) and isinstance(error.func, ast.Name)}
+    assert {error for error in errors if error in qattn_hf.__all__ and error not in text} == set()
+
+
+def test_version_changelog_and_citation_agree():
+    text = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff")}
+    dated = re.search(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", text["CHANGELOG.md"], re.M)
+    assert dated is not None and dated[1] == qattn_hf.__version__
+    assert (
+        f"\nversion: {dated[1]}\n" in text["CITATION.cff"] and f"\ndate-released: {dated[2]}\n" in text["CITATION.cff"]
+    )
