@@ -36,7 +36,7 @@ test-oldest: $(OLDEST)/.ready ## Run the models of the conformance suite with th
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) tests/conformance/test_model.py $(ARGS)
 
 docs: $(VENV)/.ready ## Build the documentation into site/, with a strict check of its links
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict  # --quiet would hide warnings from --strict too
 
 lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff check .

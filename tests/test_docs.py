@@ -59,7 +59,7 @@ def test_relative_links_and_anchors_exist(path: Path):
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
 def test_commands_are_known_to_the_command_line(path: Path):
     """Every `qattn ...` names a command, options that it has, and none without its value."""
-    for line in "\n".join(blocks(path, "bash")).splitlines():
+    for line in "\n".join(blocks(path, "bash")).replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and "=" in words[0]:  # settings of the environment
             words = words[1:]
