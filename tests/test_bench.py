@@ -17,6 +17,7 @@ from qattn_hf.bench.timing import Times, measure
 from qattn_hf.bench.ways import all_ways, default_ways
 from qattn_hf.cli import main
 from qattn_hf.cli.bench import chosen_methods
+from qattn_hf.recipe import find_recipes
 
 CPU = torch.device("cpu")
 SMALL = Heads(4, 2, 32, torch.float32)
@@ -186,7 +187,7 @@ def test_generate_times_every_way(bench):
 def test_a_way_under_a_wrong_name_is_refused():
     """A step that was to be captured and ran eagerly must not give its figures to the captured one."""
     model = tiny_llama()
-    way = all_ways(chosen_methods(["turbo"]), CPU)["turbo eager"]
+    way = all_ways(find_recipes(["turbo"]), CPU)["turbo eager"]
     asked = generate.Way("turbo graph", "graph", True, way.prepared)
     (row,) = generate.rows([generate.Point(1, 70)], [asked], model, CPU, 4)
     assert "'eager' ran" in row["error"] and "step_ms" not in row
@@ -222,7 +223,7 @@ def test_ways_of_a_gpu_leave_no_trace(monkeypatch):
         lambda self, kwargs, _: type(kwargs["past_key_values"]).__name__ in ("StaticCache", "QAttnCache"),
     )
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
-    ways = all_ways(chosen_methods(["turbo"]), torch.device("cuda"))
+    ways = all_ways(find_recipes(["turbo"]), torch.device("cuda"))
     chosen = [ways[name] for name in ("floor", "floor, captured", "turbo compile", "StaticCache")]
     rows = {row["way"]: row for row in generate.rows([generate.Point(1, 70)], chosen, model, CPU, 5)}
     assert [row["decode"] for row in rows.values()] == ["eager", "captured", "compile", "compile"]
@@ -231,7 +232,7 @@ def test_ways_of_a_gpu_leave_no_trace(monkeypatch):
 
 
 def test_by_default_only_a_stock_cache_compiles():
-    ways = all_ways(chosen_methods(["turbo", "int8"]), torch.device("cuda"))
+    ways = all_ways(find_recipes(["turbo", "int8"]), torch.device("cuda"))
     chosen = [way.name for way in default_ways(ways)]
     assert {"turbo graph", "int8 graph", "DynamicCache", "DynamicCache, flash", "StaticCache"} <= set(chosen)
     assert "turbo compile" in ways and "turbo compile" not in chosen

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from qattn_hf import list_methods
 from qattn_hf.assets import demo_model_dir
 from qattn_hf.cli import main, one_line
-from qattn_hf.cli._common import parse_settings
 from qattn_hf.cli._prompts import PROSE, Prompt, demo_prompts, is_right
 from qattn_hf.methods import Method, get_method
 from qattn_hf.report import size
+from qattn_hf.spelling import parse_settings
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 64
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, split_method, write_rows
+from qattn_hf.cli._common import DeviceOption, methods_option, write_rows
+from qattn_hf.loading import model_source
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +27,9 @@ CPU_NOTE = (
     "note: on a CPU the reference computes small shapes; this shows that the command works, the figures are not "
     "those of a GPU"
 )
-MethodsOption = Annotated[
-    list[str] | None,
-    typer.Option("--method", help="Such as turbo or turbo:bits=2; may be repeated.", show_default="turbo, int8, none"),
-]
+DEFAULT = ("turbo", "int8", "none")
+DEFAULT_OF_GENERATE = ("turbo", "int8")
+MethodsOption = Annotated[list[str] | None, methods_option(DEFAULT)]
 BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Rows; may be repeated.")]
 ContextOption = Annotated[list[int] | None, typer.Option("--context", min=1, help="Cached tokens; may be repeated.")]
 TokensOption = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Prompt tokens; may be repeated.")]
@@ -95,7 +95,7 @@ def generate(
         str | None,
         typer.Option("--model", "-m", help="Folder or hub name.", show_default="Llama-3.1-8B's shape, random weights"),
     ] = None,
-    method: MethodsOption = None,
+    method: Annotated[list[str] | None, methods_option(DEFAULT_OF_GENERATE)] = None,
     way: Annotated[
         list[str] | None, typer.Option("--way", help="Such as `turbo graph` or `StaticCache`; may be repeated; or all.")
     ] = None,
@@ -114,9 +114,10 @@ def generate(
     """
     from qattn_hf.bench import generate as measured
     from qattn_hf.bench.ways import all_ways
+    from qattn_hf.recipe import find_recipes
 
-    where = chosen_device(device)
-    ways = chosen_ways(way, all_ways(chosen_methods(method or ["turbo", "int8"]), where))
+    recipes, where = find_recipes(method or DEFAULT_OF_GENERATE), chosen_device(device)
+    ways = chosen_ways(way, all_ways(recipes, where))
     points, lm = chosen_points(measured, quick, where, batch, context), bench_model(model, quick, where)
     show(measured.rows(points, ways, lm, where, new_tokens), as_json, output, plot)
 
@@ -141,25 +142,20 @@ def bench_model(source: str | None, quick: bool, device: torch.device) -> Any:
 
     logging.set_verbosity_error()
     if source is not None:
-        return models.load_model(source, device)
+        return models.load_model(model_source(source), device)
     if device.type != "cuda":
         return models.random_model(models.TINY, device, torch.float32)
     return models.random_model(models.QUICK if quick else models.LLAMA_8B, device, torch.bfloat16)
 
 
 def chosen_methods(names: list[str] | None) -> dict[str, Method]:
-    """`["turbo:bits=2"]` to that name with the method's checked settings."""
-    from qattn_hf.recipe import check_packs, find_recipe
+    """`["turbo:bits=2"]` to that name with the checked settings of one layer."""
+    from qattn_hf.recipe import find_recipes
 
-    found = {}
-    for name in names or ["turbo", "int8", "none"]:
-        method, settings = split_method(name)
-        recipe = find_recipe(method, None, settings)
-        check_packs(recipe)
-        if recipe.choices:
-            raise ValueError(f"--method {name}: a bench measures the settings of one layer; leave out layers")
-        found[name] = recipe.settings
-    return found
+    recipes = find_recipes(names or DEFAULT)
+    if several := [name for name, recipe in recipes.items() if recipe.choices]:
+        raise ValueError(f"--method {several[0]}: a bench measures the settings of one layer; leave out layers")
+    return {name: recipe.settings for name, recipe in recipes.items()}
 
 
 def chosen_device(name: str | None) -> torch.device:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, for_family, load, named_recipes, short_name, write_rows
+from qattn_hf.cli._common import DeviceOption, ModelOption, for_family, methods_option, write_rows
+from qattn_hf.loading import load, short_name
 from qattn_hf.report import size
 
 DEFAULT = ("none", "int8", "turbo", "turbo:bits=mixed", "turbo_sink_k4v2", "kivi", "turboquant")
@@ -29,15 +30,7 @@ DtypeOption = Annotated[
 
 def compare(
     model: ModelOption = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            help="Such as turbo, kivi:bits=4, or a recipe's name or file; may be repeated.",
-            show_default=", ".join(DEFAULT),
-        ),
-    ] = None,
-    methods: Annotated[str | None, typer.Option("--methods", help="Several of them, with commas between.")] = None,
+    method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
     text: TextOption = None,
     rows: RowsOption = 4,
     tokens: TokensOption = 1536,
@@ -56,12 +49,13 @@ def compare(
     """
     from qattn_hf.fidelity.compare import compare as measure
     from qattn_hf.fidelity.texts import made_text, read_as, rows_of
+    from qattn_hf.recipe import find_recipes
 
     if picture is not None:
         from qattn_hf.bench.picture import need_matplotlib
 
         need_matplotlib("--picture")  # before the work, not after it
-    recipes = named_recipes([*(method or []), *([methods] if methods else [])] or list(DEFAULT))
+    recipes = find_recipes(method or DEFAULT)
     name, lm, tokenizer = load(model, device)
     recipes = {asked: for_family(recipe, lm) for asked, recipe in recipes.items()}
     own_dtype = measured_in(lm, dtype)

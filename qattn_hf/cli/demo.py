@@ -12,15 +12,14 @@ import typer
 
 from qattn_hf.cli._common import (
     DeviceOption,
-    Loaded,
     MethodOption,
     ModelOption,
     RecipeOption,
     SetOption,
     chosen_recipe,
     for_family,
-    load,
 )
+from qattn_hf.loading import Loaded, load
 from qattn_hf.report import size
 
 if TYPE_CHECKING:

@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, for_family, load, parse_settings, split_method, write_rows
+from qattn_hf.cli._common import DeviceOption, ModelOption, for_family, methods_option, write_rows
+from qattn_hf.loading import load
 from qattn_hf.report import size
 
 if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
 
+DEFAULT = ("full", "turbo")  # full precision beside one method
 COLUMNS = ("method", "task", "metric", "value", "stderr", "n", "packed", "bits", "KV bytes", "tokens/s")
 
 
 def evaluate(
     task: Annotated[list[str] | None, typer.Option("--task", help="Such as gsm8k_cot; may be repeated.")] = None,
     model: ModelOption = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option("--method", help="Such as turbo or turbo:k_bits=4; may be repeated.", show_default="full, turbo"),
-    ] = None,
+    method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
     recipe: Annotated[list[str] | None, typer.Option("--recipe", help="YAML file, or a name; may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows of each task, for a trial.")] = None,
     num_fewshot: Annotated[int | None, typer.Option("--num-fewshot", min=0, help="Shots.")] = None,
@@ -51,6 +50,7 @@ def evaluate(
     """
     from qattn_hf.assets import demo_model_dir
     from qattn_hf.lm_eval import need_lm_eval
+    from qattn_hf.spelling import parse_settings
 
     need_lm_eval()
     if not task:
@@ -82,13 +82,14 @@ def chosen_recipes(methods: list[str] | None, recipes: list[str] | None) -> dict
     """What to compare, by name; `full` is full precision. Checked before a model loads."""
     from qattn_hf.lm_eval.arguments import FULL
     from qattn_hf.recipe import find_recipe, load_recipe
+    from qattn_hf.spelling import split_method, split_methods
 
     found: dict[str, Recipe | None] = {}
-    for name in methods or ([] if recipes else [FULL, "turbo"]):
+    for name in split_methods(methods or (() if recipes else DEFAULT)):
         method, settings = split_method(name)
         if method == FULL and settings:
             raise ValueError(f"--method {name}: full precision has no settings")
-        found[name] = None if method == FULL else find_recipe(method, None, settings)
+        found[name] = None if method == FULL else find_recipe(name, None, {})
     return found | {name: load_recipe(name) for name in recipes or []}
 
 

@@ -14,9 +14,9 @@ from qattn_hf.cli._common import (
     SetOption,
     chosen_recipe,
     for_family,
-    load,
     summary,
 )
+from qattn_hf.loading import load
 
 
 def generate(

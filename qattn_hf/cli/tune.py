@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name, write_rows
+from qattn_hf.cli._common import DeviceOption, ModelOption, write_rows
 from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, telling
+from qattn_hf.loading import load, short_name
 
 if TYPE_CHECKING:
     from qattn_hf.fidelity.tune import Tuned
@@ -47,7 +48,10 @@ def tune(
         list[str] | None,
         typer.Option(
             "--candidate",
-            help="What a layer may be given; may be repeated. bits=mixed of turbo is tried head by head.",
+            "--method",
+            "--methods",
+            help="What a layer may be given; may be repeated, or with commas between. bits=mixed of turbo is tried "
+            "head by head.",
             show_default="formats of all methods, from 2 to 8 bits",
         ),
     ] = None,
@@ -75,6 +79,7 @@ def tune(
     from qattn_hf.fidelity.texts import made_text, parted, read_as, rows_of
     from qattn_hf.fidelity.tune import Budget
     from qattn_hf.fidelity.tune import tune as find
+    from qattn_hf.recipe import find_recipes
 
     budget = Budget(bits, kl, at_tokens)
     if output.suffix not in (".yaml", ".yml"):
@@ -83,7 +88,7 @@ def tune(
         from qattn_hf.bench.picture import need_matplotlib
 
         need_matplotlib("--picture")  # before the work, not after it
-    candidates = named_recipes(candidate or list(CANDIDATES))
+    candidates = find_recipes(candidate or CANDIDATES)
     name, lm, tokenizer = load(model, device)
     own_dtype = measured_in(lm, dtype)
     content = made_text(8 * (rows + check_rows) * tokens) if text is None else text.read_text(encoding="utf-8")
@@ -95,7 +100,7 @@ def tune(
     with telling() as told:
         found = find(
             lm, candidates, read_as(decide, batch=batch), read_as(check, steps=steps, batch=batch), budget,
-            references=named_recipes([REFERENCE]), dtype=own_dtype, told=told,
+            references=find_recipes([REFERENCE]), dtype=own_dtype, told=told,
         )  # fmt: skip
     output.write_text(f"{header(found, short_name(name), budget.at_tokens)}{found.recipe.as_yaml()}", encoding="utf-8")
     if as_json:
