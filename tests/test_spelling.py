@@ -14,6 +14,7 @@ from qattn_hf.spelling import split_method, split_methods
 MISSING = ("--model", "./missing")  # found after the method was read
 COMMANDS = {
     "demo": MISSING,
+    "check": ("./missing",),
     "generate": ("hi", *MISSING),
     "report": MISSING,
     "compare": MISSING,

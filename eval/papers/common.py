@@ -30,7 +30,7 @@ from qattn_hf.loading import short_name
 from qattn_hf.methods import get_method
 from qattn_hf.patcher import patch, unpatch
 from qattn_hf.recipe import find_recipes
-from qattn_hf.report import report
+from qattn_hf.reporting import report
 from qattn_hf.spelling import split_method
 from qattn_kernels.online import Scores
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.report import size
+from qattn_hf.messages import size
 
 if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
@@ -41,6 +41,12 @@ DeviceOption = Annotated[
     str | None, typer.Option("--device", help="Where to run, such as cpu or cuda:0.", show_default="a GPU if any")
 ]
 SEVERAL = "Such as turbo, kivi:bits=4, or a recipe's name or file; may be repeated, or with commas between."
+
+
+class UsageError(ValueError):
+    """An option that cannot be, found by a command itself; what typer finds has the same exit code."""
+
+    exit_code = 2
 
 
 def methods_option(default: Iterable[str]) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, methods_option, write_rows
+from qattn_hf.cli._common import DeviceOption, UsageError, methods_option, write_rows
 from qattn_hf.loading import model_source
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
     if not names:
         return default_ways(known)
     if unknown := [name for name in names if name not in known and name != "all"]:
-        raise ValueError(f"--way {unknown[0]}: here are {', '.join(known)}, or all")
+        raise UsageError(f"--way {unknown[0]}: here are {', '.join(known)}, or all")
     return list(known.values()) if "all" in names else [known[name] for name in names]
 
 
@@ -154,7 +154,7 @@ def chosen_methods(names: list[str] | None) -> dict[str, Method]:
 
     recipes = find_recipes(names or DEFAULT)
     if several := [name for name, recipe in recipes.items() if recipe.choices]:
-        raise ValueError(f"--method {several[0]}: a bench measures the settings of one layer; leave out layers")
+        raise UsageError(f"--method {several[0]}: a bench measures the settings of one layer; leave out layers")
     return {name: recipe.settings for name, recipe in recipes.items()}
 
 
@@ -164,7 +164,7 @@ def chosen_device(name: str | None) -> torch.device:
 
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: no GPU that this torch can use")
+        raise UsageError(f"--device {name}: no GPU that this torch can use")
     if device.type != "cuda":
         print(CPU_NOTE, file=sys.stderr)
     return device
@@ -179,7 +179,7 @@ def parse_heads(text: str | None, device: torch.device) -> Heads:
     text = text or ("32,8,128" if device.type == "cuda" else "4,2,32")
     numbers = [int(part) for part in text.split(",") if part.strip().isdigit()]
     if len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
-        raise ValueError(f"--heads {text}: give query heads, KV heads and head dim, such as 32,8,128")
+        raise UsageError(f"--heads {text}: give query heads, KV heads and head dim, such as 32,8,128")
     query, kv, dim = numbers
     return Heads(query, kv, dim, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
@@ -218,6 +218,8 @@ def show(rows: Iterator[dict[str, Any]], as_json: bool, output: Path | None, plo
         if as_json:
             print(json.dumps(row), flush=True)
     if not as_json:
+        from qattn_hf.bench.tables import print_table
+
         print_table(found)
     if output is not None:
         write_rows(found, output)
@@ -237,23 +239,3 @@ def progress(row: dict[str, Any]) -> str:
     said = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
     ran = ", ".join(str(row[key]) for key in ("impl", "decode") if row.get(key))
     return f"{place}: {row['way']}: {said}" + (f" ({ran})" if ran else "")
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from qattn_hf.bench.origin import device_name, versions
-    from qattn_hf.bench.tables import computed_by, table
-
-    header, lines = table(rows)
-    shown = Table(box=None, pad_edge=False)
-    for name in header:
-        shown.add_column(name, justify="left" if name in ("way", "ran", "best SDPA") else "right", no_wrap=True)
-    for line in lines:
-        shown.add_row(*line)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # a file has no edge
-    console.print(shown)
-    console.print(f"{device_name()}, torch {versions()['torch']}. {computed_by(rows)}")

@@ -20,7 +20,7 @@ from qattn_hf.cli._common import (
     for_family,
 )
 from qattn_hf.loading import Loaded, load
-from qattn_hf.report import size
+from qattn_hf.messages import size
 
 if TYPE_CHECKING:
     from qattn_hf.cli._compare import Answer, Comparison

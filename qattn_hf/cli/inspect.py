@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption
+from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError
 from qattn_hf.cli.compare import TextOption
 from qattn_hf.loading import load, short_name
 
@@ -37,9 +37,9 @@ def inspect(
     from qattn_hf.bench.picture import need_matplotlib
 
     need_matplotlib("qattn inspect")
-    from qattn_hf.fidelity.inspection import inspect as look
-    from qattn_hf.fidelity.inspection_pictures import draw_all
-    from qattn_hf.fidelity.texts import made_text, rows_of
+    from qattn_hf.compare import made_text, rows_of
+    from qattn_hf.inspect import draw_all
+    from qattn_hf.inspect import inspect as look
     from qattn_hf.recipe import check_packs, find_recipe
 
     recipe = find_recipe(method, None, {})
@@ -50,7 +50,7 @@ def inspect(
     last = len(layers) - 1
     shown = sorted({0, last // 2, last} if not layer else set(layer))
     if shown[-1] > last:
-        raise ValueError(f"--layer {shown[-1]}: the model has layers 0 to {last}")
+        raise UsageError(f"--layer {shown[-1]}: the model has layers 0 to {last}")
     for path in draw_all(layers, output, shown, f"{short_name(name)}, {tokens} tokens, {method}"):
         print(path)
     if json_file is not None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, write_rows
+from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, write_rows
 from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, telling
 from qattn_hf.loading import load, short_name
 
 if TYPE_CHECKING:
-    from qattn_hf.fidelity.tune import Tuned
+    from qattn_hf.tune import Tuned
 
 # what a layer may be given; those that nothing speaks for in a layer are sorted out before they cost time
 CANDIDATES = (
@@ -76,14 +76,13 @@ def tune(
 
     Example: qattn tune --model PATH --text book.txt --bits 3.25 --output tuned.yaml
     """
-    from qattn_hf.fidelity.texts import made_text, parted, read_as, rows_of
-    from qattn_hf.fidelity.tune import Budget
-    from qattn_hf.fidelity.tune import tune as find
-    from qattn_hf.recipe import find_recipes
+    if output.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"--output {output}: a recipe is a .yaml file")
+    from qattn_hf.compare import find_recipes, made_text, parted, read_as, rows_of
+    from qattn_hf.tune import Budget, draw_sensitivity
+    from qattn_hf.tune import tune as find
 
     budget = Budget(bits, kl, at_tokens)
-    if output.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"--output {output}: a recipe is a .yaml file")
     if picture is not None:
         from qattn_hf.bench.picture import need_matplotlib
 
@@ -112,8 +111,6 @@ def tune(
     if trials is not None:
         write_rows(found.trials, trials)
     if picture is not None:
-        from qattn_hf.fidelity.picture import draw_sensitivity
-
         draw_sensitivity(found.trials, [option.candidate for option in found.chosen], picture, short_name(name))
 
 
