@@ -77,7 +77,7 @@ class QAttnCache(Cache):
         patched = getattr(model, "_qattn", None)
         if patched is not None and method is None and recipe is None and not settings:
             return patched.new_cache(max_cache_len)
-        chosen = find_recipe(method, recipe, settings).for_model(model.config)
+        chosen = find_recipe(method, recipe, settings, beside=model.config.name_or_path).for_model(model.config)
         check_packs(chosen)
         device_type = device_of(model).type
         specs = chosen.layer_specs(model.config, device_type, share_of(model))

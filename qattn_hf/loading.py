@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ class Loaded(NamedTuple):
 
 
 def load(name: str | None, device: str | None = None, dtype: str = "auto") -> Loaded:
-    """The model and its tokenizer, by default in the model's own precision.
+    """The model and its tokenizer, by default in the model's own precision; says on stderr what is being loaded, with
+    transformers' own bars.
 
     Args:
         name: folder or hub name of a causal LM; None is the embedded demo model.
@@ -30,7 +32,11 @@ def load(name: str | None, device: str | None = None, dtype: str = "auto") -> Lo
 
     source = model_source(name)
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if name is None:
+        logging.disable_progress_bar()  # it takes a moment
+    else:
+        logging.enable_progress_bar()
+        print(f"loading {name}", file=sys.stderr, flush=True)
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     if name is None:

@@ -34,11 +34,12 @@ from typing import Any
 import yaml
 from transformers import PretrainedConfig
 
-from qattn_hf.assets import configs_dir
+from qattn_hf import recipe_files
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import Chosen, find_family
 from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, list_methods
+from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
 from qattn_hf.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices, unknown
 from qattn_hf.share import ALL, Share, own_part
 from qattn_hf.spelling import split_method, split_methods
@@ -47,7 +48,6 @@ from qattn_kernels.spec import LayerSpec
 from qattn_kernels.support import no_triton, unsupported
 
 DEFAULT_METHOD = "turbo"
-YAML = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -138,20 +138,21 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
     """Read a YAML recipe and check it.
 
     Args:
-        source: path of a YAML file, or the name of one of the recipes of this package (`turbo`); settings may follow a
-            colon, as in `turbo_sink:bits=2` (see `qattn_hf.spelling`).
+        source: path of a YAML file, the name of one of the recipes of this package (`turbo`), a folder that holds a
+            `qattn.yaml`, or a repository of the hub that does (`org/repo`); settings may follow a colon, as in
+            `turbo_sink:bits=2` (see `qattn_hf.spelling`).
         overrides: settings that win over the file's, by the YAML's names, and `family`; see the module.
 
     Raises:
-        RecipeError: no such file; an unknown key; a wrong type or value; settings that exclude one another. The
-            message names the key, the file and what is allowed.
+        RecipeError: no such file, or the hub cannot be reached; an unknown key; a wrong type or value; settings that
+            exclude one another. The message names the key, the file and what is allowed.
     """
     if not isinstance(source, (str, Path)):
-        raise RecipeError(f"recipe = {shown(source)}: give the path of a YAML file, or a name")
+        raise RecipeError(f"recipe = {shown(source)}: give the path of a YAML file, a folder, or a name")
     if isinstance(source, str) and not os.path.exists(source):
         source, inline = split_method(source)
         overrides = _given_once(inline, overrides)
-    path = _recipe_file(source)
+    path = recipe_file(source)
     where = named(str(path), 300)
     read = read_yaml(path)
     if not isinstance(read, dict) or not isinstance(read.get("method"), str):
@@ -163,27 +164,9 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
     return _build(name, {"family": False, **left, **overrides}, where + _suffix(overrides))
 
 
-def list_recipes() -> list[str]:
-    """Names of the recipes of this package: the files of `configs/`."""
-    return sorted(path.stem for path in configs_dir().glob("*.yaml"))
-
-
-def _recipe_file(source: str | Path) -> Path:
-    """The file of a recipe, which exists."""
-    path = Path(source)
-    if path.suffix not in YAML:
-        if str(source) not in list_recipes():
-            raise RecipeError(f"{unknown('recipe', [str(source)], list_recipes())}, or a file that ends in .yaml")
-        path = configs_dir() / f"{source}.yaml"
-    if not os.path.isfile(path):
-        what = ", which is a directory" if os.path.isdir(path) else ""
-        raise RecipeError(
-            f"no recipe at {named(str(path), 300)}{what}; recipes of this package: {', '.join(list_recipes())}"
-        )
-    return path
-
-
-def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any]) -> Recipe:
+def find_recipe(
+    method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any], beside: str | None = None
+) -> Recipe:
     """The recipe that was asked for, checked: what `patch` and every command call.
 
     Args:
@@ -191,6 +174,7 @@ def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings
             the recipe's method, or `turbo`.
         recipe: a name or file as `load_recipe` takes it, or a `Recipe`.
         settings: on top of both.
+        beside: the folder that a model was loaded from, whose recipe is taken where none is asked for.
 
     Raises:
         RecipeError: no such method or recipe, with the nearest name and those there are; a setting that cannot be; a
@@ -200,6 +184,8 @@ def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings
     if isinstance(method, str):
         name, inline = split_method(method)
         settings = _given_once(inline, settings)
+    if name is None and recipe is None:
+        recipe = recipe_files.beside(beside)
     if recipe is None:
         return _by_name(DEFAULT_METHOD if name is None else name, settings)
     if isinstance(recipe, Recipe):
@@ -229,7 +215,7 @@ def _by_name(name: Any, settings: dict[str, Any]) -> Recipe:
     """The defaults of the method of this name, or else the recipe."""
     if not isinstance(name, str) or name in list_methods():
         return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
-    if name not in list_recipes() and Path(name).suffix not in YAML:
+    if name not in list_recipes() and Path(name).suffix not in YAML and not os.path.isdir(name) and not is_of_hub(name):
         known = list(dict.fromkeys([*list_methods(), *list_recipes()]))
         raise RecipeError(f"{unknown('method', [name], known)}, or a file that ends in .yaml")
     return load_recipe(name, **settings)

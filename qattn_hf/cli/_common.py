@@ -31,7 +31,8 @@ MethodOption = Annotated[
     ),
 ]
 RecipeOption = Annotated[
-    str | None, typer.Option("--recipe", help="YAML file with a method and its settings, or a recipe's name.")
+    str | None,
+    typer.Option("--recipe", help="YAML file with a method and its settings, a recipe's name, or a hub repository."),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -62,12 +63,16 @@ def write_rows(rows: list[dict[str, Any]], target: Path) -> None:
     target.write_text(json.dumps({"name": target.stem, **head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def chosen_recipe(method: str | None, recipe: str | None, settings: list[str] | None) -> Recipe:
-    """What the options ask for, `turbo` when they name neither a method nor a recipe; checked before a model loads."""
+def chosen_recipe(
+    method: str | None, recipe: str | None, settings: list[str] | None, model: str | None = None
+) -> Recipe:
+    """What the options ask for, checked before a model loads; when they name neither a method nor a recipe, the one
+    beside the weights of `model`, else `turbo`."""
     from qattn_hf.recipe import find_recipe
     from qattn_hf.spelling import parse_settings
 
-    return find_recipe(method, recipe, parse_settings(settings))
+    folder = None if model is None else str(Path(model).expanduser())
+    return find_recipe(method, recipe, parse_settings(settings), beside=folder)
 
 
 def for_family(recipe: Recipe, model: Any) -> Recipe:

@@ -142,7 +142,9 @@ def bench_model(source: str | None, quick: bool, device: torch.device) -> Any:
 
     logging.set_verbosity_error()
     if source is not None:
-        return models.load_model(model_source(source), device)
+        path = model_source(source)
+        print(f"loading {source}", file=sys.stderr, flush=True)
+        return models.load_model(path, device)
     if device.type != "cuda":
         return models.random_model(models.TINY, device, torch.float32)
     return models.random_model(models.QUICK if quick else models.LLAMA_8B, device, torch.bfloat16)

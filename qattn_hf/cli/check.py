@@ -42,7 +42,7 @@ def check(
     """
     from qattn_hf.check import check as look
 
-    chosen = chosen_recipe(method, recipe, settings)
+    chosen = chosen_recipe(method, recipe, settings, model)
     found = look(model_source(model), recipe=chosen, device_type=device.partition(":")[0], at_tokens=at_tokens)
     name = model or "embedded demo model"
     if as_json:

@@ -48,7 +48,7 @@ def demo(
     from qattn_hf.cli._prompts import demo_prompts
     from qattn_hf.recipe import check_packs
 
-    chosen = chosen_recipe(method, recipe, settings)
+    chosen = chosen_recipe(method, recipe, settings, model)
     check_packs(chosen)
     loaded = load(model, device)
     chosen = for_family(chosen, loaded.model)

@@ -43,7 +43,7 @@ def report(
     content = PROSE if text is None else text.read_text(encoding="utf-8")
     if not content.strip():
         raise ValueError(f"--text {text}: the file holds no text")
-    chosen = chosen_recipe(method, recipe, settings)
+    chosen = chosen_recipe(method, recipe, settings, model)
     _, lm, tokenizer = load(model, device)
     patch(lm, recipe=for_family(chosen, lm))
     ids = tokenizer(content).input_ids
