@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 from qattn_hf import patch
 from qattn_hf.bench import decode, generate, layers, sdpa, tables
 from qattn_hf.bench.layers import Heads
+from qattn_hf.bench.origin import device_name
 from qattn_hf.bench.timing import Times, measure
 from qattn_hf.bench.ways import all_ways, default_ways
 from qattn_hf.cli import main
@@ -319,9 +320,16 @@ def test_the_other_tables_show_their_figures():
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill", "generate"])
-def test_a_picture_is_drawn(name, tmp_path):
+def test_a_picture_is_drawn(name, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    from qattn_hf.bench.picture import draw
+    from matplotlib.figure import Figure
 
+    from qattn_hf.bench.picture import TITLES, draw
+
+    titles, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (titles.append(self.get_suptitle()), save(self, *a, **k))
+    )
     draw(rows_of(name), tmp_path / "x.png")
+    assert titles[0].startswith(TITLES[name]) and device_name() in titles[0]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
