@@ -18,12 +18,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from qattn_hf import _compat, attention, over_cache
+from qattn_hf import _compat, attention, stock_cache
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.fidelity.sizes import layer_bytes, values_of
 from qattn_hf.patcher import attending
 from qattn_hf.recipe import Recipe, find_recipe
-from qattn_hf.support import check_model
+from qattn_hf.supported_models import check_model
 from qattn_kernels.layout import Geometry
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.support import no_triton, unsupported
@@ -136,7 +136,7 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 def _registered(recipe: Recipe, spec: LayerSpec) -> str:
     """The name under which transformers knows the attention that `patch` would select."""
-    return attention.register() if recipe.settings.packs() else over_cache.register(spec)
+    return attention.register() if recipe.settings.packs() else stock_cache.register(spec)
 
 
 def _sizes(

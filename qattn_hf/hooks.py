@@ -19,14 +19,14 @@ from transformers import CompileConfig, GenerationConfig, PretrainedConfig, PreT
 from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
-from qattn_hf import attention, over_cache
+from qattn_hf import attention, stock_cache
 from qattn_hf.attention import check_mask, check_prompt_mask, mask
 from qattn_hf.cache import LastCache, QAttnCache
-from qattn_hf.capture import python_hook
+from qattn_hf.cuda_graph.capture import python_hook
+from qattn_hf.cuda_graph.graph import GraphedCall
+from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
-from qattn_hf.graph import GraphedCall
-from qattn_hf.pool import Pool
 from qattn_hf.recipe import Recipe, check_packs
 from qattn_hf.recipe_files import BESIDE
 from qattn_hf.window import check_call, check_compiled, check_reach
@@ -63,7 +63,7 @@ class Patched:
 
     def register(self) -> str:
         """Make the attention known to transformers and return its name."""
-        return attention.register() if self.recipe.settings.packs() else over_cache.register(self.specs[0])
+        return attention.register() if self.recipe.settings.packs() else stock_cache.register(self.specs[0])
 
     def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
         """A fresh cache by this patch's recipe, the last one from here on."""

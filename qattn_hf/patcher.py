@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat, hooks
-from qattn_hf.capture import resolve_decode
+from qattn_hf.cuda_graph.capture import resolve_decode
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
-from qattn_hf.over_cache import STEPS
 from qattn_hf.recipe import Recipe, find_recipe
-from qattn_hf.share import share_of
-from qattn_hf.support import check_model, check_parts, check_selected
+from qattn_hf.stock_cache import STEPS
+from qattn_hf.supported_models import check_model, check_parts, check_selected
+from qattn_hf.tensor_parallel import share_of
 from qattn_hf.window import narrowest
 
 Model = TypeVar("Model", bound=PreTrainedModel)

@@ -41,8 +41,8 @@ from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, list_methods
 from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
 from qattn_hf.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices, unknown
-from qattn_hf.share import ALL, Share, own_part
 from qattn_hf.spelling import split_method, split_methods
+from qattn_hf.tensor_parallel import ALL, Share, own_part
 from qattn_hf.yaml_reader import read_yaml
 from qattn_kernels.spec import LayerSpec
 from qattn_kernels.support import no_triton, unsupported
