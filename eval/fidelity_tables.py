@@ -9,7 +9,7 @@ from recorded import load, markdown
 
 def compare_table(results: Path) -> str:
     """Methods beside full precision, end to end and layer by layer: the table that the command shows."""
-    from qattn_hf.cli.compare import table
+    from qattn_hf.compare import table
 
     parts = []
     for result in load(results, "compare-"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from qattn_hf.cli._common import split_methods
+from qattn_hf.spelling import split_methods
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Settings whose quality is recorded, by the yardstick and in lm-eval's tasks: a result for each family and model, so

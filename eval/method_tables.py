@@ -5,57 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 from recorded import markdown
 
 from qattn_hf.methods import Method, get_method, list_methods
-from qattn_hf.methods.base import PARTS
+from qattn_hf.settings import known, reference_only
 from qattn_kernels.layer import support
-
-# What a setting needs beside it to act.
-BESIDE: dict[str, dict[str, Any]] = {
-    "block_kv": {"buffer_size": 128},
-    "priority": {"bits": "mixed"},
-    "granularity": {"cache": "model"},
-    **{key: {"sink_num": 3} for key in ("sink_select", "sink_exclude", "sink_prefill")},
-}
-OTHERS = ("impl", "decode", "cache", "family")  # how it runs, not what is computed
-
-
-def known(method: str, **settings: Any) -> bool:
-    """Whether kernels compute it, on a GPU that has all they need."""
-    spec = get_method(method)(**settings).last_layer_spec(2)
-    return support.unsupported(spec, 2, 2, support.HEAD_DIMS[0], support.HEAD_DIMS[0]) is None
-
-
-def values_of(annotation: Any) -> tuple[Any, ...]:
-    """The values that a setting's type names, if it names them."""
-    if annotation is bool:
-        return True, False
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    if get_origin(annotation) in (Union, UnionType):
-        return tuple(value for part in get_args(annotation) for value in values_of(part))
-    return ()
-
-
-def reference_only(method: str) -> dict[str, list[Any]]:
-    """Of a method's settings, the values that no kernel computes; a setting of one side stands under that of both."""
-    kind, found = get_method(method), dict[str, list[Any]]()
-    one_side = {f"{part}_{key}" for part in PARTS for key in kind.model_fields}
-    for key, field in kind.model_fields.items():
-        if key in OTHERS or key in one_side:
-            continue
-        beside = {name: value for name, value in BESIDE.get(key, {}).items() if name in kind.model_fields}
-        for value in values_of(field.annotation):
-            try:
-                if not known(method, **{**beside, key: value}):
-                    found.setdefault(key, []).append(value)
-            except ValueError:  # it is refused so: nobody computes it
-                continue
-    return found
 
 
 def names(fields: Iterable[str]) -> str:

@@ -1,14 +1,25 @@
-"""Packed KV caches and quantized attention for transformers: `patch(model, method="turbo")`."""
+"""Packed KV caches and quantized attention for transformers: `patch(model, method="turbo")`.
+
+Importing this package loads neither torch nor transformers: a name loads its module when it is first used. The names
+below are functions and classes. What else is public is a module: `qattn_hf.bench`, `qattn_hf.check`,
+`qattn_hf.compare`, `qattn_hf.inspect` and `qattn_hf.tune`; no name is both.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from qattn_hf._version import __version__
-from qattn_hf.cache import QAttnCache
-from qattn_hf.errors import CapacityError, QAttnError, RecipeError, UnsupportedError
-from qattn_hf.methods import list_methods
-from qattn_hf.patcher import patch, release, unpatch
-from qattn_hf.recipe import Recipe, load_recipe
-from qattn_hf.report import Report, report
+
+if TYPE_CHECKING:
+    from qattn_hf import bench, check, compare, inspect, tune
+    from qattn_hf.cache import QAttnCache
+    from qattn_hf.errors import CapacityError, QAttnError, RecipeError, UnsupportedError
+    from qattn_hf.methods import list_methods
+    from qattn_hf.patcher import patch, release, unpatch
+    from qattn_hf.recipe import Recipe, load_recipe
+    from qattn_hf.reporting import Report, report
 
 __all__ = [
     "CapacityError",
@@ -19,10 +30,46 @@ __all__ = [
     "Report",
     "UnsupportedError",
     "__version__",
+    "bench",
+    "check",
+    "compare",
+    "inspect",
     "list_methods",
     "load_recipe",
     "patch",
     "release",
     "report",
+    "tune",
     "unpatch",
 ]
+
+_MODULES = ("bench", "check", "compare", "inspect", "tune")
+_MODULE_OF = {
+    "CapacityError": "errors",
+    "QAttnCache": "cache",
+    "QAttnError": "errors",
+    "Recipe": "recipe",
+    "RecipeError": "errors",
+    "Report": "reporting",
+    "UnsupportedError": "errors",
+    "list_methods": "methods",
+    "load_recipe": "recipe",
+    "patch": "patcher",
+    "release": "patcher",
+    "report": "reporting",
+    "unpatch": "patcher",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"qattn_hf.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'qattn_hf' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"qattn_hf.{_MODULE_OF[name]}"), name)
+    globals()[name] = value  # the next look-up finds it at once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

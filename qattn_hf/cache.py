@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from qattn_hf import changes
+from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.layer import QAttnLayer, capturing
-from qattn_hf.pool import Pool
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
-from qattn_hf.share import share_of
+from qattn_hf.tensor_parallel import share_of
 from qattn_kernels.layer.spec import LayerSpec
 
 
@@ -77,7 +77,7 @@ class QAttnCache(Cache):
         patched = getattr(model, "_qattn", None)
         if patched is not None and method is None and recipe is None and not settings:
             return patched.new_cache(max_cache_len)
-        chosen = find_recipe(method, recipe, settings).for_model(model.config)
+        chosen = find_recipe(method, recipe, settings, beside=model.config.name_or_path).for_model(model.config)
         check_packs(chosen)
         device_type = device_of(model).type
         specs = chosen.layer_specs(model.config, device_type, share_of(model))

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +19,16 @@ from transformers import CompileConfig, GenerationConfig, PretrainedConfig, PreT
 from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
-from qattn_hf import attention, over_cache
+from qattn_hf import attention, stock_cache
 from qattn_hf.attention import check_mask, check_prompt_mask, mask
 from qattn_hf.cache import LastCache, QAttnCache
-from qattn_hf.capture import python_hook
+from qattn_hf.cuda_graph.capture import python_hook
+from qattn_hf.cuda_graph.graph import GraphedCall
+from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import device_of
-from qattn_hf.errors import UnsupportedError
-from qattn_hf.graph import GraphedCall
-from qattn_hf.pool import Pool
+from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.recipe import Recipe, check_packs
+from qattn_hf.recipe_files import BESIDE
 from qattn_hf.window import check_call, check_compiled, check_reach
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -60,7 +63,7 @@ class Patched:
 
     def register(self) -> str:
         """Make the attention known to transformers and return its name."""
-        return attention.register() if self.recipe.settings.packs() else over_cache.register(self.specs[0])
+        return attention.register() if self.recipe.settings.packs() else stock_cache.register(self.specs[0])
 
     def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
         """A fresh cache by this patch's recipe, the last one from here on."""
@@ -255,6 +258,23 @@ def prepare_stock_cache(
     return type(model)._prepare_cache_for_generation(model, *asked, *args)
 
 
+def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+    """transformers' own, and beside the weights the recipe, which `patch(model)` of what is loaded there takes.
+
+    Raises:
+        UnsupportedError: with `push_to_hub=True`, which sends only what transformers itself wrote.
+    """
+    if kwargs.get("push_to_hub"):
+        raise UnsupportedError(
+            f"save_pretrained(push_to_hub=True) would leave {BESIDE} behind: call model.push_to_hub(repo_id)"
+        )
+    saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if args[0] if args else kwargs.get("is_main_process", True):
+        text = patch_of(model).recipe.as_yaml()
+        (Path(save_directory) / BESIDE).write_text(text, encoding="utf-8")
+    return saved
+
+
 def _drafted(generation_config: GenerationConfig, generation_mode: GenerationMode) -> int:
     """Tokens by which drafts may overshoot, before verification takes them back."""
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
@@ -321,7 +341,11 @@ class Method:
         self.function, self._model = function, weakref.ref(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self._model(), *args, **kwargs)
+        if (model := self._model()) is None:
+            raise QAttnError(
+                f"the model of this {self.function.__name__} is gone: keep it in a variable while you use it"
+            )
+        return self.function(model, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Method:
         model: Any = self._model()
@@ -341,6 +365,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         patched.hook_ids.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).id)
         if packs:
             patched.hook_ids.append(module.register_forward_hook(after_forward, with_kwargs=True).id)
+    model.save_pretrained = Method(save_pretrained, model)
     if not packs:
         if patched.window is not None:
             model._prepare_cache_for_generation = Method(prepare_stock_cache, model)
@@ -366,6 +391,8 @@ def uninstall(model: PreTrainedModel) -> None:
                 getattr(module, f"_{when}").pop(hook_id, None)
                 getattr(module, f"_{when}_with_kwargs").pop(hook_id, None)
         del module._qattn
-    overrides = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate")
+    overrides = (
+        "_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate", "save_pretrained"
+    )  # fmt: skip
     for name in (*overrides, "_compiled_call", "_last_compile_config"):
         model.__dict__.pop(name, None)

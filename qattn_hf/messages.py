@@ -1,4 +1,4 @@
-"""Words and values in error messages, cut to a length that one reads."""
+"""Words, values and sizes as messages and tables show them; importing this module loads nothing large."""
 
 from __future__ import annotations
 
@@ -39,3 +39,12 @@ def shown(value: Any, longest: int = 100) -> str:
 def named(value: Any, longest: int = 100) -> str:
     """A text without quotes where it is short and printable; else as `shown`, which escapes what is not."""
     return value if isinstance(value, str) and value.isprintable() and len(value) <= longest else shown(value, longest)
+
+
+def size(n_bytes: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"

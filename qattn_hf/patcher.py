@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat, hooks
-from qattn_hf.capture import resolve_decode
+from qattn_hf.cuda_graph.capture import resolve_decode
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
-from qattn_hf.over_cache import STEPS
 from qattn_hf.recipe import Recipe, find_recipe
-from qattn_hf.share import share_of
-from qattn_hf.support import check_model, check_parts, check_selected
+from qattn_hf.stock_cache import STEPS
+from qattn_hf.supported_models import check_model, check_parts, check_selected
+from qattn_hf.tensor_parallel import share_of
 from qattn_hf.window import narrowest
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -34,8 +34,11 @@ def patch(
 
     Args:
         model: a decoder of transformers, on the device where it will run, in eval mode when it runs.
-        method: a method's name (`list_methods()`), default `turbo`.
-        recipe: a YAML file, the name of a recipe of this package, or a `Recipe`.
+        method: a method's name (`list_methods()`) or a recipe's, with settings or without: `turbo_sink`, `turbo:bits=2`
+            (see `qattn_hf.spelling`).
+        recipe: a YAML file, the name of a recipe of this package, a folder or a hub repository with `qattn.yaml`, or a
+            `Recipe`. With neither method nor recipe: `qattn.yaml` in the folder that the model was loaded from, as
+            `save_pretrained` of a patched model writes it; else `turbo`.
         settings: settings of the method, by the YAML's names, and `layers`, what some layers have in their place (see
             `qattn_hf.recipe`); they win over the recipe's. `family=False`: the method's defaults as they are, not those
             that the model's family has for it.
@@ -49,7 +52,7 @@ def patch(
     """
     check_model(model)
     _compat.warn_if_untested()
-    chosen = find_recipe(method, recipe, settings).for_model(model.config)
+    chosen = find_recipe(method, recipe, settings, beside=model.config.name_or_path).for_model(model.config)
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, share_of(model))
     decode = resolve_decode(model, chosen.settings.decode) if chosen.settings.packs() else ("stock", STEPS)

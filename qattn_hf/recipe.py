@@ -9,8 +9,9 @@ A recipe may choose otherwise for some layers, under the key `layers`:
       2: {method: kivi, bits: 4}
 
 A choice of the same method stands on the recipe's settings, one of another method on that method's defaults and on
-those of the recipe's settings that every method has. What layers must agree in (`SHARED`) stands in the recipe alone;
-everything else is each layer's own: format, window, sinks, arithmetic. Lists of heads are of the whole model here too.
+those of the recipe's settings that every method has. What layers must agree in
+(`recipe_settings.SHARED`) stands in the recipe alone; everything else is each layer's own: format, window, sinks,
+arithmetic. Lists of heads are of the whole model here too.
 
 Settings stand on others in three places: a family's below the recipe's, the recipe's below keywords of `patch`, and all
 of them below a layer's. What stands above wins, and a setting for all (`bits`) also wins over what stands below it for
@@ -24,49 +25,29 @@ named nothing but its own settings holds, unless it says `family: true`. A layer
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 from transformers import PretrainedConfig
 
-from qattn_hf.assets import configs_dir
+from qattn_hf import recipe_files
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import Chosen, find_family
 from qattn_hf.messages import cut, named, shown
-from qattn_hf.methods import Method, get_method, list_methods
-from qattn_hf.share import ALL, Share, own_part
+from qattn_hf.methods import Method, list_methods
+from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
+from qattn_hf.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices, unknown
+from qattn_hf.spelling import split_method, split_methods
+from qattn_hf.tensor_parallel import ALL, Share, own_part
 from qattn_hf.yaml_reader import read_yaml
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import no_triton, unsupported
 
-# one decode step runs through all layers, and a crop takes the same tokens back in each
-SHARED = ("decode", "impl", "crop_horizon")
-MOST_LAYERS = 4096  # that a recipe may name; models have some hundred
-FEW = 5  # mistakes that a message lists; it counts the others
-
-
-@dataclass(frozen=True)
-class LayerChoice:
-    """What some layers take in place of the recipe's own settings.
-
-    Attributes:
-        where: as it was written, `0-1,7`.
-        layers: their indices.
-        settings: all of them, those of the recipe that hold here too included.
-        given: those that were written.
-    """
-
-    where: str
-    layers: tuple[int, ...]
-    settings: Method
-    given: dict[str, Any]
+DEFAULT_METHOD = "turbo"
 
 
 @dataclass(frozen=True)
@@ -154,56 +135,107 @@ class Recipe:
 
 
 def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
-    """Read a YAML recipe, or the defaults of a method, and check it.
+    """Read a YAML recipe and check it.
 
     Args:
-        source: path of a YAML file, or the name of one of the recipes of this package (`turbo`).
+        source: path of a YAML file, the name of one of the recipes of this package (`turbo`), a folder that holds a
+            `qattn.yaml`, or a repository of the hub that does (`org/repo`); settings may follow a colon, as in
+            `turbo_sink:bits=2` (see `qattn_hf.spelling`).
         overrides: settings that win over the file's, by the YAML's names, and `family`; see the module.
 
     Raises:
-        RecipeError: no such file; an unknown key; a wrong type or value; settings that exclude one another. The
-            message names the key, the file and what is allowed.
+        RecipeError: no such file, or the hub cannot be reached; an unknown key; a wrong type or value; settings that
+            exclude one another. The message names the key, the file and what is allowed.
     """
     if not isinstance(source, (str, Path)):
-        raise RecipeError(f"recipe = {shown(source)}: give the path of a YAML file, or a name")
-    path, ours = Path(source), sorted(path.stem for path in configs_dir().glob("*.yaml"))
-    if path.suffix not in (".yaml", ".yml"):
-        if str(source) not in ours:
-            raise RecipeError(f"{_unknown('recipe', [str(source)], ours)}, or a file that ends in .yaml")
-        path = configs_dir() / f"{source}.yaml"
+        raise RecipeError(f"recipe = {shown(source)}: give the path of a YAML file, a folder, or a name")
+    if isinstance(source, str) and not os.path.exists(source):
+        source, inline = split_method(source)
+        overrides = _given_once(inline, overrides)
+    path = recipe_file(source)
     where = named(str(path), 300)
-    if not os.path.isfile(path):
-        what = ", which is a directory" if os.path.isdir(path) else ""
-        raise RecipeError(f"no recipe at {where}{what}; recipes of this package: {', '.join(ours)}")
     read = read_yaml(path)
     if not isinstance(read, dict) or not isinstance(read.get("method"), str):
         raise RecipeError(f"{where} must be a mapping with the key `method`, one of {', '.join(list_methods())}")
     if other := [key for key in read if not isinstance(key, str)]:
         raise RecipeError(f"{where}: keys are names, not {shown(other[0])}")
     name = read.pop("method")
-    left = _method(name, where).left_of(read, overrides)
+    left = find_method(name, where).left_of(read, overrides)
     return _build(name, {"family": False, **left, **overrides}, where + _suffix(overrides))
 
 
-def find_recipe(method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any]) -> Recipe:
-    """The recipe that `patch` was asked for: `recipe`, or the defaults of `method`, with `settings` on top."""
+def find_recipe(
+    method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any], beside: str | None = None
+) -> Recipe:
+    """The recipe that was asked for, checked: what `patch` and every command call.
+
+    Args:
+        method: a method with settings as `qattn_hf.spelling` has it; its name may be a recipe's, or a YAML file. None:
+            the recipe's method, or `turbo`.
+        recipe: a name or file as `load_recipe` takes it, or a `Recipe`.
+        settings: on top of both.
+        beside: the folder that a model was loaded from, whose recipe is taken where none is asked for.
+
+    Raises:
+        RecipeError: no such method or recipe, with the nearest name and those there are; a setting that cannot be; a
+            setting given twice; a method that is not the recipe's.
+    """
+    name = method
+    if isinstance(method, str):
+        name, inline = split_method(method)
+        settings = _given_once(inline, settings)
+    if name is None and recipe is None:
+        recipe = recipe_files.beside(beside)
     if recipe is None:
-        name = "turbo" if method is None else method
-        return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
+        return _by_name(DEFAULT_METHOD if name is None else name, settings)
     if isinstance(recipe, Recipe):
-        if settings:
-            kind = type(recipe.settings)
-            given = {"family": recipe.by_family, **kind.left_of(recipe.given(), settings), **settings}
-            made = _build(recipe.method, given, recipe.origin + _suffix(settings))
-            recipe = dataclasses.replace(made, family=recipe.family and recipe.family.below(kind, settings))
-        found = recipe
+        chosen = _changed(recipe, settings)
     else:
-        found = load_recipe(recipe, **settings)
-    if method is not None and method != found.method:
+        chosen = load_recipe(recipe, **settings)
+    if name is not None and name != chosen.method:
         raise RecipeError(
-            f"method={shown(method)} clashes with {found.origin}, whose method is {found.method!r}; give one of them"
+            f"method={shown(method)} clashes with {chosen.origin}, whose method is {chosen.method!r}; give one of them"
         )
-    return found
+    return chosen
+
+
+def find_recipes(texts: Iterable[str]) -> dict[str, Recipe]:
+    """Recipes that pack, by how they were spelled: a text is a method with settings, or several with commas between.
+
+    Raises:
+        RecipeError: as `find_recipe`. UnsupportedError: a recipe that packs nothing.
+    """
+    recipes = {text: find_recipe(text, None, {}) for text in split_methods(texts)}
+    for recipe in recipes.values():
+        check_packs(recipe)
+    return recipes
+
+
+def _by_name(name: Any, settings: dict[str, Any]) -> Recipe:
+    """The defaults of the method of this name, or else the recipe."""
+    if not isinstance(name, str) or name in list_methods():
+        return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
+    if name not in list_recipes() and Path(name).suffix not in YAML and not os.path.isdir(name) and not is_of_hub(name):
+        known = list(dict.fromkeys([*list_methods(), *list_recipes()]))
+        raise RecipeError(f"{unknown('method', [name], known)}, or a file that ends in .yaml")
+    return load_recipe(name, **settings)
+
+
+def _changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    """A recipe with other settings on top."""
+    if not settings:
+        return recipe
+    kind = type(recipe.settings)
+    given = {"family": recipe.by_family, **kind.left_of(recipe.given(), settings), **settings}
+    made = _build(recipe.method, given, recipe.origin + _suffix(settings))
+    return dataclasses.replace(made, family=recipe.family and recipe.family.below(kind, settings))
+
+
+def _given_once(inline: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings behind a method's colon together with those given beside it."""
+    if twice := [key for key in inline if key in settings]:
+        raise RecipeError(f"{named(twice[0])} is given twice, behind the method's name and beside it; keep one of them")
+    return {**inline, **settings}
 
 
 def check_packs(recipe: Recipe) -> None:
@@ -227,101 +259,10 @@ def _suffix(overrides: dict[str, Any]) -> str:
     return cut(" with " + ", ".join(said), 400) if said else ""
 
 
-def _unknown(kind: str, names: list[str], allowed: list[str]) -> str:
-    said = []
-    for name in names[:FEW]:
-        close = difflib.get_close_matches(name[:100], allowed, 1)
-        said.append(f"unknown {kind} {shown(name)}{f', did you mean {close[0]!r}?' if close else ';'}")
-    more = [f"{len(names) - FEW} more;"] if len(names) > FEW else []
-    return " ".join([*said, *more, f"allowed: {', '.join(allowed)}"])
-
-
 def _build(name: str, settings: dict[str, Any], origin: str) -> Recipe:
     by_family = settings.get("family", True)
     if not isinstance(by_family, bool):
         raise RecipeError(f"{origin}: family = {shown(by_family)}: give true or false")
     own = {key: value for key, value in settings.items() if key not in ("layers", "family")}
-    base = _settings(_method(name, origin), own, origin)
-    return Recipe(base, origin, _choices(base, settings.get("layers"), origin), by_family)
-
-
-def _method(name: Any, origin: str) -> type[Method]:
-    if not isinstance(name, str):
-        raise RecipeError(f"{origin}: method = {shown(name)}; allowed: {', '.join(list_methods())}")
-    if name not in list_methods():
-        raise RecipeError(f"{origin}: {_unknown('method', [name], list_methods())}")
-    return get_method(name)
-
-
-def _settings(method: type[Method], settings: dict[str, Any], origin: str) -> Method:
-    try:
-        return method(**settings)
-    except ValidationError as error:
-        raise RecipeError(_explain(error, method, origin)) from None
-
-
-def _choices(base: Method, layers: Any, origin: str) -> tuple[LayerChoice, ...]:
-    """The checked entries of `layers`."""
-    if layers is None:
-        return ()
-    if not isinstance(layers, dict) or not all(isinstance(given, dict) for given in layers.values()):
-        raise RecipeError(f"{origin}: layers = {shown(layers)}: give settings by layers, such as 0-3: {{bits: 2}}")
-    found: list[LayerChoice] = []
-    taken: dict[int, str] = {}
-    for key, given in layers.items():
-        where = key if isinstance(key, str) else shown(key)
-        here = f"{origin}, layers {named(where)}"
-        chosen = []
-        for layer in _indices(where, here):
-            if layer in taken:
-                raise RecipeError(f"{here}: layer {layer} stands under {named(taken[layer])} too; give it once")
-            taken[layer] = where
-            chosen.append(layer)
-        found.append(LayerChoice(where, tuple(chosen), _layer_settings(base, given, here), given))
-    if found and not all(settings.packs() for settings in (base, *(choice.settings for choice in found))):
-        raise RecipeError(f"{origin}: cache='model' packs no layer, so layers cannot choose; take cache='quantized'")
-    return tuple(found)
-
-
-def _indices(where: str, here: str) -> Iterator[int]:
-    """`0-2,5` -> 0, 1, 2, 5, one by one, since somebody may write far more than there are."""
-    for part in where.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise RecipeError(f"{here}: give layers as a number, a range or several of them, such as 0-3,7")
-        if last >= MOST_LAYERS:
-            raise RecipeError(f"{here}: layer {last}; layers are 0 to {MOST_LAYERS - 1} at most")
-        yield from range(first, last + 1)
-
-
-def _layer_settings(base: Method, given: dict[str, Any], here: str) -> Method:
-    """The settings of some layers on top of the recipe's; see the module."""
-    if other := [key for key in given if not isinstance(key, str)]:
-        raise RecipeError(f"{here}: keys are names, not {shown(other[0])}")
-    if shared := [key for key in given if key in SHARED]:
-        raise RecipeError(f"{here}: {shared[0]} is of all layers alike; give it beside method")
-    method = _method(given.get("method", base.name()), here)
-    own = {key: value for key, value in given.items() if key != "method"}
-    kept = base.model_dump(exclude_unset=True)
-    if method is not type(base):
-        kept = {key: value for key, value in kept.items() if key in Method.model_fields}
-    return _settings(method, {**method.left_of(kept, own), **own}, here)
-
-
-def _explain(error: ValidationError, method: type[Method], origin: str) -> str:
-    """What is wrong in one message: key, value, what is allowed, and where it stands."""
-    lines, unknown = [], []
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"][:1])
-        if item["type"] == "extra_forbidden":
-            unknown.append(key)
-        elif key:
-            hint = " (YAML reads 1e-4 as text; write 1.0e-4)" if item["type"] == "float_type" else ""
-            lines.append(f"{key} = {shown(item['input'])}: {item['msg']}{hint}")
-        else:
-            lines.append(item["msg"].removeprefix("Value error, "))
-    lines = list(dict.fromkeys(lines))
-    more = [f"{len(lines) - FEW} more"] if len(lines) > FEW else []
-    wrong = [*lines[:FEW], *more, *([_unknown("key", unknown, sorted(method.model_fields))] if unknown else [])]
-    return f"{origin}: " + "; ".join(wrong)
+    base = checked_settings(find_method(name, origin), own, origin)
+    return Recipe(base, origin, layer_choices(base, settings.get("layers"), origin), by_family)

@@ -12,7 +12,7 @@ from helpers import random_ids, tiny_llama
 from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from qattn_hf import QAttnCache, UnsupportedError, patch, report, unpatch
-from qattn_hf.capture import why_not
+from qattn_hf.cuda_graph.capture import why_not
 from qattn_hf.device import device_of
 
 IDS = random_ids(2, 70)

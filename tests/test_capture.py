@@ -11,7 +11,8 @@ from fake_graphs import GREEDY, IDS, as_on_a_gpu, path
 from helpers import tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qattn_hf import UnsupportedError, capture, patch
+from qattn_hf import UnsupportedError, patch
+from qattn_hf.cuda_graph import capture
 
 
 class Waits(torch.nn.Module):

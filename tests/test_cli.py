@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from qattn_hf import list_methods
 from qattn_hf.assets import demo_model_dir
 from qattn_hf.cli import main, one_line
-from qattn_hf.cli._common import parse_settings
 from qattn_hf.cli._prompts import PROSE, Prompt, demo_prompts, is_right
+from qattn_hf.cli.bench import CPU_NOTE
+from qattn_hf.messages import size
 from qattn_hf.methods import Method, get_method
-from qattn_hf.report import size
+from qattn_hf.settings import as_written, values_of
+from qattn_hf.spelling import parse_settings
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 64
 
@@ -94,30 +96,110 @@ def test_methods_lists_what_is_found(qattn):
     assert Method.model_fields["softmax"].description in out
 
 
+def settings_table(out: str) -> dict[str, list[str]]:
+    """`allowed`, `default`, `reference only` and `what it is` of each setting; a cell may have several lines."""
+    rows: dict[str, list[str]] = {}
+    for line in (line for line in out.splitlines() if line.startswith("│")):
+        setting, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+        before = list(rows.values())[-1] if not setting else [""] * len(cells)
+        joined = [f"{first} {more}".strip() for first, more in zip(before, cells, strict=True)]
+        rows[setting or list(rows)[-1]] = joined
+    return rows
+
+
+@pytest.mark.parametrize("name", list_methods())
+def test_methods_says_all_about_one(qattn, name):
+    code, out, _ = qattn("methods", name)
+    assert code == 0 and out.lstrip().startswith(f"{name}: ")
+    rows, fields = settings_table(out), get_method(name).model_fields
+    assert set(rows) == set(fields)
+    for key, field in fields.items():
+        assert all(as_written(value) in rows[key][0] for value in values_of(field.annotation))
+        assert rows[key][1] == as_written(field.default) and rows[key][3] == field.description
+    assert f"Recipe {name}: the defaults" in out and "Computed by: Triton kernels" in out
+
+
+def test_methods_names_bounds_recipes_and_what_the_reference_computes_alone(qattn):
+    _, out, _ = qattn("methods", "turbo")
+    rows = settings_table(out)
+    assert rows["sink_num"][0] == "integer, 0 to 8" and rows["sas_threshold"][0] == "number, below 0"
+    assert rows["bits"][:3] == ["4, 2, mixed", "4", ""] and rows["block_kv"][2] == "32"
+    assert "Recipe turbo_sink: sink_num=3, sink_window=8" in out
+    assert qattn("methods", "turbo_sink")[1] == out, "a recipe's name shows its method"
+    code, _, err = qattn("methods", "trubo")
+    assert code == 2 and "did you mean 'turbo'?" in err
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "code", "said"),
     [
-        (["generate", "hi", "--method", "trubo"], "turbo"),
-        (["generate", "hi", "--set", "bitz=4"], "bitz"),
-        (["generate", "hi", "--set", "bits=3"], "bits"),
-        (["generate", "hi", "--set", "bits"], "KEY=VALUE"),
-        (["report", "--set", "bits=2", "--set", "bits=4"], "bits is given twice"),
-        (["report", "--set", 'layers={"0": {"bits": 2, "bits": 4}}'], "--set layers, line 1: bits is given twice"),
-        (["report", "--set", f"k_low_heads={'[' * 9000}{']' * 9000}"], "--set k_low_heads, line 1: lists"),
-        (["generate", "hi", "--recipe", "missing.yaml"], "missing.yaml"),
-        (["generate", "hi", "--model", "./missing"], "./missing"),
-        (["generate"], "prompt"),
-        (["report", "--text", "missing.txt"], "missing.txt"),
-        (["report", "--tokens", "none"], "--tokens"),
-        (["demo", "--method", "trubo"], "turbo"),
-        (["bogus"], "bogus"),
+        (["generate", "hi", "--method", "trubo"], 2, "turbo"),
+        (["generate", "hi", "--set", "bitz=4"], 2, "bitz"),
+        (["generate", "hi", "--set", "bits=3"], 2, "bits"),
+        (["generate", "hi", "--set", "bits"], 2, "KEY=VALUE"),
+        (["report", "--set", "bits=2", "--set", "bits=4"], 2, "bits is given twice"),
+        (["report", "--set", 'layers={"0": {"bits": 2, "bits": 4}}'], 2, "--set layers, line 1: bits is given twice"),
+        (["report", "--set", f"k_low_heads={'[' * 9000}{']' * 9000}"], 2, "--set k_low_heads, line 1: lists"),
+        (["generate", "hi", "--recipe", "missing.yaml"], 2, "missing.yaml"),
+        (["generate", "hi", "--model", "./missing"], 1, "./missing"),
+        (["generate"], 2, "prompt"),
+        (["report", "--text", "missing.txt"], 1, "missing.txt"),
+        (["report", "--tokens", "none"], 2, "--tokens"),
+        (["demo", "--method", "trubo"], 2, "turbo"),
+        (["bogus"], 2, "bogus"),
+        (["bench", "decode", "--heads", "0"], 2, "--heads 0"),
+        (["eval"], 2, "--task is missing"),
+        (["tune", "--output", "tuned.json"], 2, "--output tuned.json"),
     ],
 )
-def test_an_error_is_one_line(qattn, arguments, said):
-    code, out, err = qattn(*arguments)
-    assert code == 1 and out == ""
+def test_an_error_is_one_line(qattn, arguments, code, said):
+    got, out, err = qattn(*arguments)
+    assert got == code and out == ""
+    err = err.removeprefix(f"{CPU_NOTE}\n")
     assert err.startswith("qattn: ") and err.count("\n") == 1 and err.endswith("\n")
     assert said.lower() in err.lower()
+
+
+LARGE = ("torch", "transformers", "numpy", "huggingface_hub")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["bench", "decode", "--help"], 0),
+        (["compare", "--help"], 0),
+        (["bogus"], 2),
+        (["compare", "--bogus"], 2),
+        (["report", "--tokens", "none"], 2),
+        (["generate"], 2),
+        (["eval"], 2),
+    ],
+)
+def test_help_and_usage_errors_load_nothing_large(arguments, code):
+    """torch and transformers take seconds, which somebody who mistyped an option would wait for."""
+    program = f"""
+import sys
+import qattn_hf
+from qattn_hf.cli import main
+try:
+    main({arguments!r})
+except SystemExit as ended:
+    assert (ended.code or 0) == {code}, ended.code
+assert not [name for name in {LARGE!r} if name in sys.modules]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_every_public_name_is_there():
+    import qattn_hf
+
+    assert set(qattn_hf.__all__) <= set(dir(qattn_hf))
+    for name in qattn_hf.__all__:
+        assert getattr(qattn_hf, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'pach'"):
+        _ = qattn_hf.pach
 
 
 def test_debug_shows_the_traceback():
@@ -159,7 +241,7 @@ def test_generate_prints_the_models_answer(qattn, model_dir):
     ids = tokenizer(PROSE, return_tensors="pt").input_ids
     stock = AutoModelForCausalLM.from_pretrained(model_dir).generate(ids, max_new_tokens=8, do_sample=False)
     expected = tokenizer.decode(stock[0, ids.shape[1] :], skip_special_tokens=True)
-    assert (code, err) == (0, "")
+    assert code == 0 and err.startswith(f"loading {model_dir}\n")
     assert out.startswith(expected) and len(expected) > 8
     assert "[none: " in out.splitlines()[-1] and "tokens packed" in out.splitlines()[-1]
 

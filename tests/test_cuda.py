@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import Case, case_id, cases, feed, make_layer, random_ids, random_qkv, tiny_llama
 
-from qattn_hf import QAttnCache, over_cache, patch, report
+from qattn_hf import QAttnCache, patch, report, stock_cache
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step.stock_cache import attend_over
@@ -83,7 +83,7 @@ def test_attention_over_a_stock_cache_never_waits(settings):
     spec = replace(get_method("sage2")(cache="model", **settings).last_layer_spec(2), impl="triton")
 
     def run() -> torch.Tensor:
-        made = over_cache.mask(2, 100, 200, offset, attention_mask, torch.device("cuda"))
+        made = stock_cache.mask(2, 100, 200, offset, attention_mask, torch.device("cuda"))
         assert made is not None
         return attend_over(q[:, :, 100:], k, v, made[:, 0, 0, 1:] != 0, made[:, 0, 0, 0], spec, Scores(0.125))[0]
 

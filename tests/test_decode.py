@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 from transformers.generation import utils as generation
 
-from qattn_hf import CapacityError, QAttnCache, graph, patch, pool, release, report, unpatch
+from qattn_hf import CapacityError, QAttnCache, patch, release, report, unpatch
+from qattn_hf.cuda_graph import graph, pool
 
 
 @pytest.fixture

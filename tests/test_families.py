@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qattn_hf import QAttnCache, RecipeError, UnsupportedError, families, load_recipe, patch, report, unpatch
 from qattn_hf.chunks import feed
-from qattn_hf.cli._common import for_family, named_recipes, parse_settings
+from qattn_hf.cli._common import for_family
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.options import Option
 from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.methods import get_method
-from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.recipe import Recipe, find_recipe, find_recipes
+from qattn_hf.spelling import parse_settings
 from qattn_kernels.layer.support import unsupported
 
 SIZES: dict[str, Any] = {
@@ -177,7 +178,7 @@ def test_bits_of_the_user_win_over_k_bits_of_the_family(capsys: pytest.CaptureFi
     assert {str(row["bits_per_head"]) for row in found["layers"]} == {"{'k': [[2, 2]], 'v': [[2, 2]]}"}
     assert found["recipe"]["k_bits"] is None and found["recipe_family"]["settings"] == {}
     assert "the model's family" not in str(report(model))
-    asked = named_recipes(["kivi:bits=2", "kivi:bits=2,family=false", "kivi:v_bits=2"])
+    asked = find_recipes(["kivi:bits=2", "kivi:bits=2,family=false", "kivi:v_bits=2"])
     bits, plain, narrow = compare(tiny("qwen2"), asked, read_as(random_ids(1, 200), steps=2), at_tokens=256)
     assert bits["recipe"] == {"method": "kivi", "bits": 2} and bits["kl"] == plain["kl"]
     assert bits["effective_bits"] == plain["effective_bits"] < narrow["effective_bits"]

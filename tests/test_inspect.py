@@ -11,10 +11,11 @@ from helpers import random_ids, tiny_llama
 from qattn_hf import QAttnError, patch, report
 from qattn_hf.chunks import cuts, feed
 from qattn_hf.cli import main
-from qattn_hf.cli._common import named_recipes
 from qattn_hf.fidelity import inspection
-from qattn_hf.fidelity.inspection import inspect
+from qattn_hf.fidelity.inspection import Inspected, inspect
+from qattn_hf.fidelity.inspection_pictures import channel_ranges
 from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.recipe import find_recipes
 from qattn_kernels.layer.scores import Scores
 
 TOKENS, METHOD = 150, "turbo:bits=mixed,sink_num=2"
@@ -26,7 +27,7 @@ def seen():
     model, ids, calls = tiny_llama(initializer_range=0.3), random_ids(1, TOKENS), []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(inspection, "CHUNK", 40)
-        layers = inspect(model, named_recipes([METHOD])[METHOD], ids)
+        layers = inspect(model, find_recipes([METHOD])[METHOD], ids)
     with torch.inference_mode(), observed(model, lambda call: calls.append(call)):
         model(ids)
     return layers, calls[1]
@@ -84,11 +85,24 @@ def test_the_pool_holds_the_smallest_keys_and_the_bits_are_those_of_the_cache(se
 
 
 def test_short_rows_and_several_rows_are_refused():
-    recipe = named_recipes(["turbo"])["turbo"]
+    recipe = find_recipes(["turbo"])["turbo"]
     with pytest.raises(QAttnError, match="packed nothing of 40 tokens"):
         inspect(tiny_llama(), recipe, random_ids(1, 40))
     with pytest.raises(QAttnError, match="2 rows"):
         inspect(tiny_llama(), recipe, random_ids(2, 100))
+
+
+def test_every_head_has_a_panel_at_most_eight_a_row_with_labels():
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    layer = Inspected({name: (-torch.rand(n, 4), torch.rand(n, 4)) for name, n in (("query", 20), ("key", 10))})
+    panels = [panel for panel in channel_ranges(layer, "a layer").axes if panel.axison]
+    assert [panel.get_title() for panel in panels] == [f"query, head {i}" for i in range(20)] + [
+        f"key, head {i}" for i in range(10)
+    ]
+    assert {panel.get_xlabel() for panel in panels} == {"channel"}
+    assert max(panel.get_subplotspec().colspan.stop for panel in panels) == 8
+    first = [panel for panel in panels if panel.get_subplotspec().is_first_col()]
+    assert len(first) == 5 and all("smallest to largest" in panel.get_ylabel() for panel in first)
 
 
 def test_the_command_draws_every_picture(tmp_path, capsys):

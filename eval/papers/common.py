@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from qattn_hf.chunks import CHUNK
-from qattn_hf.cli._common import named_recipes, short_name, split_method
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.compare import Beside, full_logits
 from qattn_hf.fidelity.inspection import inspect
@@ -27,9 +26,12 @@ from qattn_hf.fidelity.metrics import AttentionSums, Tokens, over_layers, text_f
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.fidelity.texts import Reading
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.loading import short_name
 from qattn_hf.methods import get_method
 from qattn_hf.patcher import patch, unpatch
-from qattn_hf.report import report
+from qattn_hf.recipe import find_recipes
+from qattn_hf.reporting import report
+from qattn_hf.spelling import split_method
 from qattn_kernels.layer.scores import Scores
 
 Row = dict[str, Any]
@@ -110,7 +112,7 @@ def through(run: Run, ways: Mapping[str, Way]) -> dict[str, Row]:
     """
     tokens: dict[str, list[Tokens]] = {name: [] for name in ways}
     held: dict[str, Row] = {}
-    recipes = {name: named_recipes([way])[way] for name, way in ways.items() if isinstance(way, str)}
+    recipes = {name: find_recipes([way])[way] for name, way in ways.items() if isinstance(way, str)}
     packed, others = Beside(run.model, recipes, run.reading.first), dict[str, list[AttentionSums]]()
 
     def beside(call: Call) -> None:
@@ -145,7 +147,7 @@ def logits(run: Run, way: Way, ids: torch.Tensor) -> tuple[torch.Tensor, Row]:
     if not isinstance(way, str):
         with observed(run.model, way):
             return torch.cat(full_logits(run.model, ids, run.reading), 1), {}
-    patch(run.model, recipe=named_recipes([way])[way])
+    patch(run.model, recipe=find_recipes([way])[way])
     try:
         found = torch.cat(full_logits(run.model, ids, run.reading), 1)
         held = report(run.model).to_dict()
@@ -175,12 +177,12 @@ def scores(run: Run, ways: Mapping[str, Way | None]) -> Iterator[tuple[str, Row]
             with observed(run.model, way):
                 yield from ask(name, None, 1)
         else:
-            yield from ask(name, None if way is None else named_recipes([way])[way], 8)
+            yield from ask(name, None if way is None else find_recipes([way])[way], 8)
 
 
 def has_sinks(run: Run) -> bool:
     """Whether the tokens of the smallest keys get a good part of the attention, in the mean of heads and layers."""
-    recipe = named_recipes([SINKS])[SINKS]
+    recipe = find_recipes([SINKS])[SINKS]
     layers = inspect(run.model, recipe, run.reading.ids[:1])
     mass = [layer.mass[head, held].sum() for layer in layers for head, held in enumerate(layer.held)]
     return bool(torch.stack(mass).mean() > MASS)

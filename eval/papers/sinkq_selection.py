@@ -18,8 +18,9 @@ from collections.abc import Iterator
 import torch
 from papers.common import SINKS, About, Claim, Row, Run, column, in_order, layer_error, made_layer, not_below, row
 
-from qattn_hf.cli._common import named_recipes, short_name
 from qattn_hf.fidelity.inspection import inspect
+from qattn_hf.loading import short_name
+from qattn_hf.recipe import find_recipes
 
 ABOUT = About(
     title="SinkQ, Fig. 1, 4, 5 and 6, appendix D",
@@ -45,7 +46,7 @@ def measure(run: Run) -> Iterator[Row]:
     weights = made_mass(layer[0], layer[1])
     for n in (2, 8, 32):
         yield row(MADE, f"overlap of {n}", {}, {"overlap": overlap(layer[1][0].abs().sum(-1), weights, n)})
-    for i, found in enumerate(inspect(run.model, named_recipes([SINKS])[SINKS], run.reading.ids[:1])):
+    for i, found in enumerate(inspect(run.model, find_recipes([SINKS])[SINKS], run.reading.ids[:1])):
         small = found.key_norms.topk(3, largest=False).indices
         mass = found.mass.gather(1, small).sum(1).mean().item()
         size = (found.key_norms.gather(1, small).mean(1) / found.key_norms.mean(1)).mean().item()

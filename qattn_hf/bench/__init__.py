@@ -1,1 +1,37 @@
-"""What `qattn bench` measures: one file a measurement, each a generator of JSON rows; tables and pictures of rows."""
+"""Speed and memory on this machine, packed and stock side by side: what `qattn bench` does.
+
+    from qattn_hf import bench, compare
+
+    settings = {name: recipe.settings for name, recipe in compare.find_recipes(["turbo", "int8"]).items()}
+    rows = list(bench.decode.rows([bench.decode.Point(1, 8192)], settings, bench.Heads(), torch.device("cuda")))
+    bench.print_table(rows)
+
+`decode`, `prefill` and `generate` are one file a measurement, whose `rows` yields one JSON row a measured point and
+whose `Point` says what is measured. Each name is documented where it is defined: `help(bench.decode.rows)`.
+"""
+
+from qattn_hf.bench import decode, generate, prefill
+from qattn_hf.bench.layers import Heads
+from qattn_hf.bench.model import load_model, random_model
+from qattn_hf.bench.origin import device_name, versions
+from qattn_hf.bench.picture import draw
+from qattn_hf.bench.tables import best_stock, by_point, print_table, table
+from qattn_hf.bench.ways import all_ways, default_ways
+
+__all__ = [
+    "Heads",
+    "all_ways",
+    "best_stock",
+    "by_point",
+    "decode",
+    "default_ways",
+    "device_name",
+    "draw",
+    "generate",
+    "load_model",
+    "prefill",
+    "print_table",
+    "random_model",
+    "table",
+    "versions",
+]

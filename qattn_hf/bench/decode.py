@@ -135,7 +135,7 @@ def _result(times: Times, steps: int, n_bytes: int) -> dict[str, Any]:
         "ms_low": low,
         "ms_high": high,
         "kv_bytes": n_bytes,
-        "gb_per_s": round(n_bytes / ms / 1e6, 1),
+        "gb_per_s": n_bytes / ms / 1e6,
         "steps": steps,
         "replays": times.runs,
     }

@@ -22,7 +22,7 @@ from qattn_hf.bench.model import kv_bytes
 from qattn_hf.bench.timing import attempt, release, synchronize
 from qattn_hf.bench.ways import Way, capture_floor
 from qattn_hf.cache import QAttnCache
-from qattn_hf.report import report
+from qattn_hf.reporting import report
 
 
 class Point(NamedTuple):

@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qattn_hf.bench.origin import device_name, versions
 from qattn_hf.bench.tables import Row, best_stock, by_point, ways
 from qattn_hf.errors import QAttnError
 
 BEST = "best SDPA"
+TITLES = {
+    "decode": "One layer's decode step for one new token",
+    "prefill": "One layer's causal prefill",
+    "generate": "A whole model's generate",
+}
 
 
 def need_matplotlib(option: str = "--plot") -> None:
@@ -30,6 +36,7 @@ def draw(rows: list[Row], target: Path) -> None:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     drawers = {"decode": _decode, "prefill": _prefill, "generate": _generate}
     drawers[rows[0]["bench"]](figure, [row for row in rows if "error" not in row and row.get("room", 1) == 1])
+    figure.suptitle(f"{TITLES[rows[0]['bench']]}, {device_name()}, torch {versions()['torch']}", fontsize="medium")
     figure.savefig(target, dpi=150)
 
 

@@ -78,6 +78,6 @@ def _result(times: Times, point: Point, heads: Heads) -> dict[str, Any]:
         "ms": round(times.median, 5),
         "ms_low": round(times.low, 5),
         "ms_high": round(times.high, 5),
-        "tops": round(operations / times.median / 1e9, 3),
+        "tops": operations / times.median / 1e9,
         "calls": times.runs,
     }

@@ -101,6 +101,26 @@ def computed_by(rows: list[Row]) -> str:
     return f"Packed ways computed by: {', '.join(found) or 'nobody'}."
 
 
+def print_table(rows: list[Row]) -> None:
+    """Rows of one bench as a table on stdout, with the device and who computed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from qattn_hf.bench.origin import device_name, versions
+
+    header, lines = table(rows)
+    shown = Table(box=None, pad_edge=False)
+    for name in header:
+        shown.add_column(name, justify="left" if name in ("way", "ran", "best SDPA") else "right", no_wrap=True)
+    for line in lines:
+        shown.add_row(*line)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a file has no edge
+    console.print(shown)
+    console.print(f"{device_name()}, torch {versions()['torch']}. {computed_by(rows)}")
+
+
 def _figure(row: Row, key: str, form: str, factor: float = 1.0) -> str:
     if "error" in row:
         return "failed"

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from qattn_hf import patch, unpatch
 from qattn_hf.bench.model import FLOOR, counting_cache, register_floor
 from qattn_hf.bench.timing import capture, release, synchronize
-from qattn_hf.methods import Method
 from qattn_hf.recipe import Recipe, find_recipe
 
 DECODE_PATHS = ("graph", "compile", "eager")
@@ -43,15 +42,15 @@ class Way:
     inputs: Callable[[PreTrainedModel], dict[str, Any]] = lambda model: {}
 
 
-def all_ways(methods: dict[str, Method], device: torch.device) -> dict[str, Way]:
+def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]:
     """Every way that `device` has, by name; a CPU has no graphs, and `generate` does not compile there."""
     cuda = device.type == "cuda"
     ways = [
         Way("floor", "eager", False, _floor, lambda model: {"past_key_values": counting_cache(model)}),
         *([Way("floor, captured", "captured", False, _floor)] if cuda else []),
         *(
-            Way(f"{name} {path}", path, True, partial(_packed, settings=settings, decode=path))
-            for name, settings in methods.items()
+            Way(f"{name} {path}", path, True, partial(_packed, recipe=recipe, decode=path))
+            for name, recipe in recipes.items()
             for path in (DECODE_PATHS if cuda else ("eager",))
         ),
         Way("DynamicCache", "eager", False, lambda model: nullcontext()),
@@ -68,9 +67,8 @@ def default_ways(ways: dict[str, Way]) -> list[Way]:
 
 
 @contextmanager
-def _packed(model: PreTrainedModel, settings: Method, decode: str) -> Iterator[None]:
-    chosen: Recipe = find_recipe(settings.name(), None, {**settings.model_dump(exclude_unset=True), "decode": decode})
-    patch(model, recipe=chosen)
+def _packed(model: PreTrainedModel, recipe: Recipe, decode: str) -> Iterator[None]:
+    patch(model, recipe=find_recipe(None, recipe, {"decode": decode}))
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from qattn_hf.cli.bench import bench
+from qattn_hf.cli.check import check
 from qattn_hf.cli.compare import compare
 from qattn_hf.cli.demo import demo
 from qattn_hf.cli.eval import evaluate
@@ -17,7 +18,7 @@ from qattn_hf.cli.report import report
 from qattn_hf.cli.tune import tune
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (demo, generate, report, methods, compare, tune, inspect):
+for command in (demo, check, generate, report, methods, compare, tune, inspect):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
@@ -50,8 +51,17 @@ def one_line(error: BaseException) -> str:
     return " ".join(message.strip().split("\n\n")[0].split()) or type(error).__name__
 
 
+def exit_code(error: BaseException) -> int:
+    """2 where the command line asks for what cannot be: an option, a method or a setting. 1 where the work failed."""
+    if isinstance(usage := getattr(error, "exit_code", None), int):
+        return usage  # and nothing large is loaded for it
+    from qattn_hf.errors import RecipeError
+
+    return 2 if isinstance(error, RecipeError) else 1
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Run `qattn`; an error becomes one line on stderr and exit code 1, unless `--debug` asks for the traceback."""
+    """Run `qattn`; an error becomes one line on stderr and its `exit_code`, unless `--debug` asks for the traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments, prog_name="qattn", standalone_mode=False)
@@ -59,5 +69,5 @@ def main(arguments: list[str] | None = None) -> None:
         if "--debug" in arguments:
             raise
         print(f"qattn: {one_line(error)}", file=sys.stderr)
-        code = 1
+        code = exit_code(error)
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,21 +1,21 @@
-"""What the commands share: their options, loading a model, words about bytes."""
+"""What the commands share: their options, what these ask for, words about bytes."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.report import size
+from qattn_hf.messages import size
 
 if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
 
-DEFAULT_METHOD = "turbo"
 
 ModelOption = Annotated[
     str | None,
@@ -23,9 +23,17 @@ ModelOption = Annotated[
 ]
 MethodOption = Annotated[
     str | None,
-    typer.Option("--method", help="How the cache is packed; `qattn methods` lists them.", show_default=DEFAULT_METHOD),
+    typer.Option(
+        "--method",
+        help="How the cache is packed: a method, a recipe's name or a YAML file, with settings, such as turbo:bits=2; "
+        "`qattn methods` lists them.",
+        show_default="turbo",
+    ),
 ]
-RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="YAML file with a method and its settings.")]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option("--recipe", help="YAML file with a method and its settings, a recipe's name, or a hub repository."),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="One setting of the method, such as bits=2; may be repeated."),
@@ -33,48 +41,18 @@ SetOption = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="Where to run, such as cpu or cuda:0.", show_default="a GPU if any")
 ]
+SEVERAL = "Such as turbo, kivi:bits=4, or a recipe's name or file; may be repeated, or with commas between."
 
 
-class Loaded(NamedTuple):
-    name: str
-    model: Any
-    tokenizer: Any
+class UsageError(ValueError):
+    """An option that cannot be, found by a command itself; what typer finds has the same exit code."""
+
+    exit_code = 2
 
 
-def parse_settings(items: list[str] | None, option: str = "--set") -> dict[str, Any]:
-    """`["k_bits=4", "softmax=sas"]` -> `{"k_bits": 4, "softmax": "sas"}`: JSON, else YAML, which takes `1e-4` for text.
-
-    Raises:
-        ValueError: an item has no `=`, a value is neither, or a key is given twice.
-    """
-    from qattn_hf.yaml_reader import parse_yaml
-
-    settings: dict[str, Any] = {}
-    for item in items or []:
-        key, equals, value = item.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            raise ValueError(f"{option} takes KEY=VALUE, such as bits=2, not {item!r}")
-        if key in settings:
-            raise ValueError(f"{option} {item}: {key} is given twice; keep one of them")
-        try:
-            settings[key] = json.loads(value, object_pairs_hook=_each_once)
-        except (ValueError, RecursionError):
-            settings[key] = parse_yaml(value, f"{option} {key}")
-    return settings
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of JSON. One that gives a key twice is no setting; YAML's reader then says so."""
-    if len(pairs) > len(found := dict(pairs)):
-        raise ValueError
-    return found
-
-
-def split_method(text: str) -> tuple[str, dict[str, Any]]:
-    """`turbo:k_bits=4,softmax=sas` -> `("turbo", {"k_bits": 4, "softmax": "sas"})`."""
-    method, _, settings = text.partition(":")
-    return method, parse_settings(settings.split(",") if settings else None)
+def methods_option(default: Iterable[str]) -> Any:
+    """`--method` of commands that compare several; `default`: what they take without it."""
+    return typer.Option("--method", "--methods", help=SEVERAL, show_default=", ".join(default))
 
 
 def write_rows(rows: list[dict[str, Any]], target: Path) -> None:
@@ -85,47 +63,16 @@ def write_rows(rows: list[dict[str, Any]], target: Path) -> None:
     target.write_text(json.dumps({"name": target.stem, **head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def load(name: str | None, device: str | None, dtype: str = "auto") -> Loaded:
-    """The model and its tokenizer, by default in the model's own precision; None is the embedded demo model.
-
-    Raises:
-        FileNotFoundError: `name` is a path that does not exist.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    from qattn_hf.assets import demo_model_dir
-
-    source = name or str(demo_model_dir())
-    path = Path(source).expanduser()
-    # A hub name has one slash at most; asking the hub for a mistyped path would end in a puzzling message.
-    if (path.is_absolute() or source[0] in ".~" or source.count("/") > 1) and not path.is_dir():
-        raise FileNotFoundError(f"--model {source}: no such folder")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    source = str(path) if path.is_dir() else source
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    if name is None:
-        torch.set_num_threads(1)  # so small a model is slower with more
-    model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return Loaded("embedded demo model" if name is None else name, model, tokenizer)
-
-
-def short_name(name: str) -> str:
-    """A hub name as it is, a folder without the way to it: what stands beside figures."""
-    path = Path(name).expanduser()
-    return path.resolve().name if path.is_dir() else name
-
-
-def chosen_recipe(method: str | None, recipe: Path | None, settings: list[str] | None) -> Recipe:
-    """What the options ask for, `turbo` when they name neither a method nor a recipe; checked before a model loads."""
+def chosen_recipe(
+    method: str | None, recipe: str | None, settings: list[str] | None, model: str | None = None
+) -> Recipe:
+    """What the options ask for, checked before a model loads; when they name neither a method nor a recipe, the one
+    beside the weights of `model`, else `turbo`."""
     from qattn_hf.recipe import find_recipe
+    from qattn_hf.spelling import parse_settings
 
-    if method is None and recipe is None:
-        method = DEFAULT_METHOD
-    return find_recipe(method, recipe, parse_settings(settings))
+    folder = None if model is None else str(Path(model).expanduser())
+    return find_recipe(method, recipe, parse_settings(settings), beside=folder)
 
 
 def for_family(recipe: Recipe, model: Any) -> Recipe:
@@ -134,32 +81,6 @@ def for_family(recipe: Recipe, model: Any) -> Recipe:
     if found.family is not None and (changed := found.from_family()):
         said = " ".join(f"{key}={value}" for key, value in changed.items())
         print(f"{found.method} has {said} for {found.family}; family=false leaves it out", file=sys.stderr)
-    return found
-
-
-def split_methods(texts: list[str]) -> list[str]:
-    """`["turbo:k_bits=4,v_bits=2,kivi"]` -> `["turbo:k_bits=4,v_bits=2", "kivi"]`: what has no `=` begins anew."""
-    found: list[str] = []
-    for item in (item for text in texts for item in text.split(",")):
-        if found and "=" in item and ":" not in item:
-            found[-1] += f",{item}"
-        else:
-            found.append(item.strip())
-    return found
-
-
-def named_recipes(texts: list[str]) -> dict[str, Recipe]:
-    """Checked recipes that pack, by how they were asked for: a method, a recipe's name or its file, with settings."""
-    from qattn_hf.methods import list_methods
-    from qattn_hf.recipe import check_packs, find_recipe
-
-    found = {}
-    for text in split_methods(texts):
-        name, settings = split_method(text)
-        known = name in list_methods()
-        recipe = find_recipe(name if known else None, None if known else name, settings)
-        check_packs(recipe)
-        found[text] = recipe
     return found
 
 

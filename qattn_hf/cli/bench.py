@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, split_method, write_rows
+from qattn_hf.cli._common import DeviceOption, UsageError, methods_option, write_rows
+from qattn_hf.loading import model_source
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +27,9 @@ CPU_NOTE = (
     "note: on a CPU the reference computes small shapes; this shows that the command works, the figures are not "
     "those of a GPU"
 )
-MethodsOption = Annotated[
-    list[str] | None,
-    typer.Option("--method", help="Such as turbo or turbo:bits=2; may be repeated.", show_default="turbo, int8, none"),
-]
+DEFAULT = ("turbo", "int8", "none")
+DEFAULT_OF_GENERATE = ("turbo", "int8")
+MethodsOption = Annotated[list[str] | None, methods_option(DEFAULT)]
 BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Rows; may be repeated.")]
 ContextOption = Annotated[list[int] | None, typer.Option("--context", min=1, help="Cached tokens; may be repeated.")]
 TokensOption = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Prompt tokens; may be repeated.")]
@@ -95,7 +95,7 @@ def generate(
         str | None,
         typer.Option("--model", "-m", help="Folder or hub name.", show_default="Llama-3.1-8B's shape, random weights"),
     ] = None,
-    method: MethodsOption = None,
+    method: Annotated[list[str] | None, methods_option(DEFAULT_OF_GENERATE)] = None,
     way: Annotated[
         list[str] | None, typer.Option("--way", help="Such as `turbo graph` or `StaticCache`; may be repeated; or all.")
     ] = None,
@@ -114,9 +114,10 @@ def generate(
     """
     from qattn_hf.bench import generate as measured
     from qattn_hf.bench.ways import all_ways
+    from qattn_hf.recipe import find_recipes
 
-    where = chosen_device(device)
-    ways = chosen_ways(way, all_ways(chosen_methods(method or ["turbo", "int8"]), where))
+    recipes, where = find_recipes(method or DEFAULT_OF_GENERATE), chosen_device(device)
+    ways = chosen_ways(way, all_ways(recipes, where))
     points, lm = chosen_points(measured, quick, where, batch, context), bench_model(model, quick, where)
     show(measured.rows(points, ways, lm, where, new_tokens), as_json, output, plot)
 
@@ -128,7 +129,7 @@ def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
     if not names:
         return default_ways(known)
     if unknown := [name for name in names if name not in known and name != "all"]:
-        raise ValueError(f"--way {unknown[0]}: here are {', '.join(known)}, or all")
+        raise UsageError(f"--way {unknown[0]}: here are {', '.join(known)}, or all")
     return list(known.values()) if "all" in names else [known[name] for name in names]
 
 
@@ -141,25 +142,22 @@ def bench_model(source: str | None, quick: bool, device: torch.device) -> Any:
 
     logging.set_verbosity_error()
     if source is not None:
-        return models.load_model(source, device)
+        path = model_source(source)
+        print(f"loading {source}", file=sys.stderr, flush=True)
+        return models.load_model(path, device)
     if device.type != "cuda":
         return models.random_model(models.TINY, device, torch.float32)
     return models.random_model(models.QUICK if quick else models.LLAMA_8B, device, torch.bfloat16)
 
 
 def chosen_methods(names: list[str] | None) -> dict[str, Method]:
-    """`["turbo:bits=2"]` to that name with the method's checked settings."""
-    from qattn_hf.recipe import check_packs, find_recipe
+    """`["turbo:bits=2"]` to that name with the checked settings of one layer."""
+    from qattn_hf.recipe import find_recipes
 
-    found = {}
-    for name in names or ["turbo", "int8", "none"]:
-        method, settings = split_method(name)
-        recipe = find_recipe(method, None, settings)
-        check_packs(recipe)
-        if recipe.choices:
-            raise ValueError(f"--method {name}: a bench measures the settings of one layer; leave out layers")
-        found[name] = recipe.settings
-    return found
+    recipes = find_recipes(names or DEFAULT)
+    if several := [name for name, recipe in recipes.items() if recipe.choices]:
+        raise UsageError(f"--method {several[0]}: a bench measures the settings of one layer; leave out layers")
+    return {name: recipe.settings for name, recipe in recipes.items()}
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -168,7 +166,7 @@ def chosen_device(name: str | None) -> torch.device:
 
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: no GPU that this torch can use")
+        raise UsageError(f"--device {name}: no GPU that this torch can use")
     if device.type != "cuda":
         print(CPU_NOTE, file=sys.stderr)
     return device
@@ -183,7 +181,7 @@ def parse_heads(text: str | None, device: torch.device) -> Heads:
     text = text or ("32,8,128" if device.type == "cuda" else "4,2,32")
     numbers = [int(part) for part in text.split(",") if part.strip().isdigit()]
     if len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
-        raise ValueError(f"--heads {text}: give query heads, KV heads and head dim, such as 32,8,128")
+        raise UsageError(f"--heads {text}: give query heads, KV heads and head dim, such as 32,8,128")
     query, kv, dim = numbers
     return Heads(query, kv, dim, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
@@ -222,6 +220,8 @@ def show(rows: Iterator[dict[str, Any]], as_json: bool, output: Path | None, plo
         if as_json:
             print(json.dumps(row), flush=True)
     if not as_json:
+        from qattn_hf.bench.tables import print_table
+
         print_table(found)
     if output is not None:
         write_rows(found, output)
@@ -241,23 +241,3 @@ def progress(row: dict[str, Any]) -> str:
     said = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
     ran = ", ".join(str(row[key]) for key in ("impl", "decode") if row.get(key))
     return f"{place}: {row['way']}: {said}" + (f" ({ran})" if ran else "")
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from qattn_hf.bench.origin import device_name, versions
-    from qattn_hf.bench.tables import computed_by, table
-
-    header, lines = table(rows)
-    shown = Table(box=None, pad_edge=False)
-    for name in header:
-        shown.add_column(name, justify="left" if name in ("way", "ran", "best SDPA") else "right", no_wrap=True)
-    for line in lines:
-        shown.add_row(*line)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # a file has no edge
-    console.print(shown)
-    console.print(f"{device_name()}, torch {versions()['torch']}. {computed_by(rows)}")

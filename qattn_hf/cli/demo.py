@@ -12,19 +12,18 @@ import typer
 
 from qattn_hf.cli._common import (
     DeviceOption,
-    Loaded,
     MethodOption,
     ModelOption,
     RecipeOption,
     SetOption,
     chosen_recipe,
     for_family,
-    load,
 )
-from qattn_hf.report import size
+from qattn_hf.loading import Loaded, load
+from qattn_hf.messages import size
 
 if TYPE_CHECKING:
-    from qattn_hf.cli._compare import Answer, Comparison
+    from qattn_hf.cli._demo import Answer, Comparison
     from qattn_hf.cli._prompts import Prompt
     from qattn_hf.recipe import Recipe
 
@@ -49,7 +48,7 @@ def demo(
     from qattn_hf.cli._prompts import demo_prompts
     from qattn_hf.recipe import check_packs
 
-    chosen = chosen_recipe(method, recipe, settings)
+    chosen = chosen_recipe(method, recipe, settings, model)
     check_packs(chosen)
     loaded = load(model, device)
     chosen = for_family(chosen, loaded.model)
@@ -77,7 +76,7 @@ def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Compariso
     from rich.progress import Progress
 
     from qattn_hf import patch
-    from qattn_hf.cli._compare import answer, compare, forced_logits
+    from qattn_hf.cli._demo import answer, compare, forced_logits
 
     _, lm, tokenizer = loaded
     ids = [torch.tensor([tokenizer(prompt.text).input_ids], device=lm.device) for prompt in prompts]

@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, for_family, load, parse_settings, split_method, write_rows
-from qattn_hf.report import size
+from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, for_family, methods_option, write_rows
+from qattn_hf.loading import load
 
 if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
 
-COLUMNS = ("method", "task", "metric", "value", "stderr", "n", "packed", "bits", "KV bytes", "tokens/s")
+DEFAULT = ("full", "turbo")  # full precision beside one method
 
 
 def evaluate(
     task: Annotated[list[str] | None, typer.Option("--task", help="Such as gsm8k_cot; may be repeated.")] = None,
     model: ModelOption = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option("--method", help="Such as turbo or turbo:k_bits=4; may be repeated.", show_default="full, turbo"),
-    ] = None,
+    method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
     recipe: Annotated[list[str] | None, typer.Option("--recipe", help="YAML file, or a name; may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows of each task, for a trial.")] = None,
     num_fewshot: Annotated[int | None, typer.Option("--num-fewshot", min=0, help="Shots.")] = None,
@@ -49,12 +46,13 @@ def evaluate(
 
     Example: qattn eval --task gsm8k_cot --method full --method turbo:k_bits=4,v_bits=2 --limit 50
     """
+    if not task:
+        raise UsageError("--task is missing: name a task, such as gsm8k_cot or recall_40")
     from qattn_hf.assets import demo_model_dir
     from qattn_hf.lm_eval import need_lm_eval
+    from qattn_hf.spelling import parse_settings
 
     need_lm_eval()
-    if not task:
-        raise ValueError("--task is missing: name a task, such as gsm8k_cot or recall_40")
     methods = chosen_recipes(method, recipe)
     from qattn_hf.lm_eval.run import rows
 
@@ -73,6 +71,8 @@ def evaluate(
         if as_json:
             print(json.dumps(found[-1]), flush=True)
     if not as_json:
+        from qattn_hf.lm_eval.tables import print_table
+
         print_table(found)
     if output is not None:
         write_rows(found, output)
@@ -82,41 +82,12 @@ def chosen_recipes(methods: list[str] | None, recipes: list[str] | None) -> dict
     """What to compare, by name; `full` is full precision. Checked before a model loads."""
     from qattn_hf.lm_eval.arguments import FULL
     from qattn_hf.recipe import find_recipe, load_recipe
+    from qattn_hf.spelling import split_method, split_methods
 
     found: dict[str, Recipe | None] = {}
-    for name in methods or ([] if recipes else [FULL, "turbo"]):
+    for name in split_methods(methods or (() if recipes else DEFAULT)):
         method, settings = split_method(name)
         if method == FULL and settings:
-            raise ValueError(f"--method {name}: full precision has no settings")
-        found[name] = None if method == FULL else find_recipe(method, None, settings)
+            raise UsageError(f"--method {name}: full precision has no settings")
+        found[name] = None if method == FULL else find_recipe(name, None, {})
     return found | {name: load_recipe(name) for name in recipes or []}
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """One line a metric; what a task's caches held stands beside each of its metrics."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in COLUMNS[:3] else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # a file has no edge
-    console.print(table)
-    console.print("packed: share of scored tokens, or of answers, that read packed tokens. KV bytes: mean of a batch.")
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    metric = row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}"
-    cells = [row["method"], row["task"], metric, f"{row['value']:.4f}"]
-    cells += ["" if row["stderr"] is None else f"{row['stderr']:.4f}", "" if row["n"] is None else str(row["n"])]
-    if "requests" not in row:  # a group
-        return cells + [""] * 4
-    counts = ("scored_through_packed", "scored") if "scored" in row else ("packed_requests", "requests")
-    part, whole = (row[count] for count in counts)
-    bits, speed = row["effective_bits"], row["tokens_per_second"]
-    cells += [f"{part / max(1, whole):.0%}", "" if bits is None else f"{bits:.2f}", size(row["kv_bytes"])]
-    return [*cells, "" if speed is None else f"{speed:.1f}"]

@@ -14,9 +14,9 @@ from qattn_hf.cli._common import (
     SetOption,
     chosen_recipe,
     for_family,
-    load,
     summary,
 )
+from qattn_hf.loading import load
 
 
 def generate(
@@ -37,7 +37,7 @@ def generate(
 
     from qattn_hf import patch, report
 
-    chosen = chosen_recipe(method, recipe, settings)
+    chosen = chosen_recipe(method, recipe, settings, model)
     _, lm, tokenizer = load(model, device)
     patch(lm, recipe=for_family(chosen, lm))
     if chat:

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name
+from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError
 from qattn_hf.cli.compare import TextOption
+from qattn_hf.loading import load, short_name
 
 METHOD = "turbo:bits=mixed,sink_num=3,sink_window=8"  # has all that the pictures show: bits by head, and a pool
 
@@ -18,7 +19,7 @@ def inspect(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the pictures.")],
     model: ModelOption = None,
     method: Annotated[
-        str, typer.Option("--method", help="Whose pool and bits are shown; a method, a recipe's name or its file.")
+        str, typer.Option("--method", help="Whose pool and bits are shown: a method, a recipe's name or a YAML file.")
     ] = METHOD,
     text: TextOption = None,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text that are read.")] = 1024,
@@ -36,21 +37,20 @@ def inspect(
     from qattn_hf.bench.picture import need_matplotlib
 
     need_matplotlib("qattn inspect")
-    from qattn_hf.fidelity.inspection import inspect as look
-    from qattn_hf.fidelity.inspection_pictures import draw_all
-    from qattn_hf.fidelity.texts import made_text, rows_of
+    from qattn_hf.compare import made_text, rows_of
+    from qattn_hf.inspect import draw_all
+    from qattn_hf.inspect import inspect as look
+    from qattn_hf.recipe import check_packs, find_recipe
 
-    recipes = named_recipes([method])
-    if len(recipes) != 1:
-        raise ValueError(f"--method {method}: one of them")
-    (recipe,) = recipes.values()
+    recipe = find_recipe(method, None, {})
+    check_packs(recipe)
     name, lm, tokenizer = load(model, device)
     content = made_text(8 * tokens) if text is None else text.read_text(encoding="utf-8")
     layers = look(lm, recipe, rows_of(tokenizer, content, 1, tokens))
     last = len(layers) - 1
     shown = sorted({0, last // 2, last} if not layer else set(layer))
     if shown[-1] > last:
-        raise ValueError(f"--layer {shown[-1]}: the model has layers 0 to {last}")
+        raise UsageError(f"--layer {shown[-1]}: the model has layers 0 to {last}")
     for path in draw_all(layers, output, shown, f"{short_name(name)}, {tokens} tokens, {method}"):
         print(path)
     if json_file is not None:

@@ -2,31 +2,113 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
-
-
-def methods() -> None:
-    """List the methods, what each does, and its settings with their defaults."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    from qattn_hf.methods import Method, get_method, list_methods
+    from qattn_hf.methods import Method
 
-    def settings(title: str, summary: str, fields: dict[str, FieldInfo]) -> None:
-        heading = Text(f"{title}: {summary}", "bold")
-        table = Table("setting", "default", "what it is", title=heading, title_justify="left")
-        for key, field in fields.items():
-            table.add_row(key, str(field.get_default(call_default_factory=True)), Text(field.description or ""))
-        console.print(table if fields else heading, "")
+
+def methods(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A method or a recipe: each of its settings in full.", show_default="all methods"),
+    ] = None,
+) -> None:
+    """List the methods, what each does, and its settings with their defaults; or all about the one that is named.
+
+    Example: qattn methods turbo
+    """
+    from rich.console import Console
 
     console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file has no edge
+    if name is None:
+        show_all(console)
+        print("`qattn methods NAME` says what a setting may be. Use one with --method NAME:KEY=VALUE,...")
+    else:
+        show_one(console, name)
+
+
+def show_all(console: Console) -> None:
+    """Every method with its settings, then those that all have."""
+    from qattn_hf.methods import Method, get_method, list_methods
+
     for name in list_methods():
         method = get_method(name)
         own = {key: field for key, field in method.model_fields.items() if key not in Method.model_fields}
-        settings(name, (method.__doc__ or "").strip().splitlines()[0], own)
-    settings("every method", "settings that all of them have", dict(Method.model_fields))
-    print("Use one with --method NAME, change a setting with --set KEY=VALUE.")
+        _settings(console, name, summary(method), own)
+    _settings(console, "every method", "settings that all of them have", dict(Method.model_fields))
+
+
+def _settings(console: Console, title: str, summary: str, fields: dict[str, FieldInfo]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from qattn_hf.settings import as_written
+
+    heading = Text(f"{title}: {summary}", "bold")
+    table = Table("setting", "default", "what it is", title=heading, title_justify="left")
+    for key, field in fields.items():
+        table.add_row(key, as_written(field.default), Text(field.description or ""))
+    console.print(table if fields else heading, "")
+
+
+def show_one(console: Console, asked: str) -> None:
+    """A method's settings with what they may be, who computes them, and the recipes that use it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from qattn_hf.methods import Method, get_method
+    from qattn_hf.recipe import find_recipe
+    from qattn_hf.settings import allowed, as_written, known, reference_only
+
+    name = find_recipe(asked, None, {}).method
+    method, alone = get_method(name), reference_only(name)
+    heading = Text(f"{name}: {summary(method)}", "bold")
+    table = Table("setting", "allowed", "default", "reference only", "what it is", title=heading, title_justify="left")
+    for key, field in sorted(method.model_fields.items(), key=lambda item: item[0] in Method.model_fields):
+        values = ", ".join(map(as_written, alone.get(key, [])))
+        table.add_row(key, Text(allowed(field)), as_written(field.default), values, Text(field.description or ""))
+    console.print(table)
+    print(f"Computed by: {kernels(known(name))} Values under `reference only` are the reference's on a GPU too.")
+    for recipe, changed in recipes_of(name).items():
+        print(f"Recipe {recipe}: {changed or 'the defaults'}")
+    print(f"In Python: patch(model, '{name}:KEY=VALUE,...'); in commands: --method {name}:KEY=VALUE,...")
+
+
+def summary(method: type[Method]) -> str:
+    """The first line of a method's docstring."""
+    return (method.__doc__ or "").strip().splitlines()[0]
+
+
+def kernels(known: bool) -> str:
+    """Who computes the defaults of a method."""
+    from qattn_kernels.layer import support
+
+    if not known:
+        return "the reference, on a GPU too."
+    dims = ", ".join(map(str, support.HEAD_DIMS))
+    return (
+        f"Triton kernels on a CUDA GPU, head dims {dims}, up to {support.MOST_GROUP} query heads a KV head; else the "
+        "reference."
+    )
+
+
+def recipes_of(method: str) -> dict[str, str]:
+    """The recipes of this package that use a method, with what they change of its defaults."""
+    from qattn_hf.recipe import list_recipes, load_recipe
+    from qattn_hf.settings import as_written
+
+    found = {}
+    for name in list_recipes():
+        recipe = load_recipe(name)
+        if method in {recipe.method, *(choice.settings.name() for choice in recipe.choices)}:
+            changed = recipe.settings.model_dump(exclude_defaults=True)
+            found[name] = ", ".join(f"{key}={as_written(value)}" for key, value in changed.items())
+    return found

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, MethodOption, ModelOption, RecipeOption, SetOption, chosen_recipe, load
+from qattn_hf.cli._common import (
+    DeviceOption,
+    MethodOption,
+    ModelOption,
+    RecipeOption,
+    SetOption,
+    chosen_recipe,
+    for_family,
+)
+from qattn_hf.loading import load
 
 
 def report(
@@ -34,9 +43,9 @@ def report(
     content = PROSE if text is None else text.read_text(encoding="utf-8")
     if not content.strip():
         raise ValueError(f"--text {text}: the file holds no text")
-    chosen = chosen_recipe(method, recipe, settings)
+    chosen = chosen_recipe(method, recipe, settings, model)
     _, lm, tokenizer = load(model, device)
-    patch(lm, recipe=chosen)
+    patch(lm, recipe=for_family(chosen, lm))
     ids = tokenizer(content).input_ids
     if tokens is None and text is None:
         tokens = 1000

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, load, named_recipes, short_name, write_rows
+from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, write_rows
 from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, telling
+from qattn_hf.loading import load, short_name
 
 if TYPE_CHECKING:
-    from qattn_hf.fidelity.tune import Tuned
+    from qattn_hf.tune import Tuned
 
 # what a layer may be given; those that nothing speaks for in a layer are sorted out before they cost time
 CANDIDATES = (
@@ -47,7 +48,10 @@ def tune(
         list[str] | None,
         typer.Option(
             "--candidate",
-            help="What a layer may be given; may be repeated. bits=mixed of turbo is tried head by head.",
+            "--method",
+            "--methods",
+            help="What a layer may be given; may be repeated, or with commas between. bits=mixed of turbo is tried "
+            "head by head.",
             show_default="formats of all methods, from 2 to 8 bits",
         ),
     ] = None,
@@ -72,18 +76,18 @@ def tune(
 
     Example: qattn tune --model PATH --text book.txt --bits 3.25 --output tuned.yaml
     """
-    from qattn_hf.fidelity.texts import made_text, parted, read_as, rows_of
-    from qattn_hf.fidelity.tune import Budget
-    from qattn_hf.fidelity.tune import tune as find
+    if output.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"--output {output}: a recipe is a .yaml file")
+    from qattn_hf.compare import find_recipes, made_text, parted, read_as, rows_of
+    from qattn_hf.tune import Budget, draw_sensitivity
+    from qattn_hf.tune import tune as find
 
     budget = Budget(bits, kl, at_tokens)
-    if output.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"--output {output}: a recipe is a .yaml file")
     if picture is not None:
         from qattn_hf.bench.picture import need_matplotlib
 
         need_matplotlib("--picture")  # before the work, not after it
-    candidates = named_recipes(candidate or list(CANDIDATES))
+    candidates = find_recipes(candidate or CANDIDATES)
     name, lm, tokenizer = load(model, device)
     own_dtype = measured_in(lm, dtype)
     content = made_text(8 * (rows + check_rows) * tokens) if text is None else text.read_text(encoding="utf-8")
@@ -95,7 +99,7 @@ def tune(
     with telling() as told:
         found = find(
             lm, candidates, read_as(decide, batch=batch), read_as(check, steps=steps, batch=batch), budget,
-            references=named_recipes([REFERENCE]), dtype=own_dtype, told=told,
+            references=find_recipes([REFERENCE]), dtype=own_dtype, told=told,
         )  # fmt: skip
     output.write_text(f"{header(found, short_name(name), budget.at_tokens)}{found.recipe.as_yaml()}", encoding="utf-8")
     if as_json:
@@ -107,8 +111,6 @@ def tune(
     if trials is not None:
         write_rows(found.trials, trials)
     if picture is not None:
-        from qattn_hf.fidelity.picture import draw_sensitivity
-
         draw_sensitivity(found.trials, [option.candidate for option in found.chosen], picture, short_name(name))
 
 

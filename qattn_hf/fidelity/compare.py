@@ -29,7 +29,7 @@ from qattn_hf.fidelity.sizes import size_of
 from qattn_hf.fidelity.texts import Reading
 from qattn_hf.patcher import patch, unpatch
 from qattn_hf.recipe import Recipe
-from qattn_hf.report import report
+from qattn_hf.reporting import report
 
 Row = dict[str, Any]
 Told = Callable[[str], None]

@@ -15,7 +15,7 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe
-from qattn_hf.report import report
+from qattn_hf.reporting import report
 from qattn_kernels.formats.flashq.reference import head_priority
 
 CHUNK = 256  # tokens whose attention weights are built at once

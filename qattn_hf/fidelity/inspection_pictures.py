@@ -37,17 +37,22 @@ def draw_all(layers: list[Inspected], folder: Path, shown: Sequence[int], title:
 
 
 def channel_ranges(layer: Inspected, title: str) -> Any:
-    """Smallest and largest number of each channel, of the first `MOST` heads (TurboAttention, Fig. 4)."""
-    most = min(MOST, max(len(low) for low, _ in layer.ranges.values()))
-    figure, panels = _panels(len(layer.ranges), most, title, sharey="row")
-    for row, (name, (low, high)) in zip(panels, layer.ranges.items(), strict=True):
-        for head, panel in enumerate(row):
+    """Smallest and largest number of each channel over all tokens, head by head (TurboAttention, Fig. 4).
+
+    Queries, keys and values one below another, `MOST` heads a row at most; those of one kind share their axis.
+    """
+    rows = [(name, first) for name, (low, _) in layer.ranges.items() for first in range(0, len(low), MOST)]
+    figure, panels = _panels(len(rows), min(MOST, max(len(low) for low, _ in layer.ranges.values())), title)
+    for row, (name, first) in zip(panels, rows, strict=True):
+        low, high = layer.ranges[name]
+        for head, panel in enumerate(row, first):
             if head >= len(low):
                 panel.axis("off")
                 continue
             panel.fill_between(range(low.shape[1]), low[head].numpy(), high[head].numpy(), step="mid", linewidth=0)
+            panel.set(ylim=(low.min().item(), high.max().item()), xlabel="channel")
             panel.set_title(f"{name}, head {head}", fontsize="small")
-    panels[-1][0].set_xlabel("channel")
+        row[0].set_ylabel(f"{name}: smallest to largest")
     return figure
 
 

@@ -13,8 +13,8 @@ from transformers.masking_utils import sdpa_mask
 
 from qattn_hf.attention import refuse_arguments, scores_of
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.over_cache import stock_attention
 from qattn_hf.patcher import attending
+from qattn_hf.stock_cache import stock_attention
 from qattn_kernels.layer.scores import Scores
 
 NAME = "qattn_observed"

@@ -9,7 +9,7 @@ import torch
 from qattn_hf.bench.layers import fill
 from qattn_hf.cache import QAttnCache
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.report import report
+from qattn_hf.reporting import report
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 

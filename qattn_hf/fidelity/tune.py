@@ -33,7 +33,7 @@ from qattn_hf.fidelity.sizes import layer_bytes, values_of
 from qattn_hf.fidelity.texts import Reading
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.recipe import Recipe
-from qattn_hf.report import report
+from qattn_hf.reporting import report
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 

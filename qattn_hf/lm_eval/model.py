@@ -20,7 +20,7 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.lm_eval.arguments import split_arguments
 from qattn_hf.lm_eval.scoring import Text, packed_by_row, score
 from qattn_hf.lm_eval.usage import Usage
-from qattn_hf.report import report
+from qattn_hf.reporting import report
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qattn_hf.cache import QAttnCache
-from qattn_hf.report import report
+from qattn_hf.reporting import report
 
 
 @dataclass

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.share import share_of
+from qattn_hf.tensor_parallel import share_of
 
 Result = TypeVar("Result")
 

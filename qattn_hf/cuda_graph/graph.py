@@ -13,9 +13,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from qattn_hf.cache import QAttnCache
-from qattn_hf.capture import SyncWatch, fingerprint, record, refusal
+from qattn_hf.cuda_graph.capture import SyncWatch, fingerprint, record, refusal
+from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.pool import Pool
 
 CACHE = "past_key_values"
 PLAIN = (bool, int, float, str, type(None))

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.share import splits
+from qattn_hf.tensor_parallel import splits
 from qattn_hf.window import hides
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.messages import size
 from qattn_hf.recipe import Recipe
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
@@ -299,12 +300,3 @@ NOTES = {
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def size(n_bytes: float) -> str:
-    """`1536` -> `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} GiB"

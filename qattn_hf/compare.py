@@ -1,0 +1,34 @@
+"""Methods beside full precision on a text: what `qattn compare` does, for notebooks and programs.
+
+    from qattn_hf import compare
+
+    recipes = compare.find_recipes(["turbo", "turbo:bits=2", "kivi:bits=4"])
+    ids = compare.rows_of(tokenizer, text, rows=4, tokens=1536)          # [4, 1536]
+    found = compare.compare(model, recipes, compare.read_as(ids, steps=128))
+    compare.print_table([{"model": "mine", **row} for row in found])
+
+Each name is documented where it is defined: `help(compare.compare)`.
+"""
+
+from qattn_hf.fidelity.compare import compare
+from qattn_hf.fidelity.picture import draw
+from qattn_hf.fidelity.sizes import Size, size_of
+from qattn_hf.fidelity.tables import print_table, table
+from qattn_hf.fidelity.texts import Reading, made_text, parted, read_as, rows_of
+from qattn_hf.recipe import find_recipe, find_recipes
+
+__all__ = [
+    "Reading",
+    "Size",
+    "compare",
+    "draw",
+    "find_recipe",
+    "find_recipes",
+    "made_text",
+    "parted",
+    "print_table",
+    "read_as",
+    "rows_of",
+    "size_of",
+    "table",
+]

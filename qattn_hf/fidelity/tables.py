@@ -1,0 +1,64 @@
+"""What `compare` found as a table."""
+
+from __future__ import annotations
+
+from qattn_hf.fidelity.compare import Row
+from qattn_hf.messages import size
+
+
+def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """A header and cells of two lines: below a figure its standard error, below the average layer's the worst one's."""
+
+    def layers(row: Row, key: str, form: str) -> str:
+        return "\n".join(format(row["attention"][which][key], form) for which in ("average", "worst"))
+
+    def error(value: float | None, form: str) -> str:
+        return "" if value is None else f"\n({value:{form}})"
+
+    header = ["", "method", "KL", "same\ntop-1", "RMS\nchange", "perplexity", "cosine", "relative\nL1", "RMSE"]
+    lines = []
+    for row in rows:
+        bits = [row["effective_bits"], row["effective_bits_total"]]
+        lines.append(
+            [
+                "*" if row["pareto"] else "",
+                row["method"],
+                f"{round(row['kl'], 6) + 0.0:.6f}{error(row['kl_se'], '.6f')}",  # + 0.0: no sign before a zero
+                f"{row['same_top1']:.4f}",
+                f"{row['rms_change']:.4f}",
+                f"{row['ppl_change_pct']:+.2f} %{error(row['ppl_change_se_pct'], '.2f')}",
+                layers(row, "cosine", ".4f"),
+                layers(row, "relative_l1", ".4f"),
+                layers(row, "rmse", ".4f"),
+                *("-" if b is None else f"{b:.2f}" for b in bits),
+                size(row["kv_bytes"]),
+                row["impl"],
+            ]
+        )
+    return [*header, "bits,\nclosed", "bits,\nall", "KV", "computed by"], lines
+
+
+def print_table(rows: list[Row]) -> None:
+    """What `compare` found as a table on stdout, with what its columns mean."""
+    from rich.console import Console
+    from rich.table import Table
+
+    first, (header, lines) = rows[0], table(rows)
+    shown = Table(box=None, pad_edge=False)
+    for name in header:
+        shown.add_column(name, justify="left" if name in ("method", "computed by") else "right", no_wrap=True)
+    for line in lines:
+        shown.add_row(*line)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file has no edge
+    console.print(
+        f"{first['model']}: {first['rows']} rows of {first['tokens']} tokens, scored from token "
+        f"{first['scored_from']}, perplexity in full precision {first['ppl_full']:.3f}"
+    )
+    console.print(shown)
+    console.print(
+        "* on the Pareto front of KL and bits. In brackets standard errors over rows. Cosine, relative L1 and RMSE: "
+        "attention outputs on full precision's own inputs of each layer, the average layer above the worst one. Bits "
+        f"and KV: one row of {first['at_tokens']} tokens."
+    )

@@ -1,0 +1,39 @@
+"""Rows of `run.rows` as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qattn_hf.messages import size
+
+COLUMNS = ("method", "task", "metric", "value", "stderr", "n", "packed", "bits", "KV bytes", "tokens/s")
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One line a metric; what a task's caches held stands beside each of its metrics."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in COLUMNS[:3] else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a file has no edge
+    console.print(table)
+    console.print("packed: share of scored tokens, or of answers, that read packed tokens. KV bytes: mean of a batch.")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    metric = row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}"
+    cells = [row["method"], row["task"], metric, f"{row['value']:.4f}"]
+    cells += ["" if row["stderr"] is None else f"{row['stderr']:.4f}", "" if row["n"] is None else str(row["n"])]
+    if "requests" not in row:  # a group
+        return cells + [""] * 4
+    counts = ("scored_through_packed", "scored") if "scored" in row else ("packed_requests", "requests")
+    part, whole = (row[count] for count in counts)
+    bits, speed = row["effective_bits"], row["tokens_per_second"]
+    cells += [f"{part / max(1, whole):.0%}", "" if bits is None else f"{bits:.2f}", size(row["kv_bytes"])]
+    return [*cells, "" if speed is None else f"{speed:.1f}"]

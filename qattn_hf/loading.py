@@ -1,0 +1,67 @@
+"""Loading a model with its tokenizer, as commands and evaluations do; importing this module loads nothing large."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Loaded(NamedTuple):
+    """A model in eval mode on its device, with its tokenizer; `name` is how it was asked for."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+
+def load(name: str | None, device: str | None = None, dtype: str = "auto") -> Loaded:
+    """The model and its tokenizer, by default in the model's own precision; says on stderr what is being loaded, with
+    transformers' own bars.
+
+    Args:
+        name: folder or hub name of a causal LM; None is the embedded demo model.
+        device: by default a GPU if there is one.
+
+    Raises:
+        FileNotFoundError: `name` is a path that does not exist.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    source = model_source(name)
+    logging.set_verbosity_error()
+    if name is None:
+        logging.disable_progress_bar()  # it takes a moment
+    else:
+        logging.enable_progress_bar()
+        print(f"loading {name}", file=sys.stderr, flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    if name is None:
+        torch.set_num_threads(1)  # so small a model is slower with more
+    model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return Loaded("embedded demo model" if name is None else name, model, tokenizer)
+
+
+def model_source(name: str | None) -> str:
+    """What transformers' `from_pretrained` takes for a folder or hub name; None is the embedded demo model.
+
+    Raises:
+        FileNotFoundError: `name` is a path that does not exist.
+    """
+    from qattn_hf.assets import demo_model_dir
+
+    source = name or str(demo_model_dir())
+    path = Path(source).expanduser()
+    # A hub name has one slash at most; asking the hub for a mistyped path would end in a puzzling message.
+    if (path.is_absolute() or source[0] in ".~" or source.count("/") > 1) and not path.is_dir():
+        raise FileNotFoundError(f"--model {source}: no such folder")
+    return str(path) if path.is_dir() else source
+
+
+def short_name(name: str) -> str:
+    """A hub name as it is, a folder without the way to it: what stands beside figures."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name

@@ -1,0 +1,88 @@
+"""What the settings of a method may be, asked of the code that decides it: its types, and what the kernels know."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from qattn_hf.methods import get_method
+from qattn_hf.methods.base import PARTS
+from qattn_kernels.layer import support
+
+# What a setting needs beside it to act.
+BESIDE: dict[str, dict[str, Any]] = {
+    "block_kv": {"buffer_size": 128},
+    "priority": {"bits": "mixed"},
+    "granularity": {"cache": "model"},
+    **{key: {"sink_num": 3} for key in ("sink_select", "sink_exclude", "sink_prefill")},
+}
+OTHERS = ("impl", "decode", "cache", "family")  # how it runs, not what is computed
+BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+
+
+def known(method: str, **settings: Any) -> bool:
+    """Whether kernels compute a method with these settings, on a GPU that has all they need."""
+    spec = get_method(method)(**settings).last_layer_spec(2)
+    return support.unsupported(spec, 2, 2, support.HEAD_DIMS[0], support.HEAD_DIMS[0]) is None
+
+
+def values_of(annotation: Any) -> tuple[Any, ...]:
+    """The values that a setting's type names, if it names them."""
+    if annotation is bool:
+        return True, False
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(value for part in get_args(annotation) for value in values_of(part))
+    return ()
+
+
+def reference_only(method: str) -> dict[str, list[Any]]:
+    """Of a method's settings, the values that no kernel computes; a setting of one side stands under that of both."""
+    kind, found = get_method(method), dict[str, list[Any]]()
+    one_side = {f"{part}_{key}" for part in PARTS for key in kind.model_fields}
+    for key, field in kind.model_fields.items():
+        if key in OTHERS or key in one_side:
+            continue
+        beside = {name: value for name, value in BESIDE.get(key, {}).items() if name in kind.model_fields}
+        for value in values_of(field.annotation):
+            try:
+                if not known(method, **{**beside, key: value}):
+                    found.setdefault(key, []).append(value)
+            except ValueError:  # it is refused so: nobody computes it
+                continue
+    return found
+
+
+def as_written(value: Any) -> str:
+    """A value as a recipe's YAML and `--set` write it: `null`, `true`, `4`, `mixed`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a setting may be, in words: `4, 2, mixed`, `integer, 0 to 8`, `number, below 0`."""
+    annotation = field.annotation
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    words = []
+    for part in parts:
+        if named := values_of(part):
+            words.append(", ".join(map(as_written, named)))
+        elif part is type(None):
+            words.append("null")
+        elif get_origin(part) is list:
+            words.append("for each layer a list of heads")
+        else:
+            words.append(", ".join(filter(None, [{int: "integer", float: "number"}[part], _bounds(field)])))
+    return " or ".join(words)
+
+
+def _bounds(field: FieldInfo) -> str:
+    """`0 to 8`, `above 0`."""
+    limits = {key: getattr(item, key) for item in field.metadata for key in BOUNDS if hasattr(item, key)}
+    if {"ge", "le"} <= limits.keys():
+        return f"{limits['ge']} to {limits['le']}"
+    return ", ".join(words.format(limits[key]) for key, words in BOUNDS.items() if key in limits)

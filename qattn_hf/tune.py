@@ -1,0 +1,18 @@
+"""A recipe for one model within a budget of bits or of KL: what `qattn tune` does, for notebooks and programs.
+
+    from qattn_hf import compare, tune
+
+    decide, check = compare.parted(compare.rows_of(tokenizer, text, rows=12, tokens=1024), 4)
+    found = tune.tune(
+        model, compare.find_recipes(["turbo:bits=mixed", "int8"]), compare.read_as(decide), compare.read_as(check),
+        tune.Budget(bits=3.25),
+    )
+    patch(model, recipe=found.recipe)
+
+Each name is documented where it is defined: `help(tune.tune)`.
+"""
+
+from qattn_hf.fidelity.picture import draw_sensitivity
+from qattn_hf.fidelity.tune import Budget, Tuned, tune
+
+__all__ = ["Budget", "Tuned", "draw_sensitivity", "tune"]
