@@ -1,4 +1,4 @@
-"""`docs/api.md`: every public name of `qattn_hf` with its signature and docstring."""
+"""`docs/api.md`: every public name of `qattn_hf` with its signature and docstring, and its public modules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ ITEM = re.compile(r"^ {4}(?P<name>[\w*, ]+): (?P<text>.*)$")
 
 
 def api_table(results: Path) -> str:
-    """The entries of all public names, functions first."""
-    names = [name for name in qattn_hf.__all__ if not name.startswith("__")]
-    order = sorted(names, key=lambda name: (inspect.isclass(getattr(qattn_hf, name)), name.lower()))
-    return "\n\n".join(entry(name, getattr(qattn_hf, name)) for name in order)
+    """The entries of all public names: functions, classes, modules."""
+    things = {name: getattr(qattn_hf, name) for name in qattn_hf.__all__ if not name.startswith("__")}
+    order = sorted(things, key=lambda x: (inspect.ismodule(things[x]), inspect.isclass(things[x]), x.lower()))
+    return "\n\n".join((module if inspect.ismodule(things[x]) else entry)(x, things[x]) for x in order)
+
+
+def module(name: str, thing: Any) -> str:
+    """A public module: its docstring, and a line for each of its names."""
+    lines = [
+        f"- `{key}`: {(inspect.getdoc(getattr(thing, key)) or '').partition(chr(10))[0]}"
+        for key in thing.__all__
+        if callable(getattr(thing, key))
+    ]
+    return "\n\n".join([f"## {name}", f"Module `qattn_hf.{name}`. {inspect.getdoc(thing)}", "\n".join(lines)])
 
 
 def entry(name: str, thing: Any) -> str:

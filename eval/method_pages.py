@@ -6,9 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
 
-from method_tables import reference_only, values_of
 from overview_table import figures, settings_table
 from pydantic.fields import FieldInfo
 from recorded import markdown
@@ -16,10 +14,8 @@ from recorded import markdown
 from qattn_hf.assets import configs_dir
 from qattn_hf.families import list_families
 from qattn_hf.methods import Method, get_method, list_methods
+from qattn_hf.settings import allowed, as_written, reference_only
 from qattn_hf.yaml_reader import read_yaml
-
-LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-PLAIN = {int: "integer", float: "number", str: "text"}
 
 
 def method_page(name: str, results: Path) -> str:
@@ -50,7 +46,7 @@ def method_page(name: str, results: Path) -> str:
 def fields_table(fields: dict[str, FieldInfo]) -> str:
     """Settings with what they may be, their default and what they are."""
     rows = [
-        [f"`{key}`", allowed(field), f"`{_written(field.default)}`", _escaped(field.description or "")]
+        [f"`{key}`", allowed(field), f"`{as_written(field.default)}`", _escaped(field.description or "")]
         for key, field in fields.items()
     ]
     return markdown(["setting", "values", "default", "what it is"], rows)
@@ -59,22 +55,6 @@ def fields_table(fields: dict[str, FieldInfo]) -> str:
 def common_table(results: Path) -> str:
     """Settings that every method has."""
     return fields_table(dict(Method.model_fields))
-
-
-def allowed(field: FieldInfo) -> str:
-    """The values that a setting takes: listed where its type names them, else its kind and range."""
-    named = [f"`{_written(value)}`" for value in values_of(field.annotation)]
-    if named:
-        return ", ".join(named)
-    kinds = get_args(field.annotation) or (field.annotation,)
-    kind = next((PLAIN[part] for part in kinds if part in PLAIN), "a list of heads for each layer")
-    limits = [
-        f"{sign} {getattr(limit, name)}"
-        for limit in field.metadata
-        for name, sign in LIMITS.items()
-        if hasattr(limit, name)
-    ]
-    return " ".join([kind, ", ".join(limits)]).strip()
 
 
 def index_table(results: Path) -> str:
@@ -98,7 +78,7 @@ def recipes_of(name: str) -> str:
         if path.stem != name and held.get("method") == name:
             comment = path.read_text(encoding="utf-8").splitlines()
             why = " ".join(line.removeprefix("# ") for line in comment if line.startswith("# "))
-            given = ", ".join(f"`{key}={_written(value)}`" for key, value in held.items() if key != "method")
+            given = ", ".join(f"`{key}={as_written(value)}`" for key, value in held.items() if key != "method")
             rows.append([f"`{path.stem}`", given, _escaped(why)])
     return markdown(["recipe", "settings", "why"], rows) if rows else ""
 
@@ -108,7 +88,7 @@ def _kernels(name: str) -> str:
     if not alone:
         return "Triton kernels compute every setting of this method on a GPU; see [kernels](../kernels.md)."
     listed = "\n".join(
-        f"- `{key}`: {', '.join(f'`{_written(value)}`' for value in found)}" for key, found in alone.items()
+        f"- `{key}`: {', '.join(f'`{as_written(value)}`' for value in found)}" for key, found in alone.items()
     )
     return (
         "Triton kernels compute this method on a GPU. These settings the PyTorch reference alone computes, on a GPU "
@@ -120,7 +100,7 @@ def _families(name: str) -> str:
     rows = []
     for family in list_families():
         if section := family.methods.get(name):
-            given = ", ".join(f"`{key}={_written(value)}`" for key, value in section.settings.items())
+            given = ", ".join(f"`{key}={as_written(value)}`" for key, value in section.settings.items())
             why = " ".join(filter(None, [section.why, section.advice]))
             rows.append([family.family, given or "the defaults", _escaped(why), section.source])
     return markdown(["family", "settings", "why", "from"], rows) if rows else ""
@@ -141,15 +121,6 @@ def _recipe_of(name: str) -> str | None:
 
 def _section(title: str, text: str) -> Iterable[str]:
     return [title, text] if text else []
-
-
-def _written(value: Any) -> str:
-    """As YAML has it."""
-    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if _is_word(value) else str(value)
-
-
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
 
 
 def _escaped(text: str) -> str:

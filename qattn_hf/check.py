@@ -28,6 +28,8 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import no_triton, unsupported
 from qattn_kernels.layout import Geometry
 
+__all__ = ["Check", "check", "without_weights"]
+
 APART = 2**15  # tokens between two caches whose difference is what a token takes
 
 
