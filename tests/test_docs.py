@@ -100,6 +100,16 @@ def test_every_method_has_a_page_and_is_on_the_front_page():
     assert [name for name in pages if f"](docs/methods/{name}.md)" not in front] == []
 
 
+def test_the_glossary_names_what_stands_in_the_code():
+    folders = (ROOT / "qattn_hf", ROOT / "kernels" / "qattn_kernels")
+    words = {w for folder in folders for path in folder.rglob("*.py") for w in re.findall(r"\w+", text_of(path))}
+    rows = [line.split(" | ") for line in text_of(ROOT / "docs" / "glossary.md").splitlines() if line.startswith("| ")]
+    spans = [span for row in rows if len(row) == 4 for span in re.findall(r"`([^`]+)`", row[3])]
+    assert len(spans) > 40
+    missing = {span for span in spans if not set(re.findall(r"[A-Za-z_]\w*", span)) <= words | {"py"}}
+    assert missing == set()
+
+
 def test_every_page_is_in_the_navigation():
     navigation = text_of(ROOT / "mkdocs.yml")
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in PAGES[2:]]
