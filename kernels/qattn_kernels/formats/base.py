@@ -213,8 +213,8 @@ class Format:
         """By which number rows rank their heads, an index that kernels know; -1 where they do not."""
         return -1
 
-    def few_registers(self, heads: int) -> bool:
-        """Whether decode kernels of it, on both sides, take 168 registers rather than up to 255."""
+    def asks_registers(self, heads: int) -> bool:
+        """Whether decode kernels of it, on both sides, are faster if the compiler is told to use all registers."""
         return False
 
     def of_process(self, own: range, size: int) -> Format:

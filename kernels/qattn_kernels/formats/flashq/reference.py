@@ -139,7 +139,7 @@ class FlashQFormat(Format):
     def rank_kind(self, heads: int) -> int:
         return PRIORITIES.index(self.priority) if self.low_kind(heads) == Low.RANKED else -1
 
-    def few_registers(self, heads: int) -> bool:
+    def asks_registers(self, heads: int) -> bool:
         return self.low_kind(heads) == Low.NONE
 
     def of_process(self, own: range, size: int) -> Format:

@@ -18,9 +18,6 @@ class ModelFormat(Format):
     integer = False
     in_model_precision = True
 
-    def few_registers(self, heads: int) -> bool:
-        return True
-
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((geo.batch, geo.heads, geo.blocks, window.block, dim), geo.dtype, block_dim=2)}
 

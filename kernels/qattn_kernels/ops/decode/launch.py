@@ -44,7 +44,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         state["block_len"], call.row_state, parts, stats, skip_counts, call.blocks, batch, tokens,
         (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold), (sparsity.tau, sparsity.budget),
         tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
-        size, num_warps=tuned.warps, enable_fp_fusion=True,
+        size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
     chunk = min(64, power_of_two(many))  # not of the capacity: sums must not depend on it
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)

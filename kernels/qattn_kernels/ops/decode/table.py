@@ -13,13 +13,14 @@ from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry
 
 LEAST = 2  # blocks of a program: for less its own start and its share of the merge cost more than it saves
-LONG = 2048  # tokens of a program from which twice as many programs take part
+LONG = 2048  # tokens of a program from which twice as many programs take part; half as many where there is room for all
 MOST = 64  # programs of a row and head that are worth their merge, where each has fewer tokens
 MOST_LONG = 128  # and where each has more
 WHOLE = 0.8  # of the places that a wave of programs should take
 REGISTERS = 65536  # of a multiprocessor: every GPU since Volta
 OWN_REGISTERS = 256  # of a thread: what most kernels are compiled to
-FEW_REGISTERS = 168  # where both sides are FlashQ of 4 bits, or in the model's precision
+MODEL_REGISTERS = 168  # where values are in the model's precision
+MOST_REGISTERS = 255  # of a thread on any GPU
 OWN_SHARED = 2048  # bytes of a program beside its tiles
 
 
@@ -40,11 +41,13 @@ class Launch(NamedTuple):
     Attributes:
         plan: how many programs share the packed context of a row and head, by its own length: see `stretch_of`.
         warps, stages: of each program: its warps, its loads in flight.
+        registers: of a thread at most, if the compiler is told.
     """
 
     plan: tuple[int, int, int, int]
     warps: int
     stages: int
+    registers: int | None
 
 
 @lru_cache
@@ -67,7 +70,9 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         warps = 2
     places = chip.multiprocessors * _programs(size, spec, dtype, warps, stages, chip)
-    return Launch(plan(places, rows * size.H, size.BLOCK, size.OPEN), warps, stages)
+    # else the compiler gives some of these 168, as it happens: 3 to 7 % slower on an H200 than the 226 they want
+    registers = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
+    return Launch(plan(places, rows * size.H, size.BLOCK, size.OPEN), warps, stages, registers)
 
 
 def plan(places: int, heads: int, block: int, open_programs: int) -> tuple[int, int, int, int]:
@@ -81,7 +86,7 @@ def plan(places: int, heads: int, block: int, open_programs: int) -> tuple[int, 
     waves = next((w for w in range(1, 4) if w * places // heads * heads >= WHOLE * w * places), 3)
     few = max(1, waves * places // heads)
     if few > MOST:
-        return MOST, max(MOST, min(MOST_LONG, few - open_programs)), LONG // block, LEAST
+        return MOST, max(MOST, min(MOST_LONG, few - open_programs)), LONG // 2 // block, LEAST
     return few, 2 * few, LONG // block, LEAST
 
 
@@ -90,6 +95,5 @@ def _programs(size: Sizes, spec: LayerSpec, dtype: torch.dtype, warps: int, stag
     values, of which each has one for every load in flight."""
     tensors = layer_tensors(Geometry(1, size.H, size.D, size.D, 1, dtype), spec).items()
     tile = sum(x.nbytes() for name, x in tensors if name[:2] in ("k.", "v.") and x.block_dim is not None) // size.H
-    few = spec.v.in_model_precision or (size.ENTRIES == 0 and all(x.few_registers(size.H) for x in (spec.k, spec.v)))
-    registers = 32 * warps * (FEW_REGISTERS if few else OWN_REGISTERS)
+    registers = 32 * warps * (MODEL_REGISTERS if spec.v.in_model_precision else OWN_REGISTERS)
     return max(1, min(REGISTERS // registers, chip.shared // ((stages - 1) * tile + OWN_SHARED)))

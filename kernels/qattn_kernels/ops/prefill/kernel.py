@@ -210,22 +210,18 @@ def _tile(q, unit, place, carry, at, n0, N, cap, center, threshold, BN: tl.const
 
 
 @triton.jit
-def _load_queries(q, stride, column, real, C: tl.constexpr):
-    """`[BM, DP]` as they came, with zeros for those that are not finite, and which these are."""
-    d = tl.arange(0, C.DP)
-    x = tl.load(
-        q + column.to(tl.int64)[:, None] * stride + d[None, :], mask=real[:, None] & (d < C.D)[None, :], other=0
-    )
-    bad = broken(x.to(tl.float32), 1)
-    return tl.where(bad[:, None], 0.0, x), bad
-
-
-@triton.jit
-def _queries(q, stride, column, real, scale, cap, k_mean, q_mean, C: tl.constexpr):
+def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C: tl.constexpr):
     """`[BM, DP]` as the product takes them, the unit of their products with keys: log2, or the cap's exponent, one for
-    all of them or one each, `[BM]`; and in it their products with the keys' mean."""
+    all of them or one each, `[BM]`; and in it their products with the keys' mean. Those that are not finite stand as
+    zeros, and `_finish` finds a NaN at their places in `lse`: registers are what is short."""
     d = tl.arange(0, C.DP)
-    x, bad = _load_queries(q, stride, column, real, C)
+    q += column.to(tl.int64)[:, None] * stride + d[None, :]
+    there = (d < C.D)[None, :]
+    bad = broken(tl.load(q, mask=real[:, None] & there, other=0).to(tl.float32), 1)
+    real &= ~bad
+    tl.store(lse, tl.where(bad, float("nan"), 0.0), mask=inside)
+    # read again: chosen from what was read, it would not lie in shared memory as the products want it
+    x = tl.load(q, mask=real[:, None] & there, other=0)
     unit, center = scale, tl.full([C.BM], 0.0, tl.float32)
     to_log2 = factor(cap, C)
     if C.CENTER:
@@ -234,7 +230,7 @@ def _queries(q, stride, column, real, scale, cap, k_mean, q_mean, C: tl.constexp
     if C.K_INT8:
         x = x.to(tl.float32)
         if C.SHIFT != "none":
-            x -= tl.where((real & ~bad)[:, None], tl.load(q_mean + d, mask=d < C.D, other=0.0)[None, :], 0.0)
+            x -= tl.where(real[:, None], tl.load(q_mean + d, mask=d < C.D, other=0.0)[None, :], 0.0)
         x *= scale
         top = tl.max(tl.abs(x), 1)
         if C.Q_GROUP == "block":
@@ -282,8 +278,8 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
         if C.SHIFT == "block":
             part = part * tl.cdiv(T, MEAN_QUERIES) + t0 // MEAN_QUERIES
         q_mean, shift = q_mean + part * C.D, shift + part * N
-    q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-    x, unit, center = _queries(q, q_t, to, real, scale, cap, k_mean + bh * C.D, q_mean, C)
+    q, lse = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, lse + (b * C.HQ + h).to(tl.int64) * T + to
+    x, unit, center = _queries(q, q_t, to, real, t < T, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
 
     base = bh.to(tl.int64) * N
     at = (k + base * C.D, k_scale + base, v + base * C.DV, column + base, inverse + base, pos + b.to(tl.int64) * N,
@@ -317,15 +313,17 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
     for n0 in tl.range(plain, end, C.TAIL, num_stages=C.STAGES):
         acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
                                       threshold, C.TAIL, False, True, C)  # fmt: skip
-    _, bad = _load_queries(q, q_t, to, real, C)  # again: carried through the loops it would cost registers
-    _finish(acc, total, top, center, bad, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real,
-            t < T, T, C)  # fmt: skip
+    _finish(acc, total, top, center, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real, t < T,
+            T, C)  # fmt: skip
 
 
 @triton.jit
-def _finish(acc, total, top, center, bad, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
+def _finish(acc, total, top, center, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
             C: tl.constexpr):  # fmt: skip
-    """Normalise and write; zeros for columns without a token, and for queries that see nothing; NaN for `bad` ones."""
+    """Normalise and write the outputs, and their log-sum-exp to `lse` `[BM]`: zeros for columns without a token, and
+    for queries that see nothing; NaN outputs where `lse` holds a NaN."""
+    tl.debug_barrier()
+    bad = tl.load(lse, mask=inside, other=0.0) != 0.0
     WHOLE: tl.constexpr = LEVELS if C.V_INT8 else (LARGEST if C.V_FP8 else 1.0)  # what a weight of 1 is
     if C.CENTER and not C.SOFTCAP:
         top += center
@@ -339,7 +337,7 @@ def _finish(acc, total, top, center, bad, sinks, v_channel, v_mean, out, lse, b,
     weight = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
     sums = top * LN2 + tl.log(tl.where(some, total, 1.0) / WHOLE)
     sums = tl.where(some, sums, tl.where(real, NEGATIVE, 0.0))
-    tl.store(lse + (b * C.HQ + h).to(tl.int64) * T + to, sums, mask=inside)
+    tl.store(lse, sums, mask=inside)
     d = tl.arange(0, C.DVP)
     x = acc * weight[:, None]
     if C.V_FP8:
