@@ -9,21 +9,26 @@ from hypothesis import strategies as st
 
 from qattn_hf.methods import get_method, list_methods
 from qattn_kernels.launch.constants import sizes_of
-from qattn_kernels.ops.decode.table import H200, LONG, MOST, MOST_LONG, WHOLE, Chip, choose, plan
+from qattn_kernels.launch.tuned import DEFAULT, tuned_for
+from qattn_kernels.ops.decode.table import H200, Chip, choose, plan
+
+TUNED = tuned_for(DEFAULT).decode
 
 
 @given(st.integers(100, 4000), st.integers(1, 5000), st.sampled_from([32, 64, 128]), st.integers(0, 2))
 def test_programs_come_in_whole_waves(places: int, heads: int, block: int, open_programs: int):
-    few, many, long, _ = plan(places, heads, block, open_programs)
-    assert 1 <= few <= MOST and few <= many and long * block in (LONG, LONG // 2)
-    if few < MOST and heads <= WHOLE * places:
+    few, many, long, _ = plan(places, heads, block, open_programs, TUNED)
+    assert 1 <= few <= TUNED.most and few <= many and long * block in (TUNED.long, TUNED.long // 2)
+    if few < TUNED.most and heads <= TUNED.whole * places:
         waves = -(-few * heads // places)
-        assert few * heads >= WHOLE * waves * places or waves == 3
+        assert few * heads >= TUNED.whole * waves * places or waves == 3
         assert (few + 1) * heads > waves * places  # no room for one more of each
-    if long * block < LONG:
-        assert few == MOST
-    if few == MOST < many < 2 * MOST:
-        assert many <= MOST_LONG and (many + open_programs) * heads <= places  # a long context of few heads: one wave
+    if long * block < TUNED.long:
+        assert few == TUNED.most
+    if few == TUNED.most < many < 2 * TUNED.most:
+        assert (
+            many <= TUNED.most_long and (many + open_programs) * heads <= places
+        )  # a long context of few heads: one wave
 
 
 @pytest.mark.parametrize("method", list_methods())
@@ -33,3 +38,12 @@ def test_a_smaller_gpu_runs_fewer_at_once(method: str):
     large, small = (choose(size, spec, torch.bfloat16, 4, chip).plan for chip in (H200, Chip(40, 100 * 1024)))
     assert small[0] < large[0] and small[2:] == large[2:]
     assert large == choose(size, spec, torch.bfloat16, 4, H200).plan
+
+
+def test_a_gpu_that_was_not_measured_is_named_once(caplog: pytest.LogCaptureFixture):
+    for _ in range(2):
+        found = tuned_for("NVIDIA T4 of a test")
+    assert found == tuned_for(DEFAULT)
+    assert caplog.messages == [
+        f"launch configurations were not measured on NVIDIA T4 of a test: those of {DEFAULT} are used"
+    ]

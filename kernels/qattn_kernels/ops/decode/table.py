@@ -8,15 +8,11 @@ from typing import NamedTuple
 import torch
 
 from qattn_kernels.launch.constants import LEAST_COLUMNS, Sizes
+from qattn_kernels.launch.tuned import DEFAULT, Decode, gpu_name, tuned_for
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry
 
-LEAST = 2  # blocks of a program: for less its own start and its share of the merge cost more than it saves
-LONG = 2048  # tokens of a program from which twice as many programs take part; half as many where there is room for all
-MOST = 64  # programs of a row and head that are worth their merge, where each has fewer tokens
-MOST_LONG = 128  # and where each has more
-WHOLE = 0.8  # of the places that a wave of programs should take
 REGISTERS = 65536  # of a multiprocessor: every GPU since Volta
 OWN_REGISTERS = 256  # of a thread: what most kernels are compiled to
 MODEL_REGISTERS = 168  # where values are in the model's precision
@@ -26,10 +22,11 @@ OWN_SHARED = 2048  # bytes of a program beside its tiles
 
 class Chip(NamedTuple):
     """What differs between GPUs in how many programs they run at once: multiprocessors, and the bytes of shared memory
-    that each of them has."""
+    that each of them has; and their name, under which is kept what was measured on them."""
 
     multiprocessors: int
     shared: int
+    name: str = DEFAULT
 
 
 H200 = Chip(132, 233472)  # stands for the interpreter, too
@@ -56,7 +53,7 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return H200
     found = torch.cuda.get_device_properties(device)
-    return Chip(found.multi_processor_count, found.shared_memory_per_multiprocessor)
+    return Chip(found.multi_processor_count, found.shared_memory_per_multiprocessor, gpu_name(device))
 
 
 @lru_cache(maxsize=1024)
@@ -72,10 +69,11 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     places = chip.multiprocessors * _programs(size, spec, dtype, warps, stages, chip)
     # else the compiler gives some of these 168, as it happens: 3 to 7 % slower on an H200 than the 226 they want
     registers = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
-    return Launch(plan(places, rows * size.H, size.BLOCK, size.OPEN), warps, stages, registers)
+    shares = plan(places, rows * size.H, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
+    return Launch(shares, warps, stages, registers)
 
 
-def plan(places: int, heads: int, block: int, open_programs: int) -> tuple[int, int, int, int]:
+def plan(places: int, heads: int, block: int, open_programs: int, tuned: Decode) -> tuple[int, int, int, int]:
     """How many programs share the context of each of `heads` rows and KV heads, if `places` run at once: see
     `kernel.stretch_of`. Each of them has `open_programs` more for what is not in blocks.
 
@@ -83,11 +81,12 @@ def plan(places: int, heads: int, block: int, open_programs: int) -> tuple[int, 
     places; twice as many programs for a long context, where one would have so much to do that others wait for it. For
     few rows and heads no more than are worth their merge, and one wave with those of open tokens.
     """
-    waves = next((w for w in range(1, 4) if w * places // heads * heads >= WHOLE * w * places), 3)
+    waves = next((w for w in range(1, 4) if w * places // heads * heads >= tuned.whole * w * places), 3)
     few = max(1, waves * places // heads)
-    if few > MOST:
-        return MOST, max(MOST, min(MOST_LONG, few - open_programs)), LONG // 2 // block, LEAST
-    return few, 2 * few, LONG // block, LEAST
+    if few > tuned.most:
+        many = max(tuned.most, min(tuned.most_long, few - open_programs))
+        return tuned.most, many, tuned.long // 2 // block, tuned.least
+    return few, 2 * few, tuned.long // block, tuned.least
 
 
 def _programs(size: Sizes, spec: LayerSpec, dtype: torch.dtype, warps: int, stages: int, chip: Chip) -> int:

@@ -10,9 +10,9 @@ import torch
 
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.panel import Panel
+from qattn_kernels.launch.tuned import Prefill, gpu_name, tuned_for
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.ops.prefill.configs import CONFIGS, Config
 
 MODEL_QUERIES = 64  # queries of a program where no scale ties them together
 LEAST_CUT = -80.0  # of SAS in log2 units: below it a weight is nothing, and so is that of a score of -inf
@@ -20,9 +20,9 @@ LOG2E = math.log2(math.e)
 STEP = 2048  # slots at a time in `value_columns`
 
 
-def _config(q: torch.Tensor, kind: str | None, width: int) -> Config:
+def _config(q: torch.Tensor, kind: str | None, width: int) -> Prefill:
     kind = kind or ("float" if q.dtype == torch.float32 else "half")
-    return CONFIGS[kind, max(width, 64)]
+    return tuned_for(gpu_name(q.device)).prefill[kind, max(width, 64)]
 
 
 def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor
     return column, inverse, clean
 
 
-def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[Any, Config]:
+def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[Any, Prefill]:
     """What a call is compiled for, and how it is launched."""
     from qattn_kernels.ops.prefill.kernel import Shape
 
