@@ -14,6 +14,7 @@ from qattn_hf import _compat, hooks
 from qattn_hf.cuda_graph.capture import resolve_decode
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
+from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.stock_cache import STEPS
 from qattn_hf.supported_models import check_model, check_parts, check_selected
@@ -59,7 +60,7 @@ def patch(
     if hasattr(model, "_qattn"):
         unpatch(model)
     window = narrowest(model.config.get_text_config(decoder=True))
-    patched = hooks.Patched(chosen, specs, device_type, [], *decode, window)
+    patched = Patched(chosen, specs, device_type, [], *decode, window)
     _own_config(model)
     before = patched.attn_implementations = _selected(model)
     name = patched.register()
@@ -97,7 +98,7 @@ def release(model: PreTrainedModel) -> None:
         check_parts(model)
     if not hasattr(model, "_qattn"):
         raise QAttnError("this model is not patched")
-    hooks.patch_of(model).release()
+    patch_of(model).release()
 
 
 @contextmanager

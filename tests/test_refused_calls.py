@@ -22,21 +22,12 @@ from refusals import (
     state,
     tiny,
 )
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from qattn_hf import QAttnCache, patch, unpatch
 from qattn_hf.errors import CapacityError, QAttnError, UnsupportedError
 
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def patched() -> PreTrainedModel:
-    return patch(tiny(), "turbo")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def ones(count: int, *zeros: int) -> torch.Tensor:
