@@ -70,7 +70,7 @@ def prepare_cache(
     if mask is not None and mask.dim() == 2:
         check_prompt_mask(mask, generation_config)
     cache, last = model_kwargs.get("past_key_values"), model._qattn.last
-    last.pass_over(False)
+    last.skip_next(False)
     if cache is None:
         cache = model_kwargs["past_key_values"] = model._qattn.new_cache()
     else:
@@ -78,7 +78,7 @@ def prepare_cache(
         cache.check_whole()
         cache._is_user_defined = True
         last.record(cache)
-    last.pass_over(generation_config.guidance_scale not in (None, 1))  # which has a cache of its own, made by a forward
+    last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     cache.ran("eager", _why_eager(model._qattn, generation_mode))
     if drafted:
         cache.raise_horizon(drafted)

@@ -21,7 +21,7 @@ from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.generation import check_cache, compiled_call, generate_masks, prepare_cache, prepare_stock_cache
 from qattn_hf.patched import BoundMethod, Patched, patch_of
-from qattn_hf.recipe_files import BESIDE
+from qattn_hf.recipe_files import RECIPE_FILE
 from qattn_hf.window import check_call, check_compiled, check_reach
 
 
@@ -151,12 +151,12 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *
     """
     if kwargs.get("push_to_hub"):
         raise UnsupportedError(
-            f"save_pretrained(push_to_hub=True) would leave {BESIDE} behind: call model.push_to_hub(repo_id)"
+            f"save_pretrained(push_to_hub=True) would leave {RECIPE_FILE} behind: call model.push_to_hub(repo_id)"
         )
     saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if args[0] if args else kwargs.get("is_main_process", True):
         text = patch_of(model).recipe.as_yaml()
-        (Path(save_directory) / BESIDE).write_text(text, encoding="utf-8")
+        (Path(save_directory) / RECIPE_FILE).write_text(text, encoding="utf-8")
     return saved
 
 

@@ -72,7 +72,7 @@ def chosen_recipe(
     from qattn_hf.spelling import parse_settings
 
     folder = None if model is None else str(Path(model).expanduser())
-    return find_recipe(method, recipe, parse_settings(settings), beside=folder)
+    return find_recipe(method, recipe, parse_settings(settings), checkpoint=folder)
 
 
 def for_family(recipe: Recipe, model: Any) -> Recipe:

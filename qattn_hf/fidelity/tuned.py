@@ -44,7 +44,7 @@ def changes(base: Method, wanted: Method) -> dict[str, Any]:
     given, full = wanted.model_dump(exclude_unset=True), wanted.model_dump()
     found = {key: value for key, value in given.items() if key not in inherited or inherited[key] != value}
     found |= {key: full[key] for key in inherited if key not in given and inherited[key] != full[key]}
-    left = wanted.left_of(inherited, found)  # what these cover must be said again
+    left = wanted.not_overridden(inherited, found)  # what these cover must be said again
     found |= {key: value for key, value in given.items() if key not in left}
     return found if same else {"method": wanted.name(), **found}
 
