@@ -1,8 +1,8 @@
 """Decode attention: one layer's whole step for one new token, packed caches and every backend of bf16 SDPA.
 
-Each runs inside one CUDA graph of many steps, as in a captured decode step of a model. A packed layer appends the token,
-quantizes full blocks, attends and merges splits; SDPA writes key and value into place and attends over exactly the
-context. Each step of the graph works on buffers that are no longer in the L2 cache.
+Each runs inside one CUDA graph of many steps, as in a captured decode step of a model. A packed layer appends the
+token, quantizes full blocks, attends and merges splits; SDPA writes key and value into place and attends over exactly
+the context. Each step of the graph works on buffers that are no longer in the L2 cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOM = 4  # capacity over context of the points that measure what spare capacity
 
 
 class Point(NamedTuple):
-    """Rows, cached tokens of each, and for how many times as many tokens the packed caches have room."""
+    """A point to measure: `batch` rows of `context` cached tokens, in packed caches of `room` times that capacity."""
 
     batch: int
     context: int

@@ -162,8 +162,8 @@ def decode_calls(
 ) -> Iterator[None]:
     """Context in which `generate` makes its decode steps through `wrap(call)`.
 
-    `generate` takes `model.get_compiled_call(...)` or `model.__call__`, both by attribute, so that attributes of this one
-    model are enough. What is compiled is the original call, not the wrapped one.
+    `generate` takes `model.get_compiled_call(...)` or `model.__call__`, both by attribute, so that attributes of this
+    one model are enough. What is compiled is the original call, not the wrapped one.
 
     Args:
         compiled: gets an entry when `generate` asks for a compiled call.

@@ -36,8 +36,8 @@ def rows(
         points: batch and prompt lengths. methods: settings of packed caches, by name. heads: shape of the layer.
 
     Yields:
-        `way`, the shapes, `ms` of one call with its lowest and highest run, `tops` (a causal pair of query and key counts
-        4 D operations a head); or `error`.
+        `way`, the shapes, `ms` of one call with its lowest and highest run, `tops` (a causal pair of query and key
+        counts 4 D operations a head); or `error`.
     """
     for point in points:
         shape = {"bench": "prefill", **point._asdict(), **heads.row(), "device": device.type}

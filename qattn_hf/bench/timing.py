@@ -108,7 +108,7 @@ def check_finite(out: torch.Tensor) -> None:
 
 
 def working_sets(n_bytes: int, device: torch.device) -> int:
-    """Number of buffers of `n_bytes` that a loop must cycle through so that none is still in the L2 cache; 1 on a CPU."""
+    """Number of buffers of `n_bytes` that a loop must cycle through so that none stays in the L2 cache; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     return max(1, -(-2 * torch.cuda.get_device_properties(device).L2_cache_size // n_bytes))
