@@ -13,7 +13,7 @@ TESTED = ("5.17", "5.23")
 
 
 def warn_if_untested() -> None:
-    """Say once that this transformers was not tested, naming the range that was."""
+    """Warn if the installed transformers is outside the tested range (`TESTED`)."""
     minor = Version(transformers.__version__).release[:2]
     low, high = (Version(v).release for v in TESTED)
     if not low <= minor <= high:
@@ -33,13 +33,14 @@ def layer_types(config: PretrainedConfig) -> list[str]:
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """Tokens that the sliding window of each layer of a text config shows, None for layers of other types.
+    """Sliding window of each layer of a text config, in tokens; None for layers of other types.
 
     5.23 has a dict of settings for each layer, 5.17 one for all.
     """
     types, settings = get_layer_types_and_kwargs(config)
-    each = settings if isinstance(settings, list) else [settings] * len(types)
-    found = [
-        own["sliding_window"] if kind == "sliding_attention" else None for kind, own in zip(types, each, strict=True)
+    per_layer = settings if isinstance(settings, list) else [settings] * len(types)
+    windows = [
+        layer["sliding_window"] if kind == "sliding_attention" else None
+        for kind, layer in zip(types, per_layer, strict=True)
     ]
-    return found + [None] * (config.num_hidden_layers - len(found))
+    return windows + [None] * (config.num_hidden_layers - len(windows))

@@ -1,4 +1,4 @@
-"""Where the files that are not code lie: recipes, task files and the demo model, in a wheel and in a source tree."""
+"""Folders of the package's data (recipes, task files, demo model), in an installation and in a source tree."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def tasks_dir() -> Path:
     return _data_dir("eval_tasks", "eval/tasks", "task files")
 
 
-def _data_dir(inside: str, beside: str, what: str) -> Path:
+def _data_dir(inside: str, in_checkout: str, what: str) -> Path:
     installed, checkout = _PACKAGE / inside, _PACKAGE.parent
     if installed.is_dir():
         return installed
-    # `site-packages/configs` may belong to anybody, so a folder beside the package counts in our own tree only.
-    if (checkout / "pyproject.toml").is_file() and (checkout / beside).is_dir():
-        return checkout / beside
-    raise FileNotFoundError(f"qattn_hf has no {what}: neither {installed} nor {checkout / beside}; install it anew")
+    # `site-packages/configs` may belong to another package, so a folder next to ours counts in a source tree only.
+    if (checkout / "pyproject.toml").is_file() and (checkout / in_checkout).is_dir():
+        return checkout / in_checkout
+    raise FileNotFoundError(
+        f"qattn_hf has no {what}: neither {installed} nor {checkout / in_checkout}; install it anew"
+    )
 
 
 def demo_model_dir() -> Path:

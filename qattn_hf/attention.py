@@ -16,7 +16,8 @@ from qattn_kernels.layer.scores import Scores
 
 NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attention` or `/` in a way of their own
 
-# Models make masks that no packed layer may read, some of which none does. The last dimension says which one it is.
+# Models build masks for windows and for bidirectional attention even where no layer uses them. These get a placeholder,
+# refused once a layer reads it; the size of its last dimension says which kind it is.
 WINDOWED, BOTH_WAYS = 3, 4
 UNREADABLE = {
     WINDOWED: "sliding windows and chunked attention are not supported yet; unpatch(model)",
@@ -45,19 +46,19 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the call's keys and values into the packed layer and attend.
+    """Attention function of patched models: write the call's keys and values into the packed layer, then attend.
 
     Args:
         query: `[B, Hq, T, D]`. key, value: the same `Handle`, from the layer's `update`.
-        attention_mask: int32 `[B or 1, 1, 1, 2]` of `mask`.
-        scaling: of the scores, default `1 / sqrt(D)`.
+        attention_mask: int32 `[B or 1, 1, 1, 2]`, as `mask` makes it.
+        scaling: softmax scale, default `1 / sqrt(D)`.
 
     Returns:
         `[B, T, Hq, Dv]` and None.
 
     Raises:
-        UnsupportedError: keys or values that did not come from a packed layer, a mask of one's own, dropout, or an
-            argument that packed attention does not know.
+        UnsupportedError: keys or values that did not come from a packed layer, a user's own 4-D mask, dropout, or an
+            argument that packed attention does not support.
     """
     if not (isinstance(key, Handle) and key is value):
         raise UnsupportedError(
@@ -78,7 +79,14 @@ def attention(
 def refuse_arguments(
     module: torch.nn.Module, dropout: float, is_causal: bool | None, kwargs: dict[str, Any], by_whom: str
 ) -> None:
-    """Refuse what a model asks of its attention beyond what is known here."""
+    """Refuse dropout, attention that is not causal, and the arguments of `REFUSED`.
+
+    Args:
+        by_whom: end of the message: what does not support it, and the way out.
+
+    Raises:
+        UnsupportedError: naming the argument.
+    """
     if dropout:
         raise UnsupportedError(f"dropout is not supported by {by_whom}, or use model.eval()")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
@@ -92,26 +100,34 @@ def refuse_arguments(
 
 
 def refuse_mask(mask: torch.Tensor | None) -> None:
-    """Refuse a mask of `unreadable_mask`, which a layer turned out to read."""
+    """Refuse a placeholder made by `unreadable_mask`: a layer reads a window or attends in both directions.
+
+    Raises:
+        UnsupportedError: with the reason of `UNREADABLE`.
+    """
     for kind, what in UNREADABLE.items():
         if mask is not None and mask.dtype == torch.int32 and mask.shape[1:] == (1, 1, kind):
             raise UnsupportedError(what)
 
 
 def unreadable(local_size: int | None, config: Any, mask_function: Any) -> int | None:
-    """Why a mask that a model makes cannot be read, a key of `UNREADABLE`; None for a causal one."""
+    """Kind of a mask that no packed layer may read, a key of `UNREADABLE`; None for a causal mask."""
     if mask_function is bidirectional_mask_function:
         return BOTH_WAYS
     return WINDOWED if local_size is not None and hides(config, local_size) else None
 
 
 def unreadable_mask(kind: int, batch_size: int, device: torch.device | None) -> torch.Tensor:
-    """int32 `[B, 1, 1, 3 or 4]`, which `refuse_mask` knows."""
+    """Placeholder int32 `[B, 1, 1, kind]` in place of a mask that cannot be read; `refuse_mask` recognizes it."""
     return torch.zeros(batch_size, 1, 1, kind, dtype=torch.int32, device=device)
 
 
 def scores_of(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scores:
-    """What a model asks of the scores of `query` `[B, Hq, T, D]`."""
+    """Softmax scale, soft cap and learned sinks of a call, from the arguments that the model passes to its attention.
+
+    Args:
+        query: `[B, Hq, T, D]`. scaling: softmax scale, default `1 / sqrt(D)`. kwargs: `softcap`, `s_aux` `[Hq]`.
+    """
     sinks = kwargs.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return Scores(scale, float(kwargs.get("softcap") or 0.0), 0, None if sinks is None else sinks.float())
@@ -130,13 +146,20 @@ def mask(
     mask_function: Any = causal_mask_function,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """int32 `[B, 1, 1, 2]`: the first real column among the new tokens, and how many real ones follow.
+    """Mask function of patched models: which of the new tokens are real, and which are padding.
 
-    Never None (it would recompile where padded and unpadded batches alternate) and never a sync. Bidirectional masks
-    and windows, which models make even where no layer reads them, are refused in `attention`.
+    Never None (the model would recompile where padded and unpadded batches alternate), and never waits for the device.
+    For windows and bidirectional attention it returns a placeholder, which `attention` refuses if a layer reads it.
+
+    Args:
+        attention_mask: 2-D `[B, S]`, 0 for padding, all cached tokens included; None: no padding.
+        q_length: new tokens. q_offset: column of the first new token.
+
+    Returns:
+        int32 `[B, 1, 1, 2]`: the first real column among the new tokens, and the number of real ones.
 
     Raises:
-        UnsupportedError: packed sequences, a mask of one's own, or one that is too short.
+        UnsupportedError: packed sequences, or an `attention_mask` with fewer columns than there are new tokens.
     """
     kind = unreadable(local_size, config, mask_function)
     if kind is not None:
@@ -161,16 +184,21 @@ def mask(
     return torch.stack([new.argmax(1).to(torch.int32), new.sum(1, dtype=torch.int32)], -1).view(-1, 1, 1, 2)
 
 
-def check_mask(attention_mask: torch.Tensor, seen: int | torch.Tensor, tokens: int) -> None:
-    """Refuse a 2-D mask that has another width than `seen + tokens`, or zeros between real tokens; asks the device.
+def check_mask(attention_mask: torch.Tensor, cached: int | torch.Tensor, tokens: int) -> None:
+    """Check a 2-D mask `[B, S]` against the cache; waits for the device.
 
-    Zeros stand on the left, or in a row's first and only call on the right.
+    Args:
+        cached: columns that the cache holds, padding included. tokens: new columns.
+
+    Raises:
+        UnsupportedError: another width than `cached + tokens`, or zeros between real tokens: padding stands on the
+            left, or on the right of a single call.
     """
-    width = int(seen) + tokens
+    width = int(cached) + tokens
     if attention_mask.shape[-1] != width:
         raise UnsupportedError(
-            f"the attention_mask has {attention_mask.shape[-1]} columns, but the cache has seen {int(seen)} and "
-            f"{tokens} come now: it must have {width}, the cached tokens included"
+            f"the attention_mask has {attention_mask.shape[-1]} columns, but the cache holds {int(cached)} and "
+            f"{tokens} are new: it must have {width}, the cached tokens included"
         )
     real = attention_mask.bool()
     runs = real[:, :1].int().sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
@@ -183,10 +211,13 @@ def check_mask(attention_mask: torch.Tensor, seen: int | torch.Tensor, tokens: i
 
 
 def check_prompt_mask(attention_mask: torch.Tensor, generation_config: GenerationConfig) -> None:
-    """Refuse a 2-D mask in `generate` that is not zeros and then ones in every row.
+    """Check the 2-D mask of a prompt in `generate`: every row must be zeros (padding), then ones.
 
-    It need not be the user's: without one, `generate` takes every pad token of a prompt for padding, unless it ends
-    texts too.
+    Without a mask from the user, `generate` takes every pad token of the prompt for padding, unless it is an end token
+    too; the message then says so.
+
+    Raises:
+        UnsupportedError: padding on the right or between tokens, or a row without a real token.
     """
     try:
         check_mask(attention_mask, 0, attention_mask.shape[1])
@@ -207,7 +238,10 @@ def check_prompt_mask(attention_mask: torch.Tensor, generation_config: Generatio
 
 
 def register() -> str:
-    """Make `NAME` known to transformers, for attention and masks, and return it; harmless until a model selects it."""
+    """Register attention and mask function with transformers as `NAME`, and return that name.
+
+    It has no effect on a model until the model selects the name.
+    """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     return NAME

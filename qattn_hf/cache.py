@@ -17,19 +17,21 @@ from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.layer import QAttnLayer, capturing
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
-from qattn_hf.tensor_parallel import share_of
+from qattn_hf.tensor_parallel import shard_of
 from qattn_kernels.layer.spec import LayerSpec
 
 
 class QAttnCache(Cache):
-    """Packed keys and values of a model; pass it as `past_key_values`, or let a patched model make it.
+    """Packed KV cache of a model, for `past_key_values`. A patched model makes one where none is passed.
+
+    Make it with `QAttnCache.for_model(model)`; `generate` and `model(...)` of a patched model return one too.
 
     Args:
-        specs: what each layer stores and how it computes (`Recipe.layer_specs`).
-        recipe: where they come from, for the report.
-        max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks; None grows as needed.
-        device_type: the device type that the recipe's `impl` was resolved for.
-        pool: of the patched model, which lends the tensors if the capacity is known before the first write.
+        specs: for each layer the formats and the arithmetic (`Recipe.layer_specs`).
+        recipe: the recipe of these specs, for the report.
+        max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks. None: the cache grows.
+        device_type: `cuda` or `cpu`, for which kernels or reference were chosen. None: any.
+        pool: idle memory of the patched model, used where the capacity is known before the first write.
     """
 
     layers: list[QAttnLayer]
@@ -49,7 +51,7 @@ class QAttnCache(Cache):
         self.ran("eager")  # as a plain forward does
 
     def ran(self, decode: str, reason: str | None = None) -> None:
-        """Note for the report which path the decode steps of the last `generate` took, and why no other one."""
+        """Record for the report how the last `generate` ran its decode steps: `graph`, `compile`, `eager`, and why."""
         self.decode, self.decode_reason = decode, reason
 
     @classmethod
@@ -62,36 +64,45 @@ class QAttnCache(Cache):
         max_cache_len: int | None = None,
         **settings: Any,
     ) -> QAttnCache:
-        """A cache for `model`, by the recipe it was patched with or by another one.
+        """Make an empty cache for a model, patched or not yet, by the recipe of its patch or by another one.
 
         Args:
             model: the model that will use the cache.
-            method, recipe, settings: as in `patch`; none of them takes the patched model's own recipe.
+            method, recipe, settings: as in `patch`. Without any of them a patched model's own recipe is used.
             max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks; a call beyond it raises
                 `CapacityError` and writes nothing. None lets the cache grow.
 
         Raises:
-            RecipeError: if there is no such recipe, or it does not fit the model.
-            UnsupportedError: if the recipe packs nothing.
+            RecipeError: an unknown recipe, or one that does not fit the model.
+            UnsupportedError: a recipe that packs nothing (`cache="model"`).
         """
         patched = getattr(model, "_qattn", None)
         if patched is not None and method is None and recipe is None and not settings:
             return patched.new_cache(max_cache_len)
-        chosen = find_recipe(method, recipe, settings, beside=model.config.name_or_path).for_model(model.config)
+        chosen = find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
         check_packs(chosen)
         device_type = device_of(model).type
-        specs = chosen.layer_specs(model.config, device_type, share_of(model))
+        specs = chosen.layer_specs(model.config, device_type, shard_of(model))
         return cls(specs, chosen, max_cache_len, device_type)
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of a cache are that was written to."""
+        """Device of the cache's tensors; they exist after the first call."""
         return self.layers[0].device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Record the call in its layer, see `QAttnLayer.update`; the first one finds the memory for it."""
+        """Record one layer's new keys and values; called by the model's attention.
+
+        Nothing is written yet: the attention function writes, quantizes and attends. The first call allocates.
+
+        Args:
+            key_states, value_states: `[B, Hkv, T, D]`. layer_idx: index of the layer.
+
+        Returns:
+            the same `Handle` twice, in place of keys and values.
+        """
         if self.pool is not None and not self.layers[layer_idx].is_initialized and not torch.compiler.is_compiling():
             if self.layers[0].planned and not any(layer.is_initialized for layer in self.layers):
                 self.layers = self.pool.take(self.layers, key_states, value_states)
@@ -102,47 +113,62 @@ class QAttnCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def count(self, tokens: int) -> None:
-        """Note on the host a step that runs without the Python code of the layers; `reserve` made room for it."""
+        """Count on the host `tokens` columns that a replayed CUDA graph writes, for which `reserve` made room."""
         for layer in self.layers:
             layer.count(tokens)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` more columns in every layer before any of them writes; see `QAttnLayer.reserve`. Not
-        while a CUDA graph is captured: what has no room then is counted on the device (`overflow`)."""
+        """Make room for `tokens` more columns in every layer, before any layer writes.
+
+        Nothing happens while a CUDA graph is captured: there, tokens without room are counted on the device.
+
+        Raises:
+            CapacityError: the capacity is fixed and too small; nothing was written.
+        """
         if not capturing():
             for layer in self.layers:
                 layer.reserve(tokens)
 
     def plan(self, tokens: int) -> None:
-        """Make room for `tokens` columns in all, layer by layer, and keep that capacity."""
+        """Make room for `tokens` columns in total, layer by layer, and fix the capacity there.
+
+        Raises:
+            CapacityError: the capacity was fixed before and is too small; nothing was changed.
+        """
         for layer in self.layers:
             layer.plan(tokens)
 
     def raise_horizon(self, tokens: int) -> None:
-        """Let `crop` take back `tokens` tokens bit for bit from here on."""
+        """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` tokens bit for bit from here on."""
         self._take([changes.with_horizon(layer, tokens) for layer in self.layers])
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the rows that `indices` names, in that order: a tensor of numbers, a mask, a list, a tuple or a slice.
+        """Keep the rows (batch entries) that `indices` selects, in that order.
+
+        Args:
+            indices: row numbers as a tensor, list or tuple, a bool mask, or a slice.
 
         Raises:
-            QAttnError: if it names rows that the cache does not have. Whatever is raised, nothing was changed.
+            QAttnError: a row that the cache does not have. After any exception the cache is unchanged.
         """
         self._take([changes.selected(layer, indices) for layer in self.layers])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after another. Whatever is raised, nothing was changed."""
+        """Repeat each row `repeats` times in sequence, as for beams. After an exception nothing is changed."""
         self._take([changes.repeated(layer, repeats) for layer in self.layers])
 
-    def _take(self, made: list[changes.Change | None]) -> None:
-        for layer, change in zip(self.layers, made, strict=True):
+    def _take(self, layer_changes: list[changes.Change | None]) -> None:
+        for layer, change in zip(self.layers, layer_changes, strict=True):
             layer.take(change)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes the old row `beam_idx[i]`, in place, in every layer.
+        """Reorder rows for beam search, in place: row i becomes the old row `beam_idx[i]`, in every layer.
+
+        Args:
+            beam_idx: int `[B]`.
 
         Raises:
-            QAttnError: if that is not one row for each; nothing was changed.
+            QAttnError: not one valid row for each row of the cache; nothing was changed.
         """
         largest = max(map(changes.largest_bytes, self.layers))
         room = torch.empty(largest, dtype=torch.uint8, device=self.device) if largest else None
@@ -150,8 +176,18 @@ class QAttnCache(Cache):
             changes.reorder(layer, beam_idx, room)
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Remove tokens from the end of every row, see `QAttnLayer.crop`. Where an interrupted call left layers with
-        different lengths, a positive number that all of them reach mends that."""
+        """Remove tokens from the end of every row.
+
+        Exact within `crop_horizon` tokens: the cache is then bit for bit as if it had never held them. Farther back the
+        remaining tokens keep their codes. A positive number that all layers reach also repairs a cache whose layers an
+        interrupted call left with different lengths.
+
+        Args:
+            tokens_to_remove: -n removes the last n columns, 0 none; n > 0 keeps the first n columns.
+
+        Raises:
+            UnsupportedError: a removed column belongs to a call that had padding; nothing was changed.
+        """
         super().crop(tokens_to_remove)
         if not any(layer.torn for layer in self.layers) and len(set(self._lengths())) == 1:
             for layer in self.layers:
@@ -161,50 +197,54 @@ class QAttnCache(Cache):
         return [int(layer.get_seq_length()) for layer in self.layers]
 
     def check_whole(self, layers: int | None = None) -> None:
-        """Refuse a cache that an exception left half changed: the first layers have a call that others do not have.
+        """Check that an exception did not leave the cache half changed: some layers with a call that others lack.
 
         Args:
-            layers: how many of them the model uses; all by default.
+            layers: number of layers that the model uses; all by default.
 
         Raises:
-            UnsupportedError: with the way out.
+            UnsupportedError: the layers disagree; the message says how to repair the cache.
         """
         used = self.layers[:layers]
         torn = any([layer.torn for layer in used])
         if not torn and len({layer.edits for layer in used}) == 1:
             return
-        found = sorted(set(self._lengths()))
-        mend = f"cache.crop({found[0]}) takes back what only some have; " if not torn and found[0] < found[-1] else ""
+        lengths = sorted(set(self._lengths()))
+        shortest = lengths[0]
+        mend = f"cache.crop({shortest}) removes what only some have; " if not torn and shortest < lengths[-1] else ""
         raise UnsupportedError(
-            f"an earlier call with this cache was interrupted, and its layers hold {' or '.join(map(str, found))} "
+            f"an earlier call with this cache was interrupted, and its layers hold {' or '.join(map(str, lengths))} "
             f"columns: {mend}cache.reset() empties it, or take a fresh cache"
         )
 
     def marks(self) -> list[tuple[int | None, int, bool]]:
-        """What layers note on the host, for `recall`."""
+        """Host-side counts of every layer, to be restored by `recall`."""
         return [(layer._used, layer.edits, layer.replayed_by_others) for layer in self.layers]
 
     def recall(self, marks: list[tuple[int | None, int, bool]]) -> None:
-        """Take back what was noted since `marks`, of calls that changed nothing on the device."""
+        """Restore host-side counts to `marks`, after calls that changed nothing on the device, such as a capture."""
         for layer, (used, edits, by_others) in zip(self.layers, marks, strict=True):
             layer._used, layer.edits, layer.replayed_by_others, layer.torn = used, edits, by_others, False
 
     def state_tensors(self) -> dict[str, Any]:
-        """Every tensor of every layer: `{"0.k.codes4": (tensor, batch_dim), ...}`."""
+        """Every tensor of every layer, by layer and name, with its batch dimension: `{"0.k.codes4": (tensor, 0), ...}`.
+
+        The batch dimension is None for tensors that all rows share. Reports count these tensors' bytes.
+        """
         return {f"{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.state_tensors().items()}
 
 
 class LastCache:
-    """The last cache of a model, for its report; copies and pickles of the model forget it.
+    """The last cache of a patched model, for its report. Copies and pickles of the model start without one.
 
-    It is held until the next one is made or the model is unpatched, and let go before the next one allocates. Each
-    thread has its own, so that threads which share a model see what they did; one that made none sees the newest.
+    It is kept until the next cache is made or the model is unpatched. Each thread has its own, so that threads which
+    share a model see their own calls; a thread that made none sees the newest.
     """
 
     def __init__(self) -> None:
         self._of_threads: weakref.WeakKeyDictionary[threading.Thread, QAttnCache] = weakref.WeakKeyDictionary()
         self._newest: QAttnCache | None = None
-        self._passed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._skipping: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: Any) -> LastCache:
         return LastCache()
@@ -214,24 +254,24 @@ class LastCache:
 
     @property
     def cache(self) -> QAttnCache | None:
-        """That of the thread which asks, or the newest."""
+        """The last cache of the calling thread, or the newest of all threads; None before the first."""
         own = self._of_threads.get(threading.current_thread())
         return self._newest if own is None else own
 
     def record(self, cache: QAttnCache) -> None:
-        """The thread's last cache from here on, unless `pass_over` was for it."""
+        """Make `cache` the calling thread's last one, unless `skip_next` was called for it."""
         thread = threading.current_thread()
-        if thread in self._passed:
-            self._passed.discard(thread)
+        if thread in self._skipping:
+            self._skipping.discard(thread)
             return
         self._of_threads[thread] = self._newest = cache
 
-    def pass_over(self, whether: bool) -> None:
-        """Whether the next cache that this thread makes is a second one beside that of `generate`."""
+    def skip_next(self, whether: bool) -> None:
+        """Set whether `record` ignores this thread's next cache: guidance makes a second one during `generate`."""
         thread = threading.current_thread()
-        (self._passed.add if whether else self._passed.discard)(thread)
+        (self._skipping.add if whether else self._skipping.discard)(thread)
 
     def clear(self) -> None:
-        """Let go of the caches of all threads."""
+        """Forget the caches of all threads."""
         self._of_threads.clear()
         self._newest = None

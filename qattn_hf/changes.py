@@ -1,7 +1,7 @@
-"""Changes that give tensors of a layer another place: other rows, another ring, more blocks.
+"""Changes that replace tensors of a layer: other rows, a larger ring, more blocks.
 
-Each is made whole before anything changes (`Change`), then taken (`QAttnLayer.take`), which cannot fail. So a cache
-makes the changes of all its layers first: where memory runs out, or an argument is wrong, every layer is as it was.
+A change is computed whole (`Change`) before it is applied (`QAttnLayer.take`), which cannot fail. A cache computes the
+changes of all its layers first: where memory runs out or an argument is wrong, every layer is as it was.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """What a layer becomes: those tensors of its state that are new, its geometry (None: it has no tensors yet), and
-    its spec."""
+    """New tensors, geometry and spec of a layer, to be applied by `QAttnLayer.take`.
+
+    Attributes:
+        state: those tensors of the state that are replaced, by name.
+        geometry: None where the layer has no tensors yet.
+    """
 
     state: State
     geometry: Geometry | None
@@ -32,24 +36,27 @@ class Change(NamedTuple):
 
 
 def selected(layer: QAttnLayer, indices: Any) -> Change | None:
-    """The rows that `indices` names, in that order: a tensor of numbers, a mask, a list, a tuple or a slice.
+    """The layer with only the rows that `indices` selects, in that order; None before its first call.
+
+    Args:
+        indices: row numbers as a tensor, list or tuple, a bool mask, or a slice.
 
     Raises:
-        QAttnError: if it names rows that the layer does not have.
+        QAttnError: a row that the layer does not have.
     """
     if not layer.is_initialized:
         return None
     batch = layer.geometry.batch
     try:
-        asked = indices if isinstance(indices, slice) else torch.as_tensor(indices).cpu()
-        rows = torch.arange(batch)[asked].view(-1).to(layer.device)
+        index = indices if isinstance(indices, slice) else torch.as_tensor(indices).cpu()
+        rows = torch.arange(batch)[index].view(-1).to(layer.device)
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QAttnError(f"these are no rows of a cache that has {batch}: {error}. Nothing was changed") from None
     return _with_rows(layer, len(rows), lambda tensor, dim: tensor.index_select(dim, rows))
 
 
 def repeated(layer: QAttnLayer, repeats: int) -> Change | None:
-    """Each row `repeats` times, one after another."""
+    """The layer with each row repeated `repeats` times in sequence; None before its first call."""
     if not layer.is_initialized:
         return None
     batch = layer.geometry.batch * repeats
@@ -64,7 +71,7 @@ def _with_rows(layer: QAttnLayer, batch: int, move: Callable[[torch.Tensor, int]
 
 
 def with_horizon(layer: QAttnLayer, tokens: int) -> Change | None:
-    """A ring from which `crop` takes back `tokens` tokens bit for bit, if the layer has a shorter one."""
+    """The layer with a ring from which `crop` removes up to `tokens` tokens bit for bit; None if it has such a ring."""
     old = layer.spec
     if tokens <= old.window.horizon:
         return None
@@ -76,7 +83,7 @@ def with_horizon(layer: QAttnLayer, tokens: int) -> Change | None:
 
 
 def with_blocks(layer: QAttnLayer, blocks: int) -> Change:
-    """Arenas of `blocks` blocks, more than before, with the old content."""
+    """The layer with capacity for `blocks` blocks, more than before, and the same content."""
     geometry, state = replace(layer.geometry, blocks=blocks), {}
     with torch.inference_mode(False):
         for name, spec in layer_tensors(geometry, layer.spec).items():
@@ -87,14 +94,14 @@ def with_blocks(layer: QAttnLayer, blocks: int) -> Change:
 
 
 def reorder(layer: QAttnLayer, beam_idx: torch.Tensor, room: torch.Tensor | None = None) -> None:
-    """Row i becomes the old row `beam_idx[i]`, in place, since compiled and captured steps know the addresses.
+    """Reorder rows in place: row i becomes the old row `beam_idx[i]`. Addresses stay, for compiled and captured steps.
 
     Args:
         beam_idx: int `[B]`.
         room: uint8 of at least `largest_bytes(layer)` to work in, so that memory cannot run out half way.
 
     Raises:
-        QAttnError: if that is not one row for each; nothing was changed.
+        QAttnError: not one valid row for each row of the layer; nothing was changed.
     """
     if not layer.is_initialized:
         return
@@ -114,5 +121,5 @@ def reorder(layer: QAttnLayer, beam_idx: torch.Tensor, room: torch.Tensor | None
 
 
 def largest_bytes(layer: QAttnLayer) -> int:
-    """Size of a layer's largest tensor."""
+    """Bytes of a layer's largest tensor; 0 before its first call."""
     return max((tensor.nbytes for tensor, _ in layer.state_tensors().values()), default=0)

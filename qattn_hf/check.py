@@ -1,11 +1,11 @@
-"""Whether a method serves a model, from its config alone, and what its cache takes: what `qattn check` does.
+"""Whether a method supports a model, from its config alone, and the size of its cache: what `qattn check` does.
 
     from qattn_hf import check
 
-    found = check.check("Qwen/Qwen3-8B", "turbo")          # downloads a config, no weights
-    found.refused, found.bytes_per_token, found.longest(80 * 2**30)
+    result = check.check("Qwen/Qwen3-8B", "turbo")          # downloads a config, no weights
+    result.refused, result.bytes_per_token, result.longest(80 * 2**30)
 
-The model is built without memory for its weights, and asked what `patch` asks by the same functions.
+The model is built on the meta device, without memory for its weights, and checked by the functions that `patch` calls.
 """
 
 from __future__ import annotations
@@ -30,34 +30,38 @@ from qattn_kernels.layout import Geometry
 
 __all__ = ["Check", "check", "without_weights"]
 
-APART = 2**15  # tokens between two caches whose difference is what a token takes
+SPACING = 2**15  # tokens between two caches; their difference in bytes gives the bytes of a token
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found; sizes are of one row, with everything counted that a cache holds.
+    """Result of `check`. Sizes are bytes of one row (batch 1), every tensor of the cache counted.
 
     Attributes:
-        model_type: of the config.
-        kinds: type of attention of each layer.
+        model_type: `model_type` of the config.
+        kinds: attention type of each layer, such as `full_attention`.
         origin: the recipe, as a report names it.
-        refused: why `patch` refuses it, and what to do instead; None: it works, and what follows is known.
-        weight_bytes: parameters in the config's precision, bf16 where it names none; quantized weights take less.
-        dtype: that precision.
+        refused: why `patch` refuses the model, and what to do instead. None: it works, and the other fields are filled.
+        weight_bytes: bytes of all parameters in `dtype`, or as the caller of `check` gave them. None where the
+            checkpoint is quantized: its config does not say which parameters are.
+        quantization: `quant_method` of the config's `quantization_config` (`gptq`, `awq`, `bitsandbytes`, `fp8`, ...).
+            None: the weights are not quantized.
+        dtype: precision of the model that the config names, else bf16.
         layers: one row a layer: `layer`, `method`, `k_format`, `v_format`, `kernels` (`triton` or `reference`),
-            `no_kernels` (why the reference, or None), `bytes`, `bytes_per_token`, `effective_bits`.
-        at_tokens: the context for which `bytes` is counted.
-        kv_bytes: of such a context.
-        bytes_per_token: what each further token takes; `bytes_per_token_full_precision` in the model's own cache.
-        effective_bits: of a value as the context grows; `effective_bits_total` of a value at `at_tokens`.
-        positions: that the config says the model has, or None.
+            `no_kernels` (why the reference computes, or None), `bytes`, `bytes_per_token`, `effective_bits`.
+        at_tokens: context length, in tokens, for which `bytes` and `kv_bytes` are counted.
+        kv_bytes: bytes of the cache of such a context.
+        bytes_per_token: bytes that each further token adds; `bytes_per_token_full_precision` without packing.
+        effective_bits: bits of a cached value as the context grows; `effective_bits_total` at `at_tokens`.
+        positions: `max_position_embeddings` of the config, or None.
     """
 
     model_type: str
     kinds: list[str]
     origin: str
     refused: str | None = None
-    weight_bytes: int = 0
+    weight_bytes: int | None = None
+    quantization: str | None = None
     dtype: str = ""
     layers: list[dict[str, Any]] = field(default_factory=list)
     at_tokens: int = 0
@@ -69,7 +73,20 @@ class Check:
     positions: int | None = None
 
     def longest(self, memory: int, full_precision: bool = False) -> int:
-        """Tokens of one row whose cache fits beside the weights into `memory` bytes; activations are not counted."""
+        """Longest context of one row whose cache fits into `memory` bytes beside the weights; activations not counted.
+
+        Args:
+            memory: bytes of the GPU.
+            full_precision: whether to count transformers' own cache in place of the packed one.
+
+        Raises:
+            QAttnError: the bytes of the weights are unknown, since the checkpoint is quantized.
+        """
+        if self.weight_bytes is None:
+            raise QAttnError(
+                f"the weights are quantized ({self.quantization}), and a config does not say how many bytes they take: "
+                "give them, check(..., weight_bytes=N), or qattn check --weights GIB"
+            )
         free = memory - self.weight_bytes
         if full_precision:
             return max(0, int(free // self.bytes_per_token_full_precision))
@@ -85,16 +102,23 @@ def check(
     settings: dict[str, Any] | None = None,
     device_type: str = "cuda",
     at_tokens: int = 32768,
+    weight_bytes: int | None = None,
 ) -> Check:
-    """What `patch(model, method, recipe=recipe, **settings)` would do.
+    """Predict from a config what `patch(model, method, recipe=recipe, **settings)` would do with the model.
 
     Args:
-        model: folder or hub name, of which the config is read, or a config.
-        device_type: where the model is going to run, `cuda` or `cpu`; it need not be here.
-        at_tokens: the context for which bytes and `effective_bits_total` are counted.
+        model: folder or hub name whose config is read, or a config.
+        method, recipe, settings: as in `patch`, settings as a dict.
+        device_type: where the model is going to run, `cuda` or `cpu`; this machine need not have it.
+        at_tokens: context length for which bytes and `effective_bits_total` are counted.
+        weight_bytes: bytes of the weights. Default: counted from the config, except for quantized checkpoints.
+
+    Returns:
+        a `Check`; a model that `patch` refuses is no error here, but `Check.refused`.
 
     Raises:
-        RecipeError: a recipe or setting that cannot be, for any model or for this one. OSError: no such config.
+        RecipeError: an unknown recipe, or a setting that is invalid for any model or for this one.
+        OSError: there is no such config.
     """
     chosen = find_recipe(method, recipe, settings or {})
     config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
@@ -107,11 +131,15 @@ def check(
         check_model(built)
         specs = chosen.layer_specs(config, device_type)
         with attending(built, _registered(chosen, specs[0])):
-            pass  # every layer took the attention that was selected
+            pass  # entering checks that every layer follows the selected attention
     except UnsupportedError as error:
         return Check(**about, refused=str(error))
+    quantization = quantization_of(config)
+    if weight_bytes is None and quantization is None:
+        weight_bytes = sum(p.nbytes for p in built.parameters())
     about |= {
-        "weight_bytes": sum(p.nbytes for p in built.parameters()),
+        "weight_bytes": weight_bytes,
+        "quantization": quantization,
         "dtype": str(built.dtype).removeprefix("torch."),
         "positions": getattr(text, "max_position_embeddings", None),
     }
@@ -119,10 +147,10 @@ def check(
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """A model of this config whose parameters have shapes and no memory.
+    """A model of this config on the meta device: its parameters have shapes and dtypes, but no memory.
 
     Raises:
-        UnsupportedError: transformers has no class for it that generates.
+        UnsupportedError: transformers has no causal language model for this config.
     """
     kind = next(
         (getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)), None
@@ -136,15 +164,25 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def quantization_of(config: PretrainedConfig) -> str | None:
+    """How a checkpoint's weights are quantized, by its config, such as `gptq`; None: they are not."""
+    for part in (config, config.get_text_config(decoder=True)):
+        if settings := getattr(part, "quantization_config", None):
+            settings = settings if isinstance(settings, dict) else settings.to_dict()
+            name = settings.get("quant_method") or "bitsandbytes"  # early checkpoints of bitsandbytes have no name
+            return str(getattr(name, "value", name))
+    return None
+
+
 def _registered(recipe: Recipe, spec: LayerSpec) -> str:
-    """The name under which transformers knows the attention that `patch` would select."""
+    """Register the attention that `patch` would select, and return its name."""
     return attention.register() if recipe.settings.packs() else stock_cache.register(spec)
 
 
 def _sizes(
     recipe: Recipe, specs: list[LayerSpec], text: Any, dtype: torch.dtype, device_type: str, at_tokens: int
 ) -> dict[str, Any]:
-    """The fields of `Check` that are counted."""
+    """Fields of `Check` that count bytes and bits."""
     if at_tokens < 1:
         raise QAttnError(f"at_tokens = {at_tokens}: a positive number of tokens")
     query = text.num_attention_heads
@@ -154,7 +192,7 @@ def _sizes(
     full, values = len(specs) * values_of(geometry, 1) * dtype.itemsize, values_of(geometry, 1)
     rows: list[dict[str, Any]] = []
     for i, spec in enumerate(specs if recipe.settings.packs() else ()):
-        held, near, far = (layer_bytes(spec, geometry, n, dtype) for n in (at_tokens, APART, 2 * APART))
+        at_length, near, far = (layer_bytes(spec, geometry, n, dtype) for n in (at_tokens, SPACING, 2 * SPACING))
         reason = no_triton(device_type) or unsupported(spec, heads, query, dim, dim)
         rows.append({
             "layer": i,
@@ -163,21 +201,21 @@ def _sizes(
             "v_format": spec.v.label,
             "kernels": spec.impl,
             "no_kernels": reason if spec.impl == "reference" else None,
-            "bytes": held,
-            "bytes_per_token": (far - near) / APART,
-            "effective_bits": 8 * (far - near) / APART / values,
+            "bytes": at_length,
+            "bytes_per_token": (far - near) / SPACING,
+            "effective_bits": 8 * (far - near) / SPACING / values,
         })  # fmt: skip
     if not rows:
         return {"at_tokens": at_tokens, "kv_bytes": full * at_tokens, "bytes_per_token": full,
                 "bytes_per_token_full_precision": full}  # fmt: skip
-    held, token = sum(row["bytes"] for row in rows), sum(row["bytes_per_token"] for row in rows)
-    every = len(rows) * values
+    kv_bytes, token_bytes = sum(row["bytes"] for row in rows), sum(row["bytes_per_token"] for row in rows)
+    token_values = len(rows) * values
     return {
         "layers": rows,
         "at_tokens": at_tokens,
-        "kv_bytes": held,
-        "bytes_per_token": token,
+        "kv_bytes": kv_bytes,
+        "bytes_per_token": token_bytes,
         "bytes_per_token_full_precision": full,
-        "effective_bits": 8 * token / every,
-        "effective_bits_total": 8 * held / (every * at_tokens),
+        "effective_bits": 8 * token_bytes / token_values,
+        "effective_bits_total": 8 * kv_bytes / (token_values * at_tokens),
     }

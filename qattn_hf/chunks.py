@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-CHUNK = 61  # tokens; no multiple of a block or a group, so that chunks end anywhere in them
+CHUNK = 61  # tokens; no multiple of a block or group, so that chunks end at every place within one
 
 
 class Chunk(NamedTuple):
-    """Logits of the tokens `start` to `stop` of each row, which predict the tokens one further.
+    """Model output for columns `start` to `stop` of each row.
 
     Attributes:
-        logits: fp32 `[B, stop - start, vocabulary]`.
+        logits: fp32 `[B, stop - start, vocabulary]`; those of column t predict the token of column t + 1.
         cache: the model's cache after the chunk.
     """
 
@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
 
 
 def cuts(tokens: int, chunk: int = CHUNK, steps: int = 0) -> list[int]:
-    """Where chunks of a text end, 0 first: whole chunks, then the last `steps` tokens one by one, as a decode does."""
+    """Boundaries of chunks of a text of `tokens` tokens, 0 first: whole chunks, then the last `steps` tokens singly."""
     steps = min(steps, tokens)
     return [*range(0, tokens - steps, chunk), *range(tokens - steps, tokens + 1)]
 
@@ -39,25 +39,30 @@ def cuts(tokens: int, chunk: int = CHUNK, steps: int = 0) -> list[int]:
 def feed(
     model: Any, ids: torch.Tensor, at: list[int], attention_mask: torch.Tensor | None = None, cache: Any = None
 ) -> Iterator[Chunk]:
-    """Rows of tokens `[B, T]` through one cache, a chunk at a time: `at` as `cuts` makes it.
+    """Feed rows of tokens through one cache, a chunk at a time, and yield a `Chunk` for each.
 
     Args:
-        attention_mask: int64 `[B, T]`, 0 where a row is padded; of what the cache holds already, too. With it positions
-            count a row's own tokens, as in `generate`: a padded row reads what it would read alone.
-        cache: what to continue; by default the model makes one.
+        ids: int64 `[B, T]`.
+        at: boundaries of the chunks, as `cuts` makes them.
+        attention_mask: int64 `[B, T]`, 0 for padding, columns that the cache already holds included. With it, positions
+            count a row's own tokens, as in `generate`: a padded row is read as it would be alone.
+        cache: the cache to continue; by default the model makes one.
     """
-    held = 0 if cache is None else int(cache.get_seq_length())  # a packed cache counts on in the tensor it returns
+    cached = 0 if cache is None else int(cache.get_seq_length())  # a packed cache counts on in the tensor it returns
     for start, stop in pairwise(at):
         out = model(
-            ids[:, start:stop], past_key_values=cache, use_cache=True, **_masked(attention_mask, held, start, stop)
+            ids[:, start:stop],
+            past_key_values=cache,
+            use_cache=True,
+            **_mask_arguments(attention_mask, cached, start, stop),
         )
         cache = out.past_key_values
         yield Chunk(start, stop, out.logits.float(), cache)
 
 
-def _masked(mask: torch.Tensor | None, held: int, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """The mask of all tokens up to `stop`, and the new ones' positions."""
+def _mask_arguments(mask: torch.Tensor | None, cached: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """Arguments of a call: the mask of all columns up to `stop`, and positions of the new ones."""
     if mask is None:
         return {}
-    mask = mask[:, : held + stop]
-    return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, held + start :]}
+    mask = mask[:, : cached + stop]
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, cached + start :]}

@@ -1,11 +1,11 @@
-"""Methods beside full precision on a text: what `qattn compare` does, for notebooks and programs.
+"""Compare methods with full precision on a text, for notebooks and programs: what `qattn compare` does.
 
     from qattn_hf import compare
 
     recipes = compare.find_recipes(["turbo", "turbo:bits=2", "kivi:bits=4"])
     ids = compare.rows_of(tokenizer, text, rows=4, tokens=1536)          # [4, 1536]
-    found = compare.compare(model, recipes, compare.read_as(ids, steps=128))
-    compare.print_table([{"model": "mine", **row} for row in found])
+    rows = compare.compare(model, recipes, compare.read_as(ids, steps=128))
+    compare.print_table([{"model": "mine", **row} for row in rows])
 
 Each name is documented where it is defined: `help(compare.compare)`.
 """

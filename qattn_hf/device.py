@@ -1,4 +1,4 @@
-"""Where a model computes, which need not be where its weights are between two calls."""
+"""The device on which a model computes, which need not be where its weights are between two calls."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from transformers import PreTrainedModel
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """The device on which a model computes: weights that accelerate offloads come there for a call."""
+    """Device on which a model computes; weights that accelerate offloads are moved there for each call."""
     for module in model.modules():
         hook = vars(module).get("_hf_hook")
-        for one in getattr(hook, "hooks", [hook]):  # of accelerate: one, or a sequence
-            device = getattr(one, "execution_device", None)
+        for part in getattr(hook, "hooks", [hook]):  # accelerate has single hooks and sequences of them
+            device = getattr(part, "execution_device", None)
             if device is not None:
                 return torch.device(device)
     return model.device

@@ -11,13 +11,13 @@ LONGEST_MESSAGE = 2000  # characters
 
 
 class QAttnError(ValueError):
-    """Base of the errors of this package; `CapacityError` of the kernels is a `ValueError` too."""
+    """Base class of this package's errors, a `ValueError`. `CapacityError` is a `ValueError` alone."""
 
 
 class RecipeError(QAttnError):
-    """A recipe or an override that cannot be: the message names the key, where it stands and what is allowed.
+    """An invalid recipe or setting: the message names the key, the recipe or file, and what is allowed.
 
-    Recipes are what somebody wrote, of any length, so a message of more than 2,000 characters is cut in its middle.
+    A message of more than 2,000 characters is shortened in its middle, since recipes may hold texts of any length.
     """
 
     def __init__(self, message: str):
@@ -25,4 +25,4 @@ class RecipeError(QAttnError):
 
 
 class UnsupportedError(QAttnError):
-    """A model, a cache or an argument that the packed cache cannot serve; nothing was changed."""
+    """A model, cache or argument that is not supported; nothing was changed. The message says what to use instead."""

@@ -1,15 +1,15 @@
-"""Families of models: what a method's defaults become for models of one type, from `configs/families/*.yaml`.
+"""Families of models: other defaults of a method for models of one type, from `configs/families/*.yaml`.
 
 family: Qwen2, Qwen2.5
 model_types: [qwen2]            # `config.model_type` of the decoder
-waits: null                     # which checkpoints are refused today, and for what they wait
+waits: null                     # which checkpoints are refused, and the missing feature
 methods:
   int8:
-    settings: {smooth_k: true}  # in place of the method's defaults; without any they stand
+    settings: {smooth_k: true}  # in place of the method's defaults; {} keeps them
     why: one or two sentences
-    source: where that is known from
-    advice: null                # what serves this family better than the method can
-    measured: null              # the file of `eval/results/` that shows it for a model of this family
+    source: paper, report or code that says so
+    advice: null                # a better method for this family
+    measured: null              # file of `eval/results/` with figures of a model of this family
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qattn_hf.yaml_reader import read_yaml
 
 
 class Section(BaseModel):
-    """What a family says of one method; see the module."""
+    """Entry of a family for one method; the module's docstring documents the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -41,7 +41,7 @@ class Section(BaseModel):
 
 
 class Family(BaseModel):
-    """One file of `configs/families/`; see the module."""
+    """One file of `configs/families/`; the module's docstring documents the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -52,8 +52,8 @@ class Family(BaseModel):
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What a family says of the method that was asked for, its settings less those that a user set otherwise."""
+class FamilyDefaults:
+    """A family's entry for a recipe's method, without the settings that the user gave other values."""
 
     model_type: str
     section: Section
@@ -62,40 +62,42 @@ class Chosen:
         measured = self.section.measured
         return f"{self.model_type}, " + ("unmeasured" if measured is None else f"measured in {measured}")
 
-    def below(self, method: type[Method], given: dict[str, Any]) -> Chosen:
-        """What holds of it with the `given` settings on top. If that is not all of it, it is not what was measured."""
+    def below(self, method: type[Method], overrides: dict[str, Any]) -> FamilyDefaults:
+        """The entry with `overrides` on top: settings they replace are dropped, and `measured` with them."""
         section = self.section
-        left = method.left_of(section.settings, given)
-        measured = section.measured if left == section.settings else None
-        return dataclasses.replace(self, section=section.model_copy(update={"settings": left, "measured": measured}))
+        settings = method.not_overridden(section.settings, overrides)
+        measured = section.measured if settings == section.settings else None
+        return dataclasses.replace(
+            self, section=section.model_copy(update={"settings": settings, "measured": measured})
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """For reports: the model type and what the file says."""
+        """Model type and all fields of the entry, for reports."""
         return {"model_type": self.model_type, **self.section.model_dump()}
 
 
 @functools.cache
 def list_families() -> tuple[Family, ...]:
-    """All families: the files of the folder, by name."""
+    """All families: the files of `configs/families/`, by file name."""
     return tuple(_read(path) for path in sorted((configs_dir() / "families").glob("*.yaml")))
 
 
 def _read(path: Path) -> Family:
-    """One file.
+    """Read and check one family file.
 
     Raises:
-        RecipeError: it is not YAML, or a key is unknown, missing or of a wrong type; the message names file and key.
+        RecipeError: not YAML, or a key that is unknown, missing or of a wrong type; the message names file and key.
     """
     try:
         return Family.model_validate(read_yaml(path))
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        raise RecipeError(f"{path}: {'; '.join(wrong)}") from None
+        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise RecipeError(f"{path}: {'; '.join(problems)}") from None
 
 
-def find_family(model_type: str, method: str) -> Chosen | None:
-    """What the family of a model type says of a method, or None."""
+def find_family(model_type: str, method: str) -> FamilyDefaults | None:
+    """Defaults of a method for a `config.model_type`; None where no family file names both."""
     for family in list_families():
         if model_type in family.model_types and method in family.methods:
-            return Chosen(model_type, family.methods[method])
+            return FamilyDefaults(model_type, family.methods[method])
     return None

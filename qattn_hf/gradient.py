@@ -1,4 +1,4 @@
-"""Packed attention has no gradient: whoever asks for one hears so, in a compiled step too."""
+"""Packed attention has no gradient: a backward pass raises an error, in compiled steps too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qattn_hf.errors import UnsupportedError
 
 @torch.library.custom_op("qattn::refuse_gradient", mutates_args=())
 def refuse_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """An operator, since a compiler runs the Python code of a backward pass already when it traces the forward pass."""
+    """Raise `UnsupportedError`. An operator, since a compiler runs plain Python of a backward pass while it traces."""
     raise UnsupportedError(
         "packed attention has no gradient: unpatch(model) to train it or to look at its gradients, and call a patched "
         "model under torch.no_grad()"
@@ -25,7 +25,7 @@ def _(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Hands on `out`, as if `source` `[...]`, of any shape, had gone into it."""
+    """Identity of `out` that depends on `source` (any shape), so that a backward pass reaches `refuse_gradient`."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,11 @@ class _NoGradient(torch.autograd.Function):
 
 
 def without_gradient(attend: Callable[[], torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
-    """What `attend` makes of `sources`; a backward pass through it raises `UnsupportedError`."""
+    """Output of `attend()`; a backward pass through it raises `UnsupportedError`.
+
+    Args:
+        attend: computes attention. sources: its inputs, of which one may require a gradient.
+    """
     if not torch.is_grad_enabled():
         return attend()
     with torch.no_grad():

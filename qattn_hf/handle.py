@@ -1,4 +1,4 @@
-"""What a packed layer hands to attention in place of keys and values."""
+"""The handle that a packed layer returns to the model in place of keys and values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from qattn_hf.errors import UnsupportedError
 
 
 class Handle:
-    """Stands in for the key AND the value of one call: nothing is written yet, the attention function will do it.
+    """Stands for the key AND the value of one call, until the attention function writes them to the cache.
 
-    The model may only carry it there. Whatever else it does with it (arithmetic, slicing, reading a shape) fails with
-    a message, because a model that changes keys or values after the cache would otherwise run silently wrong.
+    The model may only pass it on to its attention. Any other use (arithmetic, slicing, reading a shape) raises
+    `UnsupportedError`: a model that changes keys or values behind its cache would otherwise be silently wrong.
+
+    Attributes:
+        layer: the `QAttnLayer`. key, value: `[B, Hkv, T, D]`, the new tokens.
     """
 
     __slots__ = ("key", "layer", "value")
@@ -23,7 +26,7 @@ class Handle:
         self.layer, self.key, self.value = layer, key, value
 
     def to(self, *args: Any, **kwargs: Any) -> Handle:
-        """Layers that share keys and values move them between devices; a handle stays where it is."""
+        """Return the handle itself: models that share keys between layers call this to move them to a device."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:

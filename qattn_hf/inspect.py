@@ -1,4 +1,4 @@
-"""What a model's queries, keys and values are like: what `qattn inspect` does, for notebooks and programs.
+"""Statistics and pictures of a model's queries, keys and values, for notebooks and programs: `qattn inspect`.
 
     from qattn_hf import compare, inspect
 

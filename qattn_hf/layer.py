@@ -1,4 +1,4 @@
-"""One layer of the packed cache: its device tensors, and everything that moves rows or blocks, written once."""
+"""One layer of the packed cache: its device tensors, and reorder, crop, growth and copies, once for all methods."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from qattn_kernels.step.operator import attend, state_names
 
 
 def with_room(blocks: int) -> int:
-    """Capacity of a layer that grows to hold `blocks` blocks: quarter steps between powers of two, so that a cache
-    which grows token by token is seldom copied."""
-    step = max(1, 1 << max(0, (blocks - 1).bit_length() - 3))
-    return -(-blocks // step) * step
+    """Capacity, in blocks, of a growing layer that must hold `blocks`: rounded up to a quarter of a power of two.
+
+    So a cache that grows token by token is copied seldom.
+    """
+    quarter = max(1, 1 << max(0, (blocks - 1).bit_length() - 3))
+    return -(-blocks // quarter) * quarter
 
 
 def capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph instead of running."""
+    """Whether a CUDA graph is being captured: kernels that are launched now are recorded and do not run."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -42,7 +44,7 @@ class QAttnLayer(CacheLayerMixin):
     Args:
         spec: formats, window, compute, sparsity and implementation of this layer.
         max_cache_len: tokens a row can ever hold; a call beyond it raises `CapacityError`. None: the layer grows.
-        device_type: the device type that `spec.impl` was resolved for; another one is refused.
+        device_type: `cuda` or `cpu`, for which `spec.impl` was chosen; another one is refused. None: any.
     """
 
     is_croppable, is_sliding = True, False
@@ -55,11 +57,11 @@ class QAttnLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
             self.state: State = {"seen": torch.zeros((), dtype=torch.int64)}
         self._text = spec.encode()
-        self.moves = 0  # how often tensors took another place, which ends what was captured over them
-        self.edits, self.torn = 0, False  # changes of the state so far, and whether one began and never ended
-        # Upper bound of the slots any row uses, kept on the host so that no step waits for the device. None: steps may
-        # have run that Python did not see, so the device is asked before the bound is used; always, once somebody else
-        # than `graph.GraphedCall`, which counts its replays, has captured steps over these tensors.
+        self.moves = 0  # how often tensors were replaced, which invalidates captured steps
+        self.edits, self.torn = 0, False  # changes of the state so far; whether one began and did not end
+        # Upper bound of the slots any row uses, kept on the host so that no step waits for the device. None: compiled
+        # steps may have run, so it is read from the device first; always, once a graph was captured by anyone but
+        # `graph.GraphedCall`, which counts its replays.
         self._used: int | None = 0
         self.replayed_by_others = False
 
@@ -67,16 +69,23 @@ class QAttnLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether the capacity stays as it is, so that a decode step can be compiled or captured."""
+        """Whether the capacity is fixed, so that a decode step can be compiled or captured."""
         return self.planned
 
     @property
     def capacity(self) -> int:
-        """Token slots of a row at present."""
+        """Token slots of a row."""
         return self.blocks * self.spec.window.block
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for the batch, heads and dims of `[B, Hkv, T, D]` keys and values."""
+        """Allocate all tensors for the batch, heads and dims of these keys and values.
+
+        Args:
+            key_states, value_states: `[B, Hkv, T, D]`; only shape, dtype and device are used.
+
+        Raises:
+            UnsupportedError: another device type than at `patch`, or a shape that the recipe does not fit.
+        """
         device = key_states.device
         if self.device_type is not None and device.type != self.device_type:
             raise UnsupportedError(
@@ -86,7 +95,7 @@ class QAttnLayer(CacheLayerMixin):
         low = max(self.spec.k.least_heads, self.spec.v.least_heads)
         if low > heads:
             raise UnsupportedError(
-                f"the recipe gives {low} heads of a layer 2 bits, but only {heads} KV heads are here: "
+                f"the recipe gives {low} heads of a layer 2 bits, but the layer has {heads} KV heads: "
                 "use bits=4 or bits=2"
             )
         k_dim, v_dim = key_states.shape[-1], value_states.shape[-1]
@@ -101,14 +110,14 @@ class QAttnLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Record the call; the same handle stands for the key and the value."""
+        """Record keys and values `[B, Hkv, T, D]` of a call; returns the same `Handle` twice, for key and value."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
     def get_seq_length(self) -> torch.Tensor:
-        """Columns seen so far, padding included: a 0-d int64 tensor of the caller's own, on the layer's device."""
+        """Columns fed so far, padding included: a new 0-d int64 tensor on the layer's device."""
         return self.state["seen"].clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -120,21 +129,21 @@ class QAttnLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def reset(self) -> None:
-        """Forget everything; the tensors stay."""
+        """Empty the layer; the tensors and their addresses stay."""
         for tensor in self.state.values():
             tensor.zero_()
         self._used, self.edits, self.torn = 0, 0, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes the old row `beam_idx[i]`, in place; see `changes.reorder`."""
+        """Reorder rows in place: row i becomes the old row `beam_idx[i]`, int `[B]` (`changes.reorder`)."""
         changes.reorder(self, beam_idx)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the rows `indices`, in that order; see `changes.selected`."""
+        """Keep the rows that `indices` selects, in that order (`changes.selected`)."""
         self.take(changes.selected(self, indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after another."""
+        """Repeat each row `repeats` times in sequence."""
         self.take(changes.repeated(self, repeats))
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
@@ -146,13 +155,13 @@ class QAttnLayer(CacheLayerMixin):
         count = int(tokens_to_remove)
         if not self.is_initialized or count == 0:  # a deferred stop check says 0 at every step: no wait for the device
             return
-        seen = int(self.state["seen"])
-        drop = min(-count, seen) if count < 0 else max(0, seen - count)
+        columns = int(self.state["seen"])
+        drop = min(-count, columns) if count < 0 else max(0, columns - count)
         if drop == 0:
             return
-        if drop == seen:
+        if drop == columns:
             return self.reset()
-        if seen - drop < int(self.state["padded"]):
+        if columns - drop < int(self.state["padded"]):
             raise UnsupportedError(
                 f"cannot crop {drop} columns: some are padding or stand before padding, where columns do not map to "
                 "tokens of a row. Crop less, or start from a fresh cache"
@@ -162,7 +171,7 @@ class QAttnLayer(CacheLayerMixin):
         self._used = self._slots_used()
 
     def activate_past_recording(self) -> None:
-        """Announces roll-backs: the ring holds `crop_horizon` tokens more than are open (see `raise_horizon`)."""
+        """Called by assisted generation before roll-backs; nothing to do, the ring keeps `crop_horizon` tokens."""
 
     def offload(self) -> None:
         raise UnsupportedError("a packed cache does not offload yet; make it without offloading")
@@ -179,7 +188,7 @@ class QAttnLayer(CacheLayerMixin):
         Args:
             query: `[B, Hq, T, D]`. handle: from `update` of this layer.
             span: int32 `[B or 1, 2]`, first real new column and number of real ones.
-            scores: scale, softcap, window and learned sinks.
+            scores: softmax scale, soft cap and learned sinks.
 
         Returns:
             output `[B, Hq, T, Dv]`, zeros for padding, and fp32 log-sum-exp `[B, Hq, T]`.
@@ -223,7 +232,7 @@ class QAttnLayer(CacheLayerMixin):
             an upper bound of the slots that any row uses before them.
 
         Raises:
-            CapacityError: if the layer may not grow; nothing was written.
+            CapacityError: the capacity is fixed and too small; nothing was written.
         """
         used = self._used
         if used is None or self.replayed_by_others or used + tokens > self.capacity:
@@ -240,10 +249,10 @@ class QAttnLayer(CacheLayerMixin):
         return used
 
     def plan(self, tokens: int) -> None:
-        """Grow to `tokens` columns in all, which the caller knows to be the most: the capacity then stays fixed.
+        """Grow to `tokens` columns in total, the most that the caller will write, and fix the capacity there.
 
         Raises:
-            CapacityError: if the layer may not grow and they would not fit; nothing was changed.
+            CapacityError: the capacity was fixed before and is too small; nothing was changed.
         """
         used = self._used = self._slots_used()
         slack = max(0, used - int(self.state["seen"]))  # slots lost to short blocks
@@ -257,34 +266,34 @@ class QAttnLayer(CacheLayerMixin):
             )
 
     def raise_horizon(self, tokens: int) -> None:
-        """Let `crop` take back `tokens` tokens bit for bit from here on."""
+        """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` tokens bit for bit from here on."""
         self.take(changes.with_horizon(self, tokens))
 
     def count(self, tokens: int) -> None:
-        """Note on the host that `tokens` more columns are written; `reserve` made room for them."""
+        """Count on the host `tokens` more columns that were written, for which `reserve` made room."""
         assert self._used is not None
         self._used += tokens
         self.edits, self.torn = self.edits + 1, False
 
-    def take(self, moved: changes.Change | None) -> None:
-        """Become what a function of `changes` made; None: stay as it is."""
-        if moved is None:
+    def take(self, change: changes.Change | None) -> None:
+        """Apply a change of the module `changes`; None changes nothing. It cannot fail half way."""
+        if change is None:
             return
-        self.spec, self._text = moved.spec, moved.spec.encode()
-        if moved.geometry is not None:
-            self.geometry, self.blocks = moved.geometry, moved.geometry.blocks
-            self.state.update(moved.state)
+        self.spec, self._text = change.spec, change.spec.encode()
+        if change.geometry is not None:
+            self.geometry, self.blocks = change.geometry, change.geometry.blocks
+            self.state.update(change.state)
             self._fix_addresses()
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Around a change in place: one that never ends, as by an exception, leaves the layer torn."""
+        """Context of a change in place: where an exception ends it, the layer is marked as `torn`."""
         self.torn = True
         yield
         self.edits, self.torn = self.edits + 1, False
 
     def geometry_of(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Geometry:
-        """Sizes of a layer of this capacity that holds such keys and values."""
+        """Geometry of this layer for keys and values `[B, Hkv, T, D]`, at the present capacity."""
         batch, heads, _, k_dim = key_states.shape
         return Geometry(batch, heads, k_dim, value_states.shape[-1], self.blocks, key_states.dtype)
 
@@ -298,47 +307,47 @@ class QAttnLayer(CacheLayerMixin):
         return layer_tensors(self.geometry, self.spec)
 
     def _slots_used(self) -> int:
-        """Slots that the fullest row uses, short blocks' dead ones included; asks the device.
+        """Slots that the fullest row uses, those lost in short blocks included; waits for the device.
 
         Raises:
-            CapacityError: if steps that Python did not see ran past the capacity.
+            CapacityError: compiled steps ran past the capacity.
         """
         if not self.is_initialized:
             return 0
         s = self.state
         used = s["closed"] * self.spec.window.block + s["length"] - s["open_start"]
-        slots, lost = torch.stack([used.max(), s["overflow"].max()]).tolist()
-        if lost:
+        slots, overflow = torch.stack([used.max(), s["overflow"].max()]).tolist()
+        if overflow:
             raise CapacityError(
-                f"compiled steps ran past the {self.capacity} tokens that a row of the cache holds: {lost} are lost, "
+                f"steps ran past the {self.capacity} tokens that a row of the cache holds: {overflow} are lost, "
                 "and what was generated since is wrong. Start from a fresh cache with a larger max_cache_len"
             )
         return slots
 
     def _grow(self, blocks: int) -> None:
-        """Larger arenas with the old content; if memory runs out the layer is as it was."""
+        """Grow the arenas to `blocks`, with the old content; if memory runs out the layer is as it was."""
         if self.is_initialized and blocks != self.blocks:
             self.take(changes.with_blocks(self, blocks))
         self.blocks = blocks
 
     def _check_call(self, query: torch.Tensor, handle: Handle) -> None:
-        """Refuse a call of another batch, or of another model than the cache was made for."""
+        """Refuse a call whose batch, heads, dims or device are not the cache's."""
         geo, key, value = self.geometry, handle.key, handle.value
         if query.shape[0] != geo.batch:
             raise UnsupportedError(
                 f"the cache holds {geo.batch} rows and the call has {query.shape[0]}; "
                 "use a fresh cache, or batch_repeat_interleave / batch_select_indices"
             )
-        held, came = (geo.heads, geo.k_dim, geo.v_dim), (key.shape[1], key.shape[3], value.shape[3])
-        if held != came or key.device != self.device:
+        cached, new = (geo.heads, geo.k_dim, geo.v_dim), (key.shape[1], key.shape[3], value.shape[3])
+        if cached != new or key.device != self.device:
             raise UnsupportedError(
-                f"the cache holds {held[0]} KV heads of {held[1]} and {held[2]} channels on {self.device}, the model "
-                f"has {came[0]} of {came[1]} and {came[2]} on {key.device}: it was made for another model. "
+                f"the cache holds {cached[0]} KV heads of {cached[1]} and {cached[2]} channels on {self.device}, the "
+                f"model has {new[0]} of {new[1]} and {new[2]} on {key.device}: it was made for another model. "
                 "Pass QAttnCache.for_model(model), or none"
             )
 
     def _fix_addresses(self) -> None:
-        """Tell compiled steps that the state stays where it is, and captured ones that it was elsewhere."""
+        """Mark the tensors' addresses as static for compiled steps, and count the move for captured ones."""
         assert tuple(self.state) == state_names(self.spec)
         self.moves += 1
         if not torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Loading a model with its tokenizer, as commands and evaluations do; importing this module loads nothing large."""
+"""Load a model with its tokenizer, for commands and evaluations. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Loaded(NamedTuple):
-    """A model in eval mode on its device, with its tokenizer; `name` is how it was asked for."""
+    """A model in eval mode on its device, with its tokenizer; `name` as the user gave it."""
 
     name: str
     model: Any
@@ -16,12 +16,12 @@ class Loaded(NamedTuple):
 
 
 def load(name: str | None, device: str | None = None, dtype: str = "auto") -> Loaded:
-    """The model and its tokenizer, by default in the model's own precision; says on stderr what is being loaded, with
-    transformers' own bars.
+    """Load a model and its tokenizer, with progress on stderr.
 
     Args:
         name: folder or hub name of a causal LM; None is the embedded demo model.
-        device: by default a GPU if there is one.
+        device: default: a GPU if there is one, else the CPU.
+        dtype: name of a torch dtype, such as `float32`; `auto` is the checkpoint's.
 
     Raises:
         FileNotFoundError: `name` is a path that does not exist.
@@ -46,7 +46,7 @@ def load(name: str | None, device: str | None = None, dtype: str = "auto") -> Lo
 
 
 def model_source(name: str | None) -> str:
-    """What transformers' `from_pretrained` takes for a folder or hub name; None is the embedded demo model.
+    """Folder or hub name for `from_pretrained`, with `~` expanded; None is the embedded demo model.
 
     Raises:
         FileNotFoundError: `name` is a path that does not exist.
@@ -62,6 +62,6 @@ def model_source(name: str | None) -> str:
 
 
 def short_name(name: str) -> str:
-    """A hub name as it is, a folder without the way to it: what stands beside figures."""
+    """Name of a model for tables: a hub name as it is, of a folder the last part of its path."""
     path = Path(name).expanduser()
     return path.resolve().name if path.is_dir() else name

@@ -1,4 +1,4 @@
-"""Words, values and sizes as messages and tables show them; importing this module loads nothing large."""
+"""Values and sizes as messages and tables show them. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LONGEST_INTEGER = 128  # bits; Python writes no integer of more than 4,300 digit
 
 
 class _Short(reprlib.Repr):
-    """`repr` that goes no deeper and no further than a message shows, whatever the value is."""
+    """`repr` limited in depth and length, whatever the value is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ _short = _Short()
 
 
 def cut(text: str, longest: int) -> str:
-    """`text`, or its beginning and end with `...` between them, `longest` characters together."""
+    """Shorten `text` to at most `longest` characters, with `...` in its middle."""
     if len(text) <= longest:
         return text
     head = 2 * (longest - 3) // 3
@@ -32,17 +32,17 @@ def cut(text: str, longest: int) -> str:
 
 
 def shown(value: Any, longest: int = 100) -> str:
-    """`repr` of a value, in one line."""
+    """`repr` of a value in one line of at most `longest` characters."""
     return cut(" ".join(_short.repr(value).split()), longest)
 
 
 def named(value: Any, longest: int = 100) -> str:
-    """A text without quotes where it is short and printable; else as `shown`, which escapes what is not."""
+    """A text without quotes if it is short and printable; else its `repr`, as `shown` has it."""
     return value if isinstance(value, str) and value.isprintable() and len(value) <= longest else shown(value, longest)
 
 
 def size(n_bytes: float) -> str:
-    """`1536` -> `1.5 KiB`."""
+    """Bytes with a unit: `1536` -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB"):
         if n_bytes < 1024:
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"

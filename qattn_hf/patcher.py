@@ -14,10 +14,11 @@ from qattn_hf import _compat, hooks
 from qattn_hf.cuda_graph.capture import resolve_decode
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
+from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.stock_cache import STEPS
 from qattn_hf.supported_models import check_model, check_parts, check_selected
-from qattn_hf.tensor_parallel import share_of
+from qattn_hf.tensor_parallel import shard_of
 from qattn_hf.window import narrowest
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -27,39 +28,41 @@ Selected = list[tuple[PretrainedConfig, str | None]]
 def patch(
     model: Model, method: str | None = None, *, recipe: str | Path | Recipe | None = None, **settings: Any
 ) -> Model:
-    """Let a model generate with a packed KV cache, or with this package's attention over transformers' own caches.
+    """Patch a model in place: it then generates, scores and chats with a packed KV cache.
 
-    Touches this instance only; importing the package changes nothing, and a model built from the same config object
-    stays as it is. A second patch replaces the first.
+    With `sage2` and `cache="model"` it keeps transformers' own caches and replaces the attention of long calls.
+    Only this instance is changed, not its class, nor other models built from the same config. A second patch replaces
+    the first; `unpatch` restores the model.
 
     Args:
-        model: a decoder of transformers, on the device where it will run, in eval mode when it runs.
+        model: a decoder of transformers, on the device where it will run. It must be in eval mode when it runs.
         method: a method's name (`list_methods()`) or a recipe's, with settings or without: `turbo_sink`, `turbo:bits=2`
             (see `qattn_hf.spelling`).
         recipe: a YAML file, the name of a recipe of this package, a folder or a hub repository with `qattn.yaml`, or a
             `Recipe`. With neither method nor recipe: `qattn.yaml` in the folder that the model was loaded from, as
             `save_pretrained` of a patched model writes it; else `turbo`.
-        settings: settings of the method, by the YAML's names, and `layers`, what some layers have in their place (see
-            `qattn_hf.recipe`); they win over the recipe's. `family=False`: the method's defaults as they are, not those
-            that the model's family has for it.
+        settings: settings of the method, by the names of the recipe's YAML keys; they win over the recipe's. Also
+            `layers`, other settings for some layers (see `qattn_hf.recipe`), and `family=False`, the method's own
+            defaults in place of those for the model's family.
 
     Returns:
         the same object.
 
     Raises:
-        RecipeError: a recipe or setting that cannot be. UnsupportedError: a model that cannot be served, with the
-        reason and what to do instead. In both cases the model is as it was.
+        RecipeError: an unknown method, recipe or setting, or an invalid value.
+        UnsupportedError: a model that is not supported, with the reason and what to do instead.
+            After either error the model is as it was.
     """
     check_model(model)
     _compat.warn_if_untested()
-    chosen = find_recipe(method, recipe, settings, beside=model.config.name_or_path).for_model(model.config)
+    chosen = find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
     device_type = device_of(model).type
-    specs = chosen.layer_specs(model.config, device_type, share_of(model))
+    specs = chosen.layer_specs(model.config, device_type, shard_of(model))
     decode = resolve_decode(model, chosen.settings.decode) if chosen.settings.packs() else ("stock", STEPS)
     if hasattr(model, "_qattn"):
         unpatch(model)
     window = narrowest(model.config.get_text_config(decoder=True))
-    patched = hooks.Patched(chosen, specs, device_type, [], *decode, window)
+    patched = Patched(chosen, specs, device_type, [], *decode, window)
     _own_config(model)
     before = patched.attn_implementations = _selected(model)
     name = patched.register()
@@ -74,10 +77,19 @@ def patch(
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch`: the model computes bit for bit what it did before; its config stays an object of its own.
+    """Undo `patch`: the model computes bit for bit what it did before.
+
+    Its configs stay copies of their own, which no other model shares.
+
+    Args:
+        model: a patched model.
+
+    Returns:
+        the same object.
 
     Raises:
-        QAttnError: if the model is not patched, or is only part of the model that is.
+        QAttnError: the model is not patched.
+        UnsupportedError: it is only a part of the model that was patched.
     """
     release(model)
     before = model._qattn.attn_implementations
@@ -87,25 +99,32 @@ def unpatch(model: Model) -> Model:
 
 
 def release(model: PreTrainedModel) -> None:
-    """Give back the memory that a patched model keeps for its next call: its last cache, unless you hold it too, the
-    memory of earlier ones, and captured decode steps. The next call makes them anew.
+    """Free the memory that a patched model keeps for its next call; the model stays patched.
+
+    That is its last cache (unless you hold a reference to it), memory of earlier caches, and captured decode steps. The
+    next call allocates and captures again.
+
+    Args:
+        model: a patched model.
 
     Raises:
-        QAttnError: if the model is not patched, or is only part of the model that is.
+        QAttnError: the model is not patched.
+        UnsupportedError: it is only a part of the model that was patched.
     """
     if isinstance(model, PreTrainedModel):
         check_parts(model)
     if not hasattr(model, "_qattn"):
         raise QAttnError("this model is not patched")
-    hooks.patch_of(model).release()
+    patch_of(model).release()
 
 
 @contextmanager
 def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let an unpatched model attend by a function registered with transformers as `name`, and put its own back.
+    """Context in which an unpatched model uses the attention registered with transformers as `name`.
 
     Raises:
-        UnsupportedError: a model whose attention cannot be reached. QAttnError: if it is patched.
+        UnsupportedError: a model whose attention cannot be replaced.
+        QAttnError: the model is patched.
     """
     check_model(model)
     if hasattr(model, "_qattn"):
@@ -121,13 +140,13 @@ def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Every config object of a model and its modules, sub-configs included: they need not hang together.
+    """Every config object of a model and its modules, sub-configs included.
 
-    A decoder that was patched by itself once has a config of its own, which the model around it does not know.
+    A decoder that was once patched by itself has a config that the whole model's config does not contain.
     """
-    own = (vars(module).get("config") for module in model.modules())
-    found = [c for config in own if isinstance(config, PretrainedConfig) for c in _with_subs(config)]
-    return list({id(config): config for config in found}.values())
+    of_modules = (vars(module).get("config") for module in model.modules())
+    configs = [c for config in of_modules if isinstance(config, PretrainedConfig) for c in _with_subs(config)]
+    return list({id(config): config for config in configs}.values())
 
 
 def _with_subs(config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -136,7 +155,7 @@ def _with_subs(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 
 def _own_config(model: PreTrainedModel) -> None:
-    """Give the model copies of its configs: two models built from one config object share it."""
+    """Replace the model's configs by copies, since two models built from one config object share it."""
     old = _configs(model)
     new = dict(zip(map(id, old), copy.deepcopy(old), strict=True))
     for module in model.modules():

@@ -8,18 +8,17 @@ A recipe may choose otherwise for some layers, under the key `layers`:
       0-1,7: {v_bits: 4}
       2: {method: kivi, bits: 4}
 
-A choice of the same method stands on the recipe's settings, one of another method on that method's defaults and on
-those of the recipe's settings that every method has. What layers must agree in
-(`recipe_settings.SHARED`) stands in the recipe alone; everything else is each layer's own: format, window, sinks,
-arithmetic. Lists of heads are of the whole model here too.
+An entry of `layers` inherits the recipe's settings. With another method it inherits those that every method has, and
+that method's defaults for the rest. Settings that all layers must share (`recipe_settings.SHARED`: `decode`, `impl`,
+`crop_horizon`) belong to the recipe itself. Lists of heads, such as `k_low_heads`, are always lists for all layers.
 
-Settings stand on others in three places: a family's below the recipe's, the recipe's below keywords of `patch`, and all
-of them below a layer's. What stands above wins, and a setting for all (`bits`) also wins over what stands below it for
-a part (`k_bits`): `Method.left_of`. A layer's choice stays whatever keywords say; `layers={}` leaves all of them out.
+Precedence, lowest first: the method's defaults, those of the model's family, the recipe, keywords of `patch`, an entry
+of `layers`. The higher one wins, also where it sets both sides (`bits`) and the lower one only one (`k_bits`):
+`Method.not_overridden`. Keywords do not change entries of `layers`; `layers={}` removes them all.
 
-A method's defaults, which `patch` takes where no recipe is named, are those that the model's family has for this method
-(`qattn_hf.families`). Settings that were given win over them, and `family: false` leaves them out. In a recipe that was
-named nothing but its own settings holds, unless it says `family: true`. A layer's other method has its own defaults.
+The defaults of a model's family (`qattn_hf.families`) apply where no recipe is named; `family: false` leaves them out.
+A recipe that is named uses its own settings alone, unless it says `family: true`. Another method in `layers` has no
+family defaults.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from transformers import PretrainedConfig
 
 from qattn_hf import recipe_files
 from qattn_hf.errors import RecipeError, UnsupportedError
-from qattn_hf.families import Chosen, find_family
+from qattn_hf.families import FamilyDefaults, find_family
 from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, list_methods
 from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
 from qattn_hf.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices, unknown
 from qattn_hf.spelling import split_method, split_methods
-from qattn_hf.tensor_parallel import ALL, Share, own_part
+from qattn_hf.tensor_parallel import ALL, Shard, shard_spec
 from qattn_hf.yaml_reader import read_yaml
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import no_triton, unsupported
@@ -52,18 +51,21 @@ DEFAULT_METHOD = "turbo"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method with its settings, where they come from, and the layers that have others.
+    """A method with its settings, checked. `load_recipe` reads one; `patch` and every command take one.
 
     Attributes:
-        by_family: whether what was not given is still to be what a model's family has; see the module.
-        family: what the model's family gave, once `for_model` found it, less what was set in its place.
+        settings: the method's class with the values of its settings.
+        origin: where they come from, for messages and reports: a file, or the defaults of a method.
+        choices: the layers that have other settings.
+        by_family: whether `for_model` adds the defaults of the model's family.
+        family: the family's defaults that are in use, once `for_model` added them; else None.
     """
 
     settings: Method
     origin: str
     choices: tuple[LayerChoice, ...] = ()
     by_family: bool = False
-    family: Chosen | None = None
+    family: FamilyDefaults | None = None
 
     @property
     def method(self) -> str:
@@ -71,49 +73,55 @@ class Recipe:
         return self.settings.name()
 
     def given(self) -> dict[str, Any]:
-        """What was set, as keywords of `patch`."""
+        """The settings that were given explicitly, `layers` included, as keywords of `patch`."""
         layers = {choice.where: choice.given for choice in self.choices}
         return {**self.settings.model_dump(exclude_unset=True), **({"layers": layers} if layers else {})}
 
     def from_family(self) -> dict[str, Any]:
-        """Those of the settings in use that the model's family gave."""
+        """The settings in use that come from the model's family; empty without."""
         return {} if self.family is None else self.family.section.settings
 
     def settings_of(self, layer: int) -> Method:
-        """The settings that hold in a layer."""
+        """The settings of one layer, by its index."""
         return next((choice.settings for choice in self.choices if layer in choice.layers), self.settings)
 
     def for_model(self, config: PretrainedConfig) -> Recipe:
-        """This recipe with the defaults that the model's family has for its method, if it takes them.
+        """This recipe with the defaults that the model's family has for its method, if `by_family`.
+
+        Args:
+            config: the model's config, whose text config names the `model_type`.
 
         Raises:
-            RecipeError: if they clash with what was given; the message says how to leave them out.
+            RecipeError: they contradict a setting that was given; the message says how to leave them out.
         """
-        found = find_family(config.get_text_config(decoder=True).model_type, self.method) if self.by_family else None
-        if found is None:
+        defaults = find_family(config.get_text_config(decoder=True).model_type, self.method) if self.by_family else None
+        if defaults is None:
             return self
-        found = found.below(type(self.settings), self.given())
-        origin = f"{self.origin} for {found}"
+        defaults = defaults.below(type(self.settings), self.given())
+        origin = f"{self.origin} for {defaults}"
         try:
-            made = _build(self.method, {**found.section.settings, **self.given()}, origin)
+            recipe = _build(self.method, {**defaults.section.settings, **self.given()}, origin)
         except RecipeError as error:
-            ours = ", ".join(f"{k}={v!r}" for k, v in found.section.settings.items())
-            raise RecipeError(f"{error} ({ours} is the family's: give it yourself, or family=False)") from None
-        return dataclasses.replace(made, by_family=False, family=found)
+            settings = ", ".join(f"{k}={v!r}" for k, v in defaults.section.settings.items())
+            raise RecipeError(f"{error} ({settings} is the family's: give it yourself, or family=False)") from None
+        return dataclasses.replace(recipe, by_family=False, family=defaults)
 
     def as_yaml(self) -> str:
-        """The text of a file that `load_recipe` reads back to the same recipe."""
-        said = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
-        return yaml.safe_dump(said, sort_keys=False, default_flow_style=None)
+        """YAML text from which `load_recipe` reads the same recipe again."""
+        content = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
+        return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
 
-    def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu", share: Share = ALL) -> list[LayerSpec]:
-        """What each layer of a model with this config formats, and who computes it on this type of device.
+    def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu", shard: Shard = ALL) -> list[LayerSpec]:
+        """One `LayerSpec` for each layer of a model: formats, window, arithmetic, and kernels or reference.
 
-        Of a model that is split over processes, the part of this one.
+        Args:
+            config: the model's config.
+            device_type: `cuda` or `cpu`, where it will run.
+            shard: the KV heads of this process, for a model split by tensor parallelism.
 
         Raises:
-            RecipeError: if a setting does not fit the model, as a list of heads of another length, or Triton kernels
-                where they cannot run.
+            RecipeError: a setting that does not fit the model, such as a list of heads of another length, or
+                `impl="triton"` where no kernel can run.
         """
         text = config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -126,7 +134,7 @@ class Recipe:
         try:
             for i in range(layers):
                 spec = self.settings_of(i).layer_spec(i, layers, heads)
-                spec = own_part(spec, heads, share)
+                spec = shard_spec(spec, heads, shard)
                 reason = no_triton(device_type) or unsupported(spec, heads, text.num_attention_heads, dim, dim)
                 specs.append(dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason)))
         except ValueError as error:
@@ -135,17 +143,21 @@ class Recipe:
 
 
 def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
-    """Read a YAML recipe and check it.
+    """Read a recipe from a YAML file and check it.
 
     Args:
-        source: path of a YAML file, the name of one of the recipes of this package (`turbo`), a folder that holds a
-            `qattn.yaml`, or a repository of the hub that does (`org/repo`); settings may follow a colon, as in
+        source: path of a YAML file, the name of a recipe that comes with the package (`turbo_sink`), a folder with a
+            `qattn.yaml`, or a hub repository that has one (`org/repo`). Settings may follow a colon, as in
             `turbo_sink:bits=2` (see `qattn_hf.spelling`).
-        overrides: settings that win over the file's, by the YAML's names, and `family`; see the module.
+        overrides: settings that win over the file's, by the names of the YAML keys; also `layers` and `family` (see
+            `qattn_hf.recipe`).
+
+    Returns:
+        a `Recipe`, for `patch(model, recipe=...)`.
 
     Raises:
         RecipeError: no such file, or the hub cannot be reached; an unknown key; a wrong type or value; settings that
-            exclude one another. The message names the key, the file and what is allowed.
+            contradict one another. The message names the key, the file and what is allowed.
     """
     if not isinstance(source, (str, Path)):
         raise RecipeError(f"recipe = {shown(source)}: give the path of a YAML file, a folder, or a name")
@@ -154,38 +166,38 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
         overrides = _given_once(inline, overrides)
     path = recipe_file(source)
     where = named(str(path), 300)
-    read = read_yaml(path)
-    if not isinstance(read, dict) or not isinstance(read.get("method"), str):
+    content = read_yaml(path)
+    if not isinstance(content, dict) or not isinstance(content.get("method"), str):
         raise RecipeError(f"{where} must be a mapping with the key `method`, one of {', '.join(list_methods())}")
-    if other := [key for key in read if not isinstance(key, str)]:
+    if other := [key for key in content if not isinstance(key, str)]:
         raise RecipeError(f"{where}: keys are names, not {shown(other[0])}")
-    name = read.pop("method")
-    left = find_method(name, where).left_of(read, overrides)
-    return _build(name, {"family": False, **left, **overrides}, where + _suffix(overrides))
+    name = content.pop("method")
+    settings = find_method(name, where).not_overridden(content, overrides)
+    return _build(name, {"family": False, **settings, **overrides}, where + _suffix(overrides))
 
 
 def find_recipe(
-    method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any], beside: str | None = None
+    method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any], checkpoint: str | None = None
 ) -> Recipe:
-    """The recipe that was asked for, checked: what `patch` and every command call.
+    """The recipe for the arguments of `patch` or the options of a command, checked.
 
     Args:
-        method: a method with settings as `qattn_hf.spelling` has it; its name may be a recipe's, or a YAML file. None:
-            the recipe's method, or `turbo`.
-        recipe: a name or file as `load_recipe` takes it, or a `Recipe`.
-        settings: on top of both.
-        beside: the folder that a model was loaded from, whose recipe is taken where none is asked for.
+        method: a method's or recipe's name or a YAML file, with settings or without (`turbo:bits=2`, see
+            `qattn_hf.spelling`). None: the recipe's method, or `turbo`.
+        recipe: a name, file, folder or repository as `load_recipe` takes it, or a `Recipe`.
+        settings: settings that win over both.
+        checkpoint: folder that the model was loaded from; its `qattn.yaml` is used without method and recipe.
 
     Raises:
-        RecipeError: no such method or recipe, with the nearest name and those there are; a setting that cannot be; a
-            setting given twice; a method that is not the recipe's.
+        RecipeError: an unknown method or recipe, with the nearest name; an invalid setting; a setting given twice; a
+            method that is not the recipe's.
     """
     name = method
     if isinstance(method, str):
         name, inline = split_method(method)
         settings = _given_once(inline, settings)
     if name is None and recipe is None:
-        recipe = recipe_files.beside(beside)
+        recipe = recipe_files.checkpoint_recipe(checkpoint)
     if recipe is None:
         return _by_name(DEFAULT_METHOD if name is None else name, settings)
     if isinstance(recipe, Recipe):
@@ -200,10 +212,14 @@ def find_recipe(
 
 
 def find_recipes(texts: Iterable[str]) -> dict[str, Recipe]:
-    """Recipes that pack, by how they were spelled: a text is a method with settings, or several with commas between.
+    """Several recipes by their spelling, for comparisons.
+
+    Args:
+        texts: each a method with settings (`turbo:bits=2`), or several of them with commas between.
 
     Raises:
-        RecipeError: as `find_recipe`. UnsupportedError: a recipe that packs nothing.
+        RecipeError: an unknown method, recipe or setting, or an invalid value.
+        UnsupportedError: a recipe that packs nothing (`cache="model"`).
     """
     recipes = {text: find_recipe(text, None, {}) for text in split_methods(texts)}
     for recipe in recipes.values():
@@ -212,7 +228,7 @@ def find_recipes(texts: Iterable[str]) -> dict[str, Recipe]:
 
 
 def _by_name(name: Any, settings: dict[str, Any]) -> Recipe:
-    """The defaults of the method of this name, or else the recipe."""
+    """The defaults of the method of this name, or, if there is none, the recipe of this name."""
     if not isinstance(name, str) or name in list_methods():
         return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
     if name not in list_recipes() and Path(name).suffix not in YAML and not os.path.isdir(name) and not is_of_hub(name):
@@ -222,24 +238,24 @@ def _by_name(name: Any, settings: dict[str, Any]) -> Recipe:
 
 
 def _changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
-    """A recipe with other settings on top."""
+    """A recipe with `settings` that win over its own."""
     if not settings:
         return recipe
     kind = type(recipe.settings)
-    given = {"family": recipe.by_family, **kind.left_of(recipe.given(), settings), **settings}
-    made = _build(recipe.method, given, recipe.origin + _suffix(settings))
-    return dataclasses.replace(made, family=recipe.family and recipe.family.below(kind, settings))
+    given = {"family": recipe.by_family, **kind.not_overridden(recipe.given(), settings), **settings}
+    changed = _build(recipe.method, given, recipe.origin + _suffix(settings))
+    return dataclasses.replace(changed, family=recipe.family and recipe.family.below(kind, settings))
 
 
 def _given_once(inline: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings behind a method's colon together with those given beside it."""
+    """Settings written behind a method's colon, and those given as keywords; refuse one that is given twice."""
     if twice := [key for key in inline if key in settings]:
         raise RecipeError(f"{named(twice[0])} is given twice, behind the method's name and beside it; keep one of them")
     return {**inline, **settings}
 
 
 def check_packs(recipe: Recipe) -> None:
-    """Refuse a recipe that leaves keys and values to transformers' own caches.
+    """Refuse a recipe that packs nothing, but leaves keys and values to transformers' own caches.
 
     Raises:
         UnsupportedError: with what to do instead.
@@ -252,11 +268,11 @@ def check_packs(recipe: Recipe) -> None:
 
 
 def _suffix(overrides: dict[str, Any]) -> str:
-    """How the overrides read in an origin, those of layers without their settings."""
-    said = [f"{named(k)}={shown(v)}" for k, v in overrides.items() if k != "layers"]
+    """Overrides as text for an origin; of `layers` only which layers."""
+    parts = [f"{named(k)}={shown(v)}" for k, v in overrides.items() if k != "layers"]
     if isinstance(layers := overrides.get("layers"), dict):
-        said.append(f"others in layers {', '.join(map(named, layers))}")
-    return cut(" with " + ", ".join(said), 400) if said else ""
+        parts.append(f"others in layers {', '.join(map(named, layers))}")
+    return cut(" with " + ", ".join(parts), 400) if parts else ""
 
 
 def _build(name: str, settings: dict[str, Any], origin: str) -> Recipe:

@@ -1,4 +1,4 @@
-"""Where recipes lie: in this package, in a file, beside a checkpoint's weights, in a repository of the hub."""
+"""Find recipe files: in this package, on disk, in a checkpoint's folder, in a hub repository."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from qattn_hf.errors import RecipeError
 from qattn_hf.messages import named
 from qattn_hf.recipe_settings import unknown
 
-BESIDE = "qattn.yaml"  # the name of a recipe in a checkpoint's folder and in a repository
+RECIPE_FILE = "qattn.yaml"  # the name of a recipe in a checkpoint's folder and in a repository
 YAML = (".yaml", ".yml")
-OF_HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}")
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}")
 log = logging.getLogger(__name__)
 
 
@@ -24,39 +24,42 @@ def list_recipes() -> list[str]:
 
 
 def recipe_file(source: str | Path) -> Path:
-    """The file of a recipe: of a name, a file, a folder or a repository of the hub, which is downloaded.
+    """Path of a recipe's YAML file. That of a hub repository is downloaded.
+
+    Args:
+        source: a recipe's name, a YAML file, a folder with `qattn.yaml`, or a hub repository (`org/repo`).
 
     Raises:
-        RecipeError: there is none; the message says what is there.
+        RecipeError: there is no such recipe; the message lists those of the package.
     """
     path = Path(source)
     if path.suffix in YAML:
-        return _there(path)
+        return _existing(path)
     if str(source) in list_recipes():
         return configs_dir() / f"{source}.yaml"
     if os.path.isdir(path):
-        return _there(path / BESIDE)
+        return _existing(path / RECIPE_FILE)
     if isinstance(source, str) and is_of_hub(source):
         return _downloaded(source)
     names = unknown("recipe", [str(source)], list_recipes())
-    raise RecipeError(f"{names}, or a file that ends in .yaml, a folder with {BESIDE}, or a repository of the hub")
+    raise RecipeError(f"{names}, or a file that ends in .yaml, a folder with {RECIPE_FILE}, or a repository of the hub")
 
 
 def is_of_hub(name: str) -> bool:
-    """Whether a name is `org/repo`, and nothing here."""
-    return OF_HUB.fullmatch(name) is not None and Path(name).suffix not in YAML and not os.path.exists(name)
+    """Whether a name looks like a hub repository, `org/repo`, and is no local path."""
+    return HUB_NAME.fullmatch(name) is not None and Path(name).suffix not in YAML and not os.path.exists(name)
 
 
-def beside(checkpoint: str | None) -> Path | None:
-    """The recipe in the folder that a model was loaded from, if there is one, which is then said in the log."""
-    path = Path(checkpoint or "") / BESIDE
+def checkpoint_recipe(checkpoint: str | None) -> Path | None:
+    """The `qattn.yaml` in the folder that a model was loaded from, with a line in the log; None if there is none."""
+    path = Path(checkpoint or "") / RECIPE_FILE
     if not checkpoint or not os.path.isfile(path):
         return None
     log.warning("the recipe beside the weights is used: %s; name a method or a recipe for another one", path)
     return path
 
 
-def _there(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     if not os.path.isfile(path):
         what = ", which is a directory" if os.path.isdir(path) else ""
         raise RecipeError(
@@ -66,17 +69,17 @@ def _there(path: Path) -> Path:
 
 
 def _downloaded(repository: str) -> Path:
-    """`qattn.yaml` of a repository, from the hub or its local cache."""
+    """Path of a repository's `qattn.yaml`, from the hub or its local cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(repository, BESIDE))
+        return Path(hf_hub_download(repository, RECIPE_FILE))
     except LocalEntryNotFoundError:
         raise RecipeError(
-            f"recipe {repository}: the hub cannot be reached, and its {BESIDE} is not in the local cache; give a file "
-            "or a folder, or connect once"
+            f"recipe {repository}: the hub cannot be reached, and its {RECIPE_FILE} is not in the local cache; give a "
+            "file or a folder, or connect once"
         ) from None
-    except (EntryNotFoundError, OSError, ValueError) as error:  # none there, no access, a name that none can have
-        said = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
-        raise RecipeError(f"recipe {repository}: the hub gives no {BESIDE}: {named(said, 300)}") from None
+    except (EntryNotFoundError, OSError, ValueError) as error:  # no such file, no access, an invalid name
+        reason = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+        raise RecipeError(f"recipe {repository}: the hub gives no {RECIPE_FILE}: {named(reason, 300)}") from None

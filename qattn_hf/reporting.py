@@ -1,4 +1,4 @@
-"""What is really packed: read from the tensors of a cache, never from what a recipe promises."""
+"""Reports of what a cache holds, counted from its tensors and not from its recipe."""
 
 from __future__ import annotations
 
@@ -25,26 +25,30 @@ from qattn_kernels.reference.rows import bits_to_bool
 
 
 def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
-    """What a cache holds, or the last cache of a patched model; a model that has not run reports no layers.
+    """Report what a packed cache holds: tokens, bytes, bits, kernels, layer by layer; `print` it or take `to_dict()`.
+
+    Args:
+        model_or_cache: a `QAttnCache`, or a patched model, of whose last cache the report is. Before the model's first
+            call the report has no layers.
 
     Raises:
-        QAttnError: for a model that is not patched, or another kind of cache.
+        QAttnError: a model that is not patched, or another kind of cache.
     """
     if isinstance(model_or_cache, QAttnCache):
         cache = model_or_cache
         rows = [_layer_row(i, layer, cache.recipe.settings_of(i).name()) for i, layer in enumerate(cache.layers)]
         specs = [layer.spec for layer in cache.layers]
-        return Report(cache.recipe, _who(specs), cache.decode, cache.decode_reason, rows)
+        return Report(cache.recipe, _impl(specs), cache.decode, cache.decode_reason, rows)
     patched = getattr(model_or_cache, "_qattn", None)
     if patched is None:
         raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
     if patched.last.cache is not None:
         return report(patched.last.cache)
-    return Report(patched.recipe, _who(patched.specs), patched.decode, patched.decode_reason, [])
+    return Report(patched.recipe, _impl(patched.specs), patched.decode, patched.decode_reason, [])
 
 
-def _who(specs: list[LayerSpec]) -> str:
-    """`triton`, `reference`, or both where layers differ."""
+def _impl(specs: list[LayerSpec]) -> str:
+    """What computes the layers: `triton`, `reference`, or both where layers differ."""
     return " and ".join(sorted({spec.impl for spec in specs}))
 
 
@@ -89,7 +93,7 @@ def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
 
 
 def _skipped(layer: QAttnLayer) -> dict[str, float]:
-    """What sparse V did in all decodes since the layer was empty; nothing where it is off."""
+    """Figures of sparse V over all decode steps since the layer was empty; none where it is off."""
     if layer.spec.sparsity.tau == 0:
         return {}
     skip_counts = skip_counts_of(layer.state)
@@ -101,25 +105,25 @@ def _skipped(layer: QAttnLayer) -> dict[str, float]:
 
 
 def _in_pool(layer: QAttnLayer) -> torch.Tensor:
-    """Which entries of the table of sinks stand for a token that is out of the codes: bool `[B, H, entries]`."""
+    """Entries of the sink table whose token is kept out of the packed blocks: bool `[B, H, entries]`."""
     return (layer.state["sink.born"] > 0) & (layer.state["sink.written"] == 0)
 
 
 def _sinks(layer: QAttnLayer) -> int:
-    """Tokens that the sink pool keeps out of the codes, of all rows and heads."""
+    """Number of tokens that the sink pool keeps out of the packed blocks, over all rows and heads."""
     return int(_in_pool(layer).sum()) if layer.spec.sink_pool.num else 0
 
 
 def _nonfinite(layer: QAttnLayer) -> int:
-    """Tokens of all rows that are masked in some KV head, because their key or value there is not finite."""
+    """Number of tokens, over all rows, whose key or value is not finite in some KV head; they are masked there."""
     masked = bits_to_bool(layer.state["dropped"]).flatten(2)
-    if layer.spec.sink_pool.num:  # its tokens are masked too, where they stand in the blocks
+    if layer.spec.sink_pool.num:  # sinks in the pool are masked in the blocks too
         masked = masked & ~at_slots(_in_pool(layer), layer.state["sink.slot"], masked.shape[2])
     return int(masked.any(1).sum())
 
 
 def _why_reference(layer: QAttnLayer) -> str | None:
-    """Why the reference computes a layer that is on a GPU, where one expects kernels."""
+    """Why the reference computes a layer on a GPU; None where kernels do, and on a CPU."""
     geo = layer.geometry
     if layer.spec.impl != "reference" or layer.device.type != "cuda":
         return None
@@ -128,18 +132,18 @@ def _why_reference(layer: QAttnLayer) -> str | None:
 
 
 def _block_bits(layer: QAttnLayer, values: int) -> float | None:
-    """Bits a value of the closed blocks, everything counted that grows with them; None while none is closed."""
+    """Bits of a value in closed blocks, all tensors counted that grow with blocks; None before a block closes."""
     state, block = layer.state, layer.spec.window.block
     blocks, tokens = int((state["block_len"] > 0).sum()), int(state["block_len"].sum())
     if tokens == 0:
         return None
-    grows = [state[name] for name, spec in layer.tensor_specs().items() if spec.block_dim is not None]
-    slot = sum(t.nbytes for t in grows) / (layer.geometry.batch * layer.blocks * block)
+    block_tensors = [state[name] for name, spec in layer.tensor_specs().items() if spec.block_dim is not None]
+    slot = sum(t.nbytes for t in block_tensors) / (layer.geometry.batch * layer.blocks * block)
     return 8 * slot * block * blocks / (tokens * values)
 
 
 def _bits(layer: QAttnLayer, side: str) -> list[list[int]]:
-    """Code bits of each head for each row; one list if all rows agree."""
+    """Bits of a code for each head, a list for each row; one list if all rows are equal."""
     fmt = layer.spec.k if side == "k" else layer.spec.v
     rows = fmt.bits_per_head(side_of(layer.state, side), layer.geometry.heads)
     return rows[:1] if all(r == rows[0] for r in rows) else rows
@@ -147,7 +151,14 @@ def _bits(layer: QAttnLayer, side: str) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Report:
-    """`str()` is a table for people, `to_dict()` data for programs."""
+    """What a cache holds, as `report` counts it: `str()` is a table for people, `to_dict()` data for programs.
+
+    Attributes:
+        recipe: the cache's recipe.
+        impl: what computes its layers, `triton`, `reference`, or both.
+        decode, decode_reason: how decode steps ran, and why not otherwise; see `to_dict`.
+        layers: one row a layer.
+    """
 
     recipe: Recipe
     impl: str
@@ -156,18 +167,24 @@ class Report:
     layers: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Totals and layers. `recipe_layers`: what the recipe chooses otherwise for some of them. `recipe_family`: what
-        the model's family gave in place of the method's defaults, why, and what measured it; None: it says nothing.
+        """The report as plain data, which JSON can hold.
 
-        `packed_tokens`, `open_tokens`: tokens of all rows, packed in the layer that packed least, and the rest of them.
-        `kv_bytes`: all state tensors, spare capacity and ring included; `kv_bytes_full_precision`: the same tokens in
-        the model's precision. `effective_bits`: a value of the closed blocks, mean over layers; `effective_bits_total`:
-        `kv_bytes` over all values. `impl`: who computes. `decode`: the path that the cache's last `generate` took, or
-        the one it would take before any cache was made; `decode_reason`: why it is not the one to expect, or None.
-        Over transformers' own caches `decode` is `stock`, bytes and tokens are 0 and `layers` empty: nothing is packed.
-        Sparse V, over all decodes and None where it is off: `skip_rate` values that were not read, of those that
-        queries saw, and `dropped_mass` what they weighed, of a query's weights, both mean over layers; `dropped_worst`:
-        of any query.
+        - `method`, `recipe`, `recipe_origin`: name and all settings of the method, and where they come from.
+        - `recipe_layers`: layers with other settings. `recipe_family`: settings from the model's family with their
+          reason, or None.
+        - `impl`: what computes, `triton`, `reference`, or both.
+        - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or would run them if
+          there was none. `decode_reason`: why not as a graph, or None. Over transformers' own caches `decode` is
+          `stock`, bytes and tokens are 0 and `layers` is empty.
+        - `packed_tokens`, `open_tokens`: tokens of all rows, quantized or still open, in the layer that packed least.
+        - `kv_bytes`: bytes of all tensors, spare capacity and ring included. `kv_bytes_full_precision`: the same tokens
+          in the model's precision.
+        - `effective_bits`: bits of a value in closed blocks, mean over layers. `effective_bits_total`: `kv_bytes` in
+          bits over all cached values.
+        - `skip_rate`, `dropped_mass`: of sparse V, over all decode steps and as a mean over layers: the share of
+          visible values that were not read, and the share of a query's attention weights that they had.
+          `dropped_worst`: the largest such share of any query. None where sparse V is off.
+        - `layers`: one row a layer, with these figures and the formats of keys and values.
         """
         settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
@@ -192,9 +209,9 @@ class Report:
         }
 
     def _mean(self, key: str) -> float | None:
-        """Of the layers that have such a number."""
-        found = [row[key] for row in self.layers if row.get(key) is not None]
-        return sum(found) / len(found) if found else None
+        """Mean of a figure over the layers that have it; None if none has."""
+        values = [row[key] for row in self.layers if row.get(key) is not None]
+        return sum(values) / len(values) if values else None
 
     def __str__(self) -> str:
         data = self.to_dict()
@@ -205,12 +222,12 @@ class Report:
         console.print(
             f"{methods} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
         )
-        if said := self._of_family():
-            console.print(f"the model's family: {said}")
+        if family := self._family_text():
+            console.print(f"the model's family: {family}")
         if not self.recipe.settings.packs():
             console.print(
-                "nothing is packed: keys and values stand in transformers' own cache, and calls of more than "
-                f"{SHORT_CALL} tokens make codes of them that live as long as the call"
+                "nothing is packed: keys and values are in transformers' own cache, and calls of more than "
+                f"{SHORT_CALL} tokens quantize them for the duration of the call"
             )
         elif not data["kv_bytes"]:
             console.print("nothing cached yet: run the model first")
@@ -231,8 +248,8 @@ class Report:
             console.print(self._table())
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
-    def _of_family(self) -> str:
-        """What the model's family changed and why, and what it advises; nothing where the defaults stand."""
+    def _family_text(self) -> str:
+        """Settings from the model's family, their reason, and its advice; empty where there is neither."""
         if self.recipe.family is None:
             return ""
         section, changed = self.recipe.family.section, self.recipe.from_family()
@@ -260,10 +277,10 @@ class Report:
 
 
 def _grouped(rows: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
-    """Runs of layers that differ in nothing but what each has of its own."""
+    """First and last layer, and row, of each run of layers with equal rows but for `PER_LAYER` fields."""
     runs: list[tuple[int, int, dict[str, Any]]] = []
     for row in rows:
-        if runs and all(runs[-1][2].get(key) == value for key, value in row.items() if key not in OWN):
+        if runs and all(runs[-1][2].get(key) == value for key, value in row.items() if key not in PER_LAYER):
             runs[-1] = (runs[-1][0], row["layer"], runs[-1][2])
         else:
             runs.append((row["layer"], row["layer"], row))
@@ -271,12 +288,12 @@ def _grouped(rows: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]
 
 
 def _format(row: dict[str, Any], side: str) -> str:
-    """`flashq 4` or, head by head, `flashq 4422`; `row by row` where the rows of the batch differ."""
+    """Format and bits: `flashq 4`, head by head `flashq 4422`, or `row by row` where rows of the batch differ."""
     bits = row.get("bits_per_head", {}).get(side, [])
     if len(bits) != 1:
         return f"{row[side + '_format']} {'row by row' if bits else ''}".strip()
-    one = set(bits[0])
-    return f"{row[side + '_format']} " + (str(bits[0][0]) if len(one) == 1 else "".join(str(b) for b in bits[0]))
+    distinct = set(bits[0])
+    return f"{row[side + '_format']} " + (str(bits[0][0]) if len(distinct) == 1 else "".join(str(b) for b in bits[0]))
 
 
 def _notes(row: dict[str, Any]) -> str:
@@ -289,7 +306,7 @@ def _notes(row: dict[str, Any]) -> str:
 
 
 MEANS = ("effective_bits", "effective_bits_total", "skip_rate", "dropped_mass")
-OWN = ("layer", "sinks")  # of a row; how many sinks are kept differs from layer to layer
+PER_LAYER = ("layer", "sinks")  # fields of a row in which layers of one line may differ
 NOTES = {
     "short_blocks": "short blocks",
     "nonfinite": "tokens not finite, masked",

@@ -1,4 +1,4 @@
-"""What the settings of a method may be, asked of the code that decides it: its types, and what the kernels know."""
+"""Allowed values of a method's settings, and which of them have kernels, for tables and the command line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from qattn_hf.methods import get_method
 from qattn_hf.methods.base import PARTS
 from qattn_kernels.layer import support
 
-# What a setting needs beside it to act.
-BESIDE: dict[str, dict[str, Any]] = {
+# Other settings without which a setting has no effect.
+NEEDED_WITH: dict[str, dict[str, Any]] = {
     "block_kv": {"buffer_size": 128},
     "priority": {"bits": "mixed"},
     "granularity": {"cache": "model"},
@@ -23,13 +23,13 @@ BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "belo
 
 
 def known(method: str, **settings: Any) -> bool:
-    """Whether kernels compute a method with these settings, on a GPU that has all they need."""
+    """Whether Triton kernels support a method with these settings, for a supported head dim and GPU."""
     spec = get_method(method)(**settings).last_layer_spec(2)
     return support.unsupported(spec, 2, 2, support.HEAD_DIMS[0], support.HEAD_DIMS[0]) is None
 
 
 def values_of(annotation: Any) -> tuple[Any, ...]:
-    """The values that a setting's type names, if it names them."""
+    """All values of a type that lists them (`bool`, `Literal`); empty for numbers and lists."""
     if annotation is bool:
         return True, False
     if get_origin(annotation) is Literal:
@@ -40,20 +40,23 @@ def values_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def reference_only(method: str) -> dict[str, list[Any]]:
-    """Of a method's settings, the values that no kernel computes; a setting of one side stands under that of both."""
-    kind, found = get_method(method), dict[str, list[Any]]()
+    """For each setting of a method, the values that only the reference computes.
+
+    Settings of one side (`k_bits`) are left out: what holds for `bits` holds for them.
+    """
+    kind, without_kernels = get_method(method), dict[str, list[Any]]()
     one_side = {f"{part}_{key}" for part in PARTS for key in kind.model_fields}
     for key, field in kind.model_fields.items():
         if key in OTHERS or key in one_side:
             continue
-        beside = {name: value for name, value in BESIDE.get(key, {}).items() if name in kind.model_fields}
+        others = {name: value for name, value in NEEDED_WITH.get(key, {}).items() if name in kind.model_fields}
         for value in values_of(field.annotation):
             try:
-                if not known(method, **{**beside, key: value}):
-                    found.setdefault(key, []).append(value)
-            except ValueError:  # it is refused so: nobody computes it
+                if not known(method, **{**others, key: value}):
+                    without_kernels.setdefault(key, []).append(value)
+            except ValueError:  # an invalid combination
                 continue
-    return found
+    return without_kernels
 
 
 def as_written(value: Any) -> str:
@@ -64,7 +67,7 @@ def as_written(value: Any) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a setting may be, in words: `4, 2, mixed`, `integer, 0 to 8`, `number, below 0`."""
+    """Allowed values of a setting in words: `4, 2, mixed`, `integer, 0 to 8`, `number, below 0`."""
     annotation = field.annotation
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     words = []
@@ -81,7 +84,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """`0 to 8`, `above 0`."""
+    """Bounds of a number in words: `0 to 8`, `above 0`."""
     limits = {key: getattr(item, key) for item in field.metadata for key in BOUNDS if hasattr(item, key)}
     if {"ge", "le"} <= limits.keys():
         return f"{limits['ge']} to {limits['le']}"

@@ -26,7 +26,9 @@ PART = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)  # a string of JSON, or one
 
 
 def split_method(text: str) -> tuple[str, dict[str, Any]]:
-    """`turbo:k_bits=4,softmax=sas` -> `("turbo", {"k_bits": 4, "softmax": "sas"})`; no name is looked up.
+    """Name and settings of a text: `turbo:k_bits=4,softmax=sas` -> `("turbo", {"k_bits": 4, "softmax": "sas"})`.
+
+    The name is not looked up.
 
     Raises:
         RecipeError: what follows the colon is not `KEY=VALUE,...`, or a key is given twice.
@@ -38,7 +40,10 @@ def split_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def split_methods(texts: Iterable[str]) -> list[str]:
-    """`["turbo:k_bits=4,v_bits=2,kivi"]` -> `["turbo:k_bits=4,v_bits=2", "kivi"]`: a name without `=` begins anew."""
+    """Split texts of several methods: `["turbo:k_bits=4,v_bits=2,kivi"]` -> `["turbo:k_bits=4,v_bits=2", "kivi"]`.
+
+    A part without `=` begins the next method.
+    """
     methods: list[str] = []
     for item in (item for text in texts for item in _at_commas(text)):
         key, equals, _ = item.partition("=")
@@ -50,10 +55,10 @@ def split_methods(texts: Iterable[str]) -> list[str]:
 
 
 def parse_settings(items: Iterable[str] | None, where: str = "--set") -> dict[str, Any]:
-    """`["k_bits=4", "softmax=sas"]` -> `{"k_bits": 4, "softmax": "sas"}`.
+    """Settings from texts: `["k_bits=4", "softmax=sas"]` -> `{"k_bits": 4, "softmax": "sas"}`.
 
     Args:
-        where: what a message calls the place of the items.
+        where: name of the option, for messages.
 
     Raises:
         RecipeError: an item has no `=`, a value is neither JSON nor YAML, or a key is given twice.
@@ -67,21 +72,21 @@ def parse_settings(items: Iterable[str] | None, where: str = "--set") -> dict[st
         if key in settings:
             raise RecipeError(f"{where} {item}: {key} is given twice; keep one of them")
         try:
-            settings[key] = json.loads(value, object_pairs_hook=_each_once)
+            settings[key] = json.loads(value, object_pairs_hook=_unique_keys)
         except (ValueError, RecursionError):
             settings[key] = parse_yaml(value, f"{where} {key}")
     return settings
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of JSON. One that gives a key twice is no setting; YAML's reader then says so."""
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON mapping; ValueError where a key occurs twice, which the YAML reader then reports."""
     if len(pairs) > len(mapping := dict(pairs)):
         raise ValueError
     return mapping
 
 
 def _at_commas(text: str) -> list[str]:
-    """The parts of a text between commas that no bracket or quote encloses."""
+    """Split a text at commas outside of brackets and quotes."""
     parts, depth = [""], 0
     for match in PART.finditer(text):
         piece = match[0]

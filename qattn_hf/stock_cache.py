@@ -1,4 +1,4 @@
-"""Attention over transformers' own caches: long calls are ours, short ones are torch's, nothing is packed."""
+"""Attention over transformers' own caches (`cache="model"`): quantized in long calls, torch's in short ones."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over all that the model's cache holds.
+    """Attention function over a stock cache: quantized if the call has more than `SHORT_CALL` tokens, else torch's.
 
     Args:
         spec: `LayerSpec.encode()`.
-        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, S, D]`, a static cache's whole capacity.
-        attention_mask: of `mask`.
-        scaling: of the scores, default `1 / sqrt(D)`.
+        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, S, D]`; of a static cache the whole capacity.
+        attention_mask: as this module's `mask` makes it.
+        scaling: softmax scale, default `1 / sqrt(D)`.
 
     Returns:
         `[B, T, Hq, Dv]` and None.
 
     Raises:
-        UnsupportedError: a packed cache, a mask of one's own, a window that hides tokens, dropout, or an argument that
-            is not known here.
+        UnsupportedError: a packed cache, a user's own 4-D mask, a window that hides tokens, dropout, or an argument
+            that is not supported.
     """
     _refuse(key, attention_mask)
     refuse_arguments(module, dropout, is_causal, kwargs, "this attention; unpatch(model)")
     scores = scores_of(query, scaling, kwargs)
     if query.shape[2] > SHORT_CALL:
-        key_mask, offset = _unpacked(attention_mask, query, key)
+        key_mask, offset = _split_mask(attention_mask, query, key)
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
-        long = functools.partial(over, query, key, value, key_mask, offset, spec, *sizes)
-        out = without_gradient(lambda: long()[0], query, key, value)
+        quantized = functools.partial(over, query, key, value, key_mask, offset, spec, *sizes)
+        out = without_gradient(lambda: quantized()[0], query, key, value)
         return out.transpose(1, 2).contiguous(), None
     return stock_attention(module, query, key, value, attention_mask, scores), None
 
@@ -77,9 +77,17 @@ def stock_attention(
     mask: torch.Tensor | None,
     scores: Scores,
 ) -> torch.Tensor:
-    """Attention in the model's precision, `[B, T, Hq, Dv]`; `mask` is transformers' own for torch's attention."""
-    if scores.softcap or scores.sinks is not None:  # torch's own has neither
-        return _plain(query, key, value, mask, scores).transpose(1, 2).contiguous()
+    """Attention in the model's precision, by torch where it can.
+
+    Args:
+        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, S, D]`.
+        mask: bool `[B, 1, T, S]`, or None for a causal call over the first columns.
+
+    Returns:
+        `[B, T, Hq, Dv]`.
+    """
+    if scores.softcap or scores.sinks is not None:  # torch's attention has neither
+        return _eager_attention(query, key, value, mask, scores).transpose(1, 2).contiguous()
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scores.scale)[0]
 
 
@@ -92,8 +100,8 @@ def _refuse(key: Any, mask: torch.Tensor | None) -> None:
     refuse_mask(mask)
 
 
-def _unpacked(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The key mask `[B, S]` and the column of the first query `[B]` of a long call."""
+def _split_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split the mask of a long call into a key mask, bool `[B, S]`, and the column of the first query, `[B]`."""
     if mask is None or mask.dtype != torch.int32 or mask.shape != (query.shape[0], 1, 1, 1 + key.shape[2]):
         raise UnsupportedError(
             "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
@@ -101,13 +109,13 @@ def _unpacked(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor)
     return mask[:, 0, 0, 1:] != 0, mask[:, 0, 0, 0]
 
 
-def _plain(
+def _eager_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
 ) -> torch.Tensor:
-    """Softcap and learned sinks, `[B, Hq, T, Dv]`: plain PyTorch that builds the weights, the softmax in fp32.
+    """Attention with soft cap and learned sinks in plain PyTorch, the softmax in fp32; returns `[B, Hq, T, Dv]`.
 
     Args:
-        mask: bool `[B, 1, T, S]`; None where all is causal over the first columns, as torch's own takes it.
+        mask: bool `[B, 1, T, S]`, or None for a causal call over the first columns.
     """
     tokens = query.shape[2]
     if mask is None and tokens > 1:  # a static cache's other columns are not filled yet
@@ -118,7 +126,7 @@ def _plain(
     key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     s = (query @ key.mT).float() * scores.scale
     s = scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
-    # finite, so that padding, which sees nothing, stays a number
+    # finite, so that a padding row, which has no visible key, is not NaN
     s = s if mask is None else s.masked_fill(~mask, torch.finfo(torch.float32).min)
     if scores.sinks is not None:
         s = torch.cat([s, scores.sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
@@ -138,11 +146,14 @@ def mask(
     mask_function: Any = causal_mask_function,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Of a long call int32 `[B, 1, 1, 1 + S]`: the column of the first query, then 1 for columns that hold a token and
-    0 for others, in any order; never a sync. Of a short call what transformers gives torch's attention.
+    """Mask function over a stock cache; never waits for the device.
+
+    Returns:
+        for a call of more than `SHORT_CALL` tokens int32 `[B, 1, 1, 1 + S]`: the column of the first query, then 1 for
+        each column with a real token and 0 for others. For a shorter call, the mask of torch's attention.
 
     Raises:
-        UnsupportedError: packed sequences, a mask of one's own, or one that is too short.
+        UnsupportedError: packed sequences, or an `attention_mask` with too few columns.
     """
     kind = unreadable(local_size, config, mask_function)
     if kind is not None:
@@ -158,22 +169,22 @@ def mask(
         )  # fmt: skip
     if local_size is not None and kv_length > local_size:
         return unreadable_mask(WINDOWED, batch_size, device)
-    made = torch.ones(batch_size, 1 + kv_length, dtype=torch.int32, device=device)
+    columns = torch.ones(batch_size, 1 + kv_length, dtype=torch.int32, device=device)
     if attention_mask is not None:
-        seen = q_offset if isinstance(q_offset, int) else 0  # of a static cache the device alone knows
-        if attention_mask.shape[-1] < seen + q_length:
+        cached = q_offset if isinstance(q_offset, int) else 0  # of a static cache only the device knows it
+        if attention_mask.shape[-1] < cached + q_length:
             raise UnsupportedError(
-                f"the attention_mask has {attention_mask.shape[-1]} columns for {seen} cached and {q_length} new "
+                f"the attention_mask has {attention_mask.shape[-1]} columns for {cached} cached and {q_length} new "
                 "tokens; it must cover all of them"
             )
         known = attention_mask[:, :kv_length].to(torch.int32)
-        made[:, 1:] = torch.nn.functional.pad(known, (0, kv_length - known.shape[1]))
-    made[:, 0] = q_offset
-    return made[:, None, None]
+        columns[:, 1:] = torch.nn.functional.pad(known, (0, kv_length - known.shape[1]))
+    columns[:, 0] = q_offset
+    return columns[:, None, None]
 
 
 def register(spec: LayerSpec) -> str:
-    """Make attention by `spec` known to transformers and return its name; harmless until a model selects it."""
+    """Register attention by `spec` with transformers, and return its name, which a model may then select."""
     text = spec.encode()
     name = f"{NAME}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     AttentionInterface.register(name, functools.partial(attention, text))

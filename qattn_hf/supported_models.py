@@ -1,4 +1,4 @@
-"""Which models a packed cache can serve: what is refused at `patch`, with the reason and what to do instead."""
+"""Checks that `patch` makes of a model: each unsupported one is refused, with the reason and the alternative."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks
 
 
 def check_parts(model: PreTrainedModel) -> None:
-    """Refuse a model that shares modules with another one that is patched: undoing one would break the other.
+    """Refuse a model of which only a part is patched, or which is part of a patched model.
 
-    `patch` marks the model that it was given and its decoder. Where not all that it marked is here, it was given more.
+    `patch` marks the model and its decoder. If fewer marked modules are found here, the rest are in a larger model.
 
     Raises:
-        UnsupportedError: with the model to take instead.
+        UnsupportedError: with the model to use instead.
     """
     marked: dict[int, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules():
         if "_qattn" in vars(module):
             marked.setdefault(id(module._qattn), []).append((name, module))
-    for found in marked.values():
-        name, module = found[0]
+    for parts in marked.values():
+        name, module = parts[0]
         kind = type(module).__name__
-        if len(found) < module._qattn.marked:
+        if len(parts) < module._qattn.marked:
             raise UnsupportedError(
                 f"{kind}{' at ' + name if name else ''} is part of a larger model that is patched: "
                 "give patch, unpatch or release that model"
@@ -42,7 +42,7 @@ def check_parts(model: PreTrainedModel) -> None:
 
 
 def check_model(model: object) -> None:
-    """Refuse models that a packed cache cannot serve; changes nothing.
+    """Refuse models that a packed cache does not support; changes nothing.
 
     Raises:
         UnsupportedError: with the reason and what to do instead.
@@ -62,34 +62,34 @@ def check_model(model: object) -> None:
         )
     text = model.config.get_text_config(decoder=True)
     _check_config(text, kind)
-    _check_layers(text, kind, of_its_own=text is model.config)
+    _check_layers(text, kind, top_level=text is model.config)
     _check_causal(model, kind)
     _check_untouched(model)
 
 
 def _check_config(config: PretrainedConfig, kind: str) -> None:
-    """What a packed cache must know of a text config."""
+    """Check a text config: it must have a cache, one stack of layers, and causal attention."""
     if not hasattr(config, "use_cache"):
         raise UnsupportedError(f"{kind} has no KV cache, so there is nothing to pack")
     if not hasattr(config, "num_hidden_layers"):
         raise UnsupportedError(f"{kind} has several stacks of layers, which are not supported; use a stock cache")
     if not hasattr(config.per_layer_config[0], "num_attention_heads"):
         raise UnsupportedError(f"{kind} has no attention, so there is nothing to pack; use it as it is")
-    for of_encoder, of_decoder in (
+    for encoder_key, decoder_key in (
         ("encoder_layers", "decoder_layers"),
         ("encoder_attention_heads", "decoder_attention_heads"),
     ):
-        if getattr(config, of_encoder, None) != getattr(config, of_decoder, None):
+        if getattr(config, encoder_key, None) != getattr(config, decoder_key, None):
             raise UnsupportedError(
-                f"{kind}: the config has {of_encoder}={getattr(config, of_encoder, None)} where the decoder has "
-                f"{getattr(config, of_decoder, None)}, which is not supported; use a stock cache"
+                f"{kind}: the config has {encoder_key}={getattr(config, encoder_key, None)} where the decoder has "
+                f"{getattr(config, decoder_key, None)}, which is not supported; use a stock cache"
             )
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedError(f"{kind} is configured as bidirectional, which a cache cannot serve; use it as it is")
 
 
-def _check_layers(config: PretrainedConfig, kind: str, of_its_own: bool) -> None:
-    """Kinds of layers that cannot be packed; `of_its_own`: users set this config by keywords when they load it."""
+def _check_layers(config: PretrainedConfig, kind: str, top_level: bool) -> None:
+    """Check the layers of a text config; `top_level`: it is the model's config, which users can change as they load."""
     layers = list(config.per_layer_config)
     if any(getattr(layer, "kv_lora_rank", None) for layer in layers):
         raise UnsupportedError(f"{kind} keeps latent keys (MLA), which are not supported; use a stock cache")
@@ -101,7 +101,7 @@ def _check_layers(config: PretrainedConfig, kind: str, of_its_own: bool) -> None
     if where:
         other = ", ".join(sorted({types[i] for i in where}))
         advice = "use a stock cache"
-        if of_its_own and _full_without_window(config):
+        if top_level and _full_without_window(config):
             advice = (
                 f"if your texts are shorter than the window, load it with config.sliding_window=None; else {advice}"
             )
@@ -111,7 +111,7 @@ def _check_layers(config: PretrainedConfig, kind: str, of_its_own: bool) -> None
 
 
 def _full_without_window(config: PretrainedConfig) -> bool:
-    """Whether loading a model with `sliding_window=None` gives full attention: a list of layer types stays as it is."""
+    """Whether `sliding_window=None` makes all layers full attention; a config that lists layer types keeps them."""
     changed = copy.deepcopy(config)
     try:
         changed.sliding_window = None
@@ -121,7 +121,7 @@ def _full_without_window(config: PretrainedConfig) -> bool:
 
 
 def _check_causal(model: PreTrainedModel, kind: str) -> None:
-    """Encoders attend in both directions; a decoder's cross attention stands beside attention that is causal."""
+    """Refuse layers all of whose attention is bidirectional. Cross attention beside causal attention is accepted."""
     layers: dict[bool, set[int]] = {True: set(), False: set()}
     for module in model.get_decoder().modules():
         causal, layer = getattr(module, "is_causal", None), getattr(module, "layer_idx", None)
@@ -137,22 +137,26 @@ def _check_causal(model: PreTrainedModel, kind: str) -> None:
 
 
 def _check_untouched(model: PreTrainedModel) -> None:
-    """A model that somebody else patched may not do what we think it does."""
-    ours = hasattr(model, "_qattn")
-    found = [] if ours else [name for name in OVERRIDES if name in vars(model)]
+    """Refuse a model that other code patched (methods or forwards on instances), which may not compute as expected."""
+    patched = hasattr(model, "_qattn")
+    overrides = [] if patched else [name for name in OVERRIDES if name in vars(model)]
     for name, module in model.named_modules():
         own = vars(module).get("forward")
         # accelerate's dispatch is no patch, nor is tensor parallelism
         if own is not None and not hasattr(module, "_hf_hook") and not splits(own):
-            found.append(f"{name or type(module).__name__}.forward")
-    if found:
+            overrides.append(f"{name or type(module).__name__}.forward")
+    if overrides:
         raise UnsupportedError(
-            f"this model is already patched by other means ({', '.join(found[:3])}); undo that, or load the model anew"
+            f"this model is already patched by other means ({', '.join(overrides[:3])}); undo that, or load it anew"
         )
 
 
 def check_selected(model: PreTrainedModel, selected: str) -> None:
-    """After selecting our attention: every attention module of the decoder must read its name from its config."""
+    """Check, after an attention was selected, that every attention module of the decoder reads it from its config.
+
+    Raises:
+        UnsupportedError: naming the first module that does not.
+    """
     for name, module in model.get_decoder().named_modules():
         config = getattr(module, "config", None)
         if "attention" not in type(module).__name__.lower() or config is None:

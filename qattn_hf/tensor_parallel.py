@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 from qattn_kernels.layer.spec import LayerSpec
 
 
-class Share(NamedTuple):
-    """Which part of every layer's heads: the `rank`-th of `size` equal ones, in order."""
+class Shard(NamedTuple):
+    """The KV heads of one process: shard `rank` of `size` equal, contiguous shards of every layer's heads."""
 
     rank: int = 0
     size: int = 1
 
     def of(self, heads: int) -> range:
-        """The heads of this part.
+        """Indices of this shard's heads, of `heads` in all.
 
         Raises:
-            ValueError: if the parts would not be equal.
+            ValueError: the heads do not divide evenly.
         """
         if heads % self.size:
             raise ValueError(f"{heads} KV heads do not divide among {self.size} processes; take fewer (tp_size)")
@@ -26,31 +26,33 @@ class Share(NamedTuple):
         return range(self.rank * count, (self.rank + 1) * count)
 
 
-ALL = Share()
+ALL = Shard()
 
 
-def share_of(model: Any) -> Share:
-    """What transformers' tensor parallelism (`tp_plan`) left in this process; all of it without."""
+def shard_of(model: Any) -> Shard:
+    """This process's shard of a model that is split by transformers' `tp_plan`; without, all heads."""
     size = getattr(model, "_tp_size", None) or 1
     if size == 1:
         return ALL
     mesh = model._device_mesh
     mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
-    return Share(mesh.get_local_rank(), size)
+    return Shard(mesh.get_local_rank(), size)
 
 
 def splits(forward: Any) -> bool:
-    """Whether a module's own `forward` is what tensor parallelism put there."""
+    """Whether a module's instance attribute `forward` was put there by transformers' tensor parallelism."""
     return getattr(forward, "__module__", None) == "transformers.distributed.tensor_parallel"
 
 
-def own_part(spec: LayerSpec, heads: int, share: Share) -> LayerSpec:
-    """The layer of a process, from that of all `heads`: a list of heads is its own, counted anew, a number its part.
+def shard_spec(spec: LayerSpec, heads: int, shard: Shard) -> LayerSpec:
+    """Spec of one process's shard of a layer, from the spec of all `heads` KV heads.
+
+    Lists of 2-bit heads keep this shard's heads, renumbered from 0; a number of 2-bit heads is divided by the shards.
 
     Raises:
-        ValueError: if the heads, or how many of them get 2 bits, do not divide among the processes.
+        ValueError: the heads, or the number of 2-bit heads, do not divide evenly among the processes.
     """
-    own = share.of(heads)
-    if share.size == 1:
+    own = shard.of(heads)
+    if shard.size == 1:
         return spec
-    return dataclasses.replace(spec, k=spec.k.of_process(own, share.size), v=spec.v.of_process(own, share.size))
+    return dataclasses.replace(spec, k=spec.k.of_process(own, shard.size), v=spec.v.of_process(own, shard.size))

@@ -1,13 +1,13 @@
-"""A recipe for one model within a budget of bits or of KL: what `qattn tune` does, for notebooks and programs.
+"""Find a recipe for one model within a budget of bits or KL, for notebooks and programs: what `qattn tune` does.
 
     from qattn_hf import compare, tune
 
     decide, check = compare.parted(compare.rows_of(tokenizer, text, rows=12, tokens=1024), 4)
-    found = tune.tune(
+    tuned = tune.tune(
         model, compare.find_recipes(["turbo:bits=mixed", "int8"]), compare.read_as(decide), compare.read_as(check),
         tune.Budget(bits=3.25),
     )
-    patch(model, recipe=found.recipe)
+    patch(model, recipe=tuned.recipe)
 
 Each name is documented where it is defined: `help(tune.tune)`.
 """

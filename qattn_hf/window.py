@@ -1,4 +1,4 @@
-"""Sliding windows that hide nothing, since they show all positions that a model has: such a model is served."""
+"""Models with a sliding window as wide as their positions, which hides nothing: supported up to that length."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from qattn_hf.errors import UnsupportedError
 
 
 def hides(config: Any, window: int) -> bool:
-    """Whether a window of so many tokens hides some from a model that reads to its last position."""
+    """Whether a window of `window` tokens is narrower than the model's positions, so that it hides tokens."""
     positions = getattr(config, "max_position_embeddings", None)
     return positions is None or window < positions
 
 
 def narrowest(config: Any) -> int | None:
-    """Tokens that the narrowest window of a text config shows, None if no layer has one."""
+    """Width of the narrowest sliding window of a text config, in tokens; None if no layer has one."""
     return min((window for window in _compat.layer_windows(config) if window is not None), default=None)
 
 
 def check_reach(window: int, tokens: int) -> None:
-    """Refuse more tokens than a window shows: from there on it would hide some.
+    """Refuse a text of more tokens than the window shows.
 
     Raises:
         UnsupportedError: with what to do instead.
@@ -34,16 +34,23 @@ def check_reach(window: int, tokens: int) -> None:
 
 
 def check_call(window: int | None, cache: QAttnCache, tokens: int) -> None:
-    """The same before a call writes `tokens` to a packed cache, which has room for them.
+    """Refuse a call with which a packed cache would hold more tokens than the window shows.
 
-    A capacity within the window holds no token beyond it: only where it is larger the device is asked.
+    The length is read from the device only where the capacity is larger than the window.
+
+    Raises:
+        UnsupportedError: with what to do instead.
     """
     if window is not None and cache.layers[0].capacity > window:
         check_reach(window, int(cache.get_seq_length()) + tokens)
 
 
 def check_compiled(window: int | None, cache: QAttnCache) -> None:
-    """The same of a compiled call, which cannot ask; without a window it does not depend on the capacity."""
+    """Refuse a compiled call, which cannot read the length, with a capacity larger than the window.
+
+    Raises:
+        UnsupportedError: with what to do instead.
+    """
     if window is not None and (capacity := cache.layers[0].capacity) > window:
         raise UnsupportedError(
             f"a compiled call cannot tell whether it reaches beyond the model's sliding window of {window} tokens: its "

@@ -1,7 +1,7 @@
-"""YAML as recipes and families use it: text, numbers, true, false, null, lists, mappings, anchors and merge keys.
+"""Strict YAML for recipes: text, numbers, true, false, null, lists, mappings, anchors and merge keys.
 
-YAML allows more than that, and some of it is a trap: of a key given twice the last would win, `1:30` is 90, `010` is 8,
-a few aliases of aliases hold more values than a machine has memory. All that is refused, by name and line.
+The rest of YAML is refused, with name and line: keys given twice, of which the last would win; numbers such as `1:30`
+(90) and `010` (8); tags; aliases of aliases that expand to more values than fit into memory.
 """
 
 from __future__ import annotations
@@ -15,28 +15,32 @@ import yaml
 from qattn_hf.errors import RecipeError
 from qattn_hf.messages import cut, named
 
-LARGEST = 2**18  # bytes of a file; lists of heads of 126 layers with 64 heads take an eighth of it
-DEEPEST = 32  # lists and mappings in one another
-MOST = 50_000  # keys and values, every alias counted as what it stands for
+MAX_BYTES = 2**18  # of a file; lists of heads for 126 layers with 64 heads take an eighth of it
+MAX_DEPTH = 32  # of nested lists and mappings
+MAX_NODES = 50_000  # keys and values, aliases expanded
 NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17}|[0-9]{0,40}\.[0-9]{0,40}(e[-+][0-9]{1,3})?|\.inf|\.nan)", re.IGNORECASE)
 KEYS = ("str", "int", "merge")
 SCALARS = ("str", "int", "float", "bool", "null")
 
 
 def read_yaml(path: Path) -> Any:
-    """The data of a file.
+    """Read and check a YAML file.
+
+    Returns:
+        dicts, lists and scalars; None for an empty file.
 
     Raises:
-        RecipeError: the file cannot be read, or is more or other than the module says; the message names file and line.
+        RecipeError: the file cannot be read, is too large, or is not the YAML that `qattn_hf.yaml_reader` allows; the
+            message names file and line.
     """
     where = named(str(path), 300)
     try:
         with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise RecipeError(f"{where} cannot be read: {error.strerror}") from None
-    if len(content) > LARGEST:
-        raise RecipeError(f"{where} has more than {LARGEST // 1024} KiB, which no recipe needs")
+    if len(content) > MAX_BYTES:
+        raise RecipeError(f"{where} has more than {MAX_BYTES // 1024} KiB, which no recipe needs")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -45,13 +49,13 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The data of a text; None if it holds none.
+    """Read and check a YAML text; None if it is empty.
 
     Args:
-        where: what a message calls the text.
+        where: name of the text, for messages.
 
     Raises:
-        RecipeError: the text is not YAML, or more or other than the module says.
+        RecipeError: not YAML, or not the YAML that `qattn_hf.yaml_reader` allows.
     """
     try:
         loader = _Loader(text)
@@ -63,21 +67,21 @@ def parse_yaml(text: str, where: str) -> Any:
     except _Refused as error:
         raise RecipeError(f"{where}, {error}") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML lets those of `chr` and `int` through
-        raise RecipeError(f"{where} is not YAML: {_said(error)}") from None
+        raise RecipeError(f"{where} is not YAML: {_one_line(error)}") from None
     except RecursionError:
         raise RecipeError(f"{where}: too little of Python's stack is left here to read it") from None
 
 
-def _said(error: Exception) -> str:
-    """Its message in one line."""
+def _one_line(error: Exception) -> str:
+    """Message of a YAML error in one line, with line and column."""
     if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
         return cut(" ".join(str(error).split()), 500)
-    said = ", ".join(part for part in (error.context, error.problem) if part)
-    return f"line {mark.line + 1}, column {mark.column + 1}: {cut(said, 500)}"
+    message = ", ".join(part for part in (error.context, error.problem) if part)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {cut(message, 500)}"
 
 
 class _Refused(Exception):
-    """YAML that is not read."""
+    """YAML that `qattn_hf.yaml_reader` refuses, with its line."""
 
     def __init__(self, at: yaml.Node | yaml.Event, problem: str):
         assert at.start_mark is not None  # the loader marks all it makes
@@ -85,42 +89,42 @@ class _Refused(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses tags, and stops before nesting or the number of values does harm."""
+    """Loader that refuses tags, deep nesting and too many values while it reads."""
 
-    depth = seen = 0
+    depth = nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if (tag := getattr(event, "tag", None)) is not None:
             tag = named(tag.replace("tag:yaml.org,2002:", "!!"))
             raise _Refused(event, f"the tag {tag}: a recipe has none; leave it out, and put text in quotes")
-        self.seen += 1
-        if self.seen > MOST:
-            raise _Refused(event, f"these are more than {MOST} keys and values")
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise _Refused(event, f"these are more than {MAX_NODES} keys and values")
         self.depth += 1
-        if self.depth > DEEPEST:
-            raise _Refused(event, f"lists and mappings are nested more than {DEEPEST} deep")
+        if self.depth > MAX_DEPTH:
+            raise _Refused(event, f"lists and mappings are nested more than {MAX_DEPTH} deep")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
 
 def _check(root: yaml.Node) -> None:
-    """Walk through all values as if each alias were written out."""
-    left, seen = [(root, 1)], 0
-    while left:
-        node, depth = left.pop()
-        seen += 1
-        if seen > MOST:
-            raise _Refused(root, f"with its aliases written out it holds more than {MOST} keys and values")
-        if depth > DEEPEST:
-            raise _Refused(node, f"an anchor holds itself, or aliases nest more than {DEEPEST} deep")
+    """Check all keys and values, each alias expanded."""
+    pending, nodes = [(root, 1)], 0
+    while pending:
+        node, depth = pending.pop()
+        nodes += 1
+        if nodes > MAX_NODES:
+            raise _Refused(root, f"with its aliases written out it holds more than {MAX_NODES} keys and values")
+        if depth > MAX_DEPTH:
+            raise _Refused(node, f"an anchor holds itself, or aliases nest more than {MAX_DEPTH} deep")
         if isinstance(node, yaml.MappingNode):
             _check_keys(node)
-            seen += len(node.value)
-            left += [(value, depth + 1) for _, value in node.value]
+            nodes += len(node.value)
+            pending += [(value, depth + 1) for _, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
-            left += [(value, depth + 1) for value in node.value]
+            pending += [(value, depth + 1) for value in node.value]
         else:
             _check_scalar(node, SCALARS)
 

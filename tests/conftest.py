@@ -59,6 +59,31 @@ def kernels_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def no_grad() -> Iterator[None]:
+    """Runs a test under `torch.no_grad()`, as users call a model for its answers."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def stock() -> Any:
+    """A tiny Llama that nobody patched, fresh for each test."""
+    from refusals import tiny
+
+    return tiny()
+
+
+@pytest.fixture
+def patched() -> Any:
+    """A tiny Llama patched with `turbo`; another model than `stock`."""
+    from refusals import tiny
+
+    from qattn_hf import patch
+
+    return patch(tiny(), "turbo")
+
+
+@pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every model can be captured, and CUDA graphs are `FakeGraphs`."""
     from fake_graphs import FakeGraphs

@@ -15,16 +15,12 @@ from qattn_hf import QAttnCache, UnsupportedError, patch, report, unpatch
 from qattn_hf.cuda_graph.capture import why_not
 from qattn_hf.device import device_of
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 IDS = random_ids(2, 70)
 GREEDY = {"max_new_tokens": 3, "do_sample": False}
 OVER = {"method": "sage2", "cache": "model"}
 HOW = [{"method": "none"}, {"method": "turbo"}, OVER]
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 # Without a cache

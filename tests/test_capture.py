@@ -57,7 +57,7 @@ def test_the_watch_finds_what_waits():
     for call in (*quiet, *loud):
         with capture.SyncWatch(device) as watch:
             call()
-        assert bool(watch.found) == (call in loud)
+        assert bool(watch.waiting_op) == (call in loud)
 
 
 @contextlib.contextmanager

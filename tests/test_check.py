@@ -10,7 +10,7 @@ from helpers import random_ids, tiny_llama
 from refusals import GQA, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from qattn_hf import RecipeError, UnsupportedError, patch
+from qattn_hf import QAttnError, RecipeError, UnsupportedError, patch
 from qattn_hf.check import check
 from qattn_hf.cli import main
 from qattn_hf.compare import size_of
@@ -101,3 +101,31 @@ def test_the_command_needs_a_config_alone(qattn, tmp_path):
     code, out, _ = qattn(str(tmp_path), "--method", "sage2:cache=model")
     assert code == 0 and "nothing is packed" in out
     assert qattn(str(tmp_path / "missing"))[0] == 1
+
+
+QUANTIZED = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "bitsandbytes": {"load_in_4bit": True},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_are_not_counted_as_unquantized_ones(name, qattn, tmp_path):
+    config = tiny_llama().config
+    config.quantization_config = QUANTIZED[name]
+    result = check(config)
+    assert (result.refused, result.weight_bytes, result.quantization) == (None, None, name)
+    with pytest.raises(QAttnError, match=f"quantized \\({name}\\).*weight_bytes=N"):
+        result.longest(2**30)
+    assert check(config, weight_bytes=2**20).longest(2**30) == check(tiny_llama().config, weight_bytes=2**20).longest(
+        2**30
+    )
+    config.save_pretrained(tmp_path)
+    code, out, _ = qattn(str(tmp_path))
+    assert code == 0 and f"weights: quantized ({name}), not counted" in out
+    code, _, err = qattn(str(tmp_path), "--gpu-memory", "1")
+    assert code == 1 and "--weights GIB" in err
+    code, out, _ = qattn(str(tmp_path), "--gpu-memory", "1", "--weights", "0.5")
+    assert code == 0 and "weights: 512.0 MiB\n" in out and "longest context of one row in 1 GiB with this method" in out

@@ -32,6 +32,8 @@ from transformers import (
 
 from qattn_hf import QAttnCache, QAttnError, list_methods, patch, report, unpatch
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 VOCAB, PROMPT, NEW, PAD = 101, 200, 5, 15
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -64,12 +66,6 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 # Root mean square error of logits over that of the logits: below it nothing is packed, above it something is broken.
 NOISE = {"int8": (5e-4, 0.05), "turbo": (3e-3, 0.2)}
 ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def tiny(config: PretrainedConfig | None = None, seed: int = 0, **sizes: Any) -> PreTrainedModel:

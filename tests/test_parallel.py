@@ -16,7 +16,7 @@ from helpers import random_ids, tiny_llama
 
 from qattn_hf import patch, report
 from qattn_hf.methods import get_method
-from qattn_hf.tensor_parallel import Share, own_part
+from qattn_hf.tensor_parallel import Shard, shard_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 200
@@ -81,12 +81,12 @@ def test_what_does_not_divide_is_refused(folder: Path):
 @pytest.mark.parametrize("smooth", [False, True])
 def test_a_part_counts_its_heads_anew(smooth: bool):
     settings = get_method("turbo")(**LISTS, smooth_k=smooth)
-    first, second = (own_part(settings.layer_spec(0, 2, 4), 4, Share(rank, 2)) for rank in (0, 1))
+    first, second = (shard_spec(settings.layer_spec(0, 2, 4), 4, Shard(rank, 2)) for rank in (0, 1))
     assert first.k.core.low_heads == (0, 1) and second.k.core.low_heads == ()
     assert first.v.core.low_heads == () and second.v.core.low_heads == (1,)
     assert [spec.k.core.n_low for spec in (first, second)] == [2, 0]
     assert first.window == settings.window() and type(first.k) is type(second.k)
-    counted = own_part(get_method("turbo")(bits="mixed", smooth_k=smooth).layer_spec(0, 2, 4), 4, Share(1, 2))
+    counted = shard_spec(get_method("turbo")(bits="mixed", smooth_k=smooth).layer_spec(0, 2, 4), 4, Shard(1, 2))
     assert counted.k.core.n_low == counted.v.core.n_low == 1
     with pytest.raises(ValueError, match="4 KV heads do not divide among 3"):
-        own_part(settings.layer_spec(0, 2, 4), 4, Share(0, 3))
+        shard_spec(settings.layer_spec(0, 2, 4), 4, Shard(0, 3))

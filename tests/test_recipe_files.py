@@ -104,6 +104,6 @@ def test_a_save_that_would_leave_the_recipe_behind_is_refused(tmp_path):
     model = patch(tiny_llama(), "turbo")
     with pytest.raises(UnsupportedError, match="push_to_hub"):
         model.save_pretrained(tmp_path / "new", push_to_hub=True)
-    with pytest.raises(QAttnError, match="keep it in a variable"):
+    with pytest.raises(QAttnError, match="keep it in a variable, as in model = patch"):
         patch(tiny_llama(), "turbo").save_pretrained(tmp_path / "new")  # nobody holds this model any more
     assert not (tmp_path / "new").exists()

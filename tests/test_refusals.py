@@ -5,28 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from refusals import refused, refused_patch, tiny
-from transformers import PreTrainedModel
+from refusals import refused, refused_patch
 
 from qattn_hf import QAttnCache, list_methods, load_recipe, patch, report
 from qattn_hf.errors import RecipeError, UnsupportedError
 
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def stock() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture
-def patched() -> PreTrainedModel:
-    return patch(tiny(), "turbo")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 MIXED = {"bits": "mixed"}

@@ -22,21 +22,12 @@ from refusals import (
     state,
     tiny,
 )
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from qattn_hf import QAttnCache, patch, unpatch
 from qattn_hf.errors import CapacityError, QAttnError, UnsupportedError
 
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def patched() -> PreTrainedModel:
-    return patch(tiny(), "turbo")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def ones(count: int, *zeros: int) -> torch.Tensor:
@@ -200,7 +191,7 @@ BAD_TURNS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], tuple[str, ...]
     "batch in generate": (lambda m, c: m.generate(LONGER, **c, **GREEDY), ("1 rows", "the call has 2")),
     "mask without the past": (
         lambda m, c: m(ONE[:, :2], attention_mask=ones(2), **c),
-        (f"has seen {TOKENS} and 2 come now", f"must have {TOKENS + 2}"),
+        (f"holds {TOKENS} and 2 are new", f"must have {TOKENS + 2}"),
     ),
     "hole": (lambda m, c: m(ONE[:, :2], attention_mask=ones(TOKENS + 2, TOKENS), **c), ("zeros between", "the left")),
     "own mask": (lambda m, c: m(ONE[:, :1], attention_mask=CAUSAL[:, :, -1:].bool(), **c), ("mask of one's own",)),

@@ -21,21 +21,7 @@ from transformers import (
 from qattn_hf import QAttnCache, patch, release, report, unpatch
 from qattn_hf.errors import QAttnError, UnsupportedError
 
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def stock() -> PreTrainedModel:
-    return tiny()
-
-
-@pytest.fixture
-def patched() -> PreTrainedModel:
-    return patch(tiny(), "turbo")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 OLD, MLA, BOTH = ("attention interface", "use a stock cache"), ("MLA", "stock cache"), ("encoder-decoder", "stock")

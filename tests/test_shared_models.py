@@ -58,14 +58,14 @@ def test_the_garbage_collector_may_return_memory_while_some_is_taken(fake, monke
         for i in range(4)
     ]
     want = model.generate(IDS, **GREEDY)
-    serves = Pool.take.__globals__["_serves"]
+    fits = Pool.take.__globals__["_fits"]
 
     def look(*args: Any) -> bool:
         if caches:
             caches.pop()
-        return serves(*args)
+        return fits(*args)
 
-    monkeypatch.setitem(Pool.take.__globals__, "_serves", look)
+    monkeypatch.setitem(Pool.take.__globals__, "_fits", look)
     for rows in (1, 2, 1, 3, 2):
         model.generate(random_ids(rows, 60), **GREEDY)
     assert torch.equal(model.generate(IDS, **GREEDY), want)

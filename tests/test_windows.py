@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from qattn_hf import QAttnCache, patch, report, unpatch
 from qattn_hf.errors import UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 WINDOW = 90  # no multiple of a block, and smaller than a cache that holds as many tokens
 SIZES: dict[str, Any] = {**GQA, "sliding_window": WINDOW, "max_position_embeddings": WINDOW}
 # what the config of a type needs to have a window, in all layers or in some
@@ -28,12 +30,6 @@ OVER = {"method": "sage2", "cache": "model"}
 IDS = torch.cat([ONE, ONE.flip(1)], 1)
 GREEDY = {"do_sample": False}
 BEYOND = (f"sliding window of {WINDOW}", "nothing was written", "unpatch(model)")
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def tiny(family: str = "mistral", **changes: Any) -> PreTrainedModel:

@@ -1,6 +1,6 @@
 """What the papers' tables share: a text read by named methods, made layers with attention sinks, tasks, the print.
 
-A table is a module beside this one with `ABOUT`, `measure(run)`, which yields rows made by `row`, and `broken(rows)`,
+A table is a module of this folder with `ABOUT`, `measure(run)`, which yields rows made by `row`, and `broken(rows)`,
 which says which of the claims that must hold do not. `CLAIMS`, where it has any, are claims of the paper that our rows
 may contradict: that is said and fails nothing. `eval/paper.py` runs it.
 
@@ -20,7 +20,7 @@ import torch
 
 from qattn_hf.chunks import CHUNK
 from qattn_hf.errors import QAttnError
-from qattn_hf.fidelity.compare import Beside, full_logits
+from qattn_hf.fidelity.compare import ShadowCaches, full_logits
 from qattn_hf.fidelity.inspection import inspect
 from qattn_hf.fidelity.metrics import AttentionSums, Tokens, over_layers, text_figures, token_figures
 from qattn_hf.fidelity.observe import Call, observed
@@ -113,9 +113,9 @@ def through(run: Run, ways: Mapping[str, Way]) -> dict[str, Row]:
     tokens: dict[str, list[Tokens]] = {name: [] for name in ways}
     held: dict[str, Row] = {}
     recipes = {name: find_recipes([way])[way] for name, way in ways.items() if isinstance(way, str)}
-    packed, others = Beside(run.model, recipes, run.reading.first), dict[str, list[AttentionSums]]()
+    packed, others = ShadowCaches(run.model, recipes, run.reading.first), dict[str, list[AttentionSums]]()
 
-    def beside(call: Call) -> None:
+    def observe(call: Call) -> None:
         packed(call)
         skip = max(0, run.reading.first - (call.keys.shape[2] - call.query.shape[2]))
         for name, way in ways.items():
@@ -130,7 +130,7 @@ def through(run: Run, ways: Mapping[str, Way]) -> dict[str, Row]:
 
     for ids in run.reading.groups():
         packed.renew()
-        with observed(run.model, beside):
+        with observed(run.model, observe):
             full = torch.cat(full_logits(run.model, ids, run.reading), 1)[:, :-1]
         right = ids[:, run.reading.first + 1 :].to(full.device)
         for name, way in ways.items():

@@ -1,8 +1,8 @@
-"""Decode attention: one layer's whole step for one new token, packed caches beside every backend of bf16 SDPA.
+"""Decode attention: one layer's whole step for one new token, packed caches and every backend of bf16 SDPA.
 
-Both sides run inside one CUDA graph that holds many steps, as a captured decode step of a model does: the packed side
-appends, closes, attends and merges; the other writes keys and values into place and attends over exactly the context.
-Each step of the graph works on buffers that are no longer in the L2 cache.
+Each runs inside one CUDA graph of many steps, as in a captured decode step of a model. A packed layer appends the
+token, quantizes full blocks, attends and merges splits; SDPA writes key and value into place and attends over exactly
+the context. Each step of the graph works on buffers that are no longer in the L2 cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from qattn_hf.bench.timing import Times, attempt, capture, check_finite, measure
 from qattn_hf.methods import Method
 from qattn_kernels.layer.scores import Scores
 
-SDPA_STEPS = 16  # of a graph at least, so that its launch does not weigh
-ROOM = 4  # times the context: the spare capacity that must cost little
+SDPA_STEPS = 16  # of a graph at least, so that its launch is a small part of its time
+ROOM = 4  # capacity over context of the points that measure what spare capacity costs
 
 
 class Point(NamedTuple):
-    """Rows, cached tokens of each, and for how many times as many tokens the packed caches have room."""
+    """A point to measure: `batch` rows of `context` cached tokens, in packed caches of `room` times that capacity."""
 
     batch: int
     context: int
@@ -43,7 +43,15 @@ TINY = [Point(1, 128), Point(2, 192), Point(1, 128, ROOM)]
 def rows(
     points: Iterable[Point], methods: dict[str, Method], heads: Heads, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """One row a point and way: `way`, shapes, and milliseconds of one step; or `error` where a way cannot run."""
+    """Measure decode steps, and yield one row for each point and way.
+
+    Args:
+        points: batch and context lengths. methods: settings of packed caches, by name. heads: shape of the layer.
+        device: a GPU, or a CPU, whose figures only show that the bench runs.
+
+    Yields:
+        `way`, the shapes, `ms` of one step with its lowest and highest run, `kv_bytes` read, `gb_per_s`; or `error`.
+    """
     for point in points:
         shape = {"bench": "decode", **point._asdict(), **heads.row(), "device": device.type}
         backends = {f"sdpa {name}": backend for name, backend in _backends(point, device).items()}
@@ -56,7 +64,7 @@ def rows(
 
 
 def _backends(point: Point, device: torch.device) -> dict[str, sdpa.Backend]:
-    """Those worth trying; a CPU has `flash` and `math` only."""
+    """SDPA backends to measure, by name; a CPU has `flash` and `math` only."""
     names = set(sdpa.BACKENDS) if device.type == "cuda" else {"flash", "math"}
     if point.batch * point.context > sdpa.MATH_TOKENS:
         names.discard("math")
@@ -64,7 +72,7 @@ def _backends(point: Point, device: torch.device) -> dict[str, sdpa.Backend]:
 
 
 def _new_token(point: Point, heads: Heads, device: torch.device) -> list[torch.Tensor]:
-    """Query, key and value of one new token of each row."""
+    """Random query `[B, Hq, 1, D]`, key and value `[B, Hkv, 1, D]` of one new token of each row."""
     return [
         torch.randn(point.batch, h, 1, heads.dim, dtype=heads.dtype, device=device)
         for h in (heads.query, heads.kv, heads.kv)
@@ -86,10 +94,10 @@ def _sdpa(point: Point, backend: sdpa.Backend, heads: Heads, device: torch.devic
 
 @torch.no_grad()
 def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) -> dict[str, Any]:
-    """Layers whose open tokens are spread over a span, and a graph in which each of them takes several tokens.
+    """Time steps of packed layers whose lengths are spread over a span; each layer takes several tokens a replay.
 
-    So every replay closes as many blocks as decoding does on average, one each `span` tokens of a row, and the mean
-    length over its steps is `context`.
+    So a replay closes as many blocks as decoding does on average, one every `span` tokens of a row, and the mean length
+    over its steps is `context`.
     """
     probe = make_layer(settings, heads, point.batch, 1, device)
     span = probe.spec.window.span

@@ -1,8 +1,8 @@
-"""`generate` of a whole model: what a token takes, how much memory, and what each way costs before it runs.
+"""`generate` of a whole model: time of a token, memory, and set-up time of each way.
 
-Every way generates twice from the same random prompt. The first run is cold: it pays for compiling and capturing, and
-each of its decode steps is timed alone (the call that `generate` makes, and an argmax, synchronized). The second run
-is as users see it: time to the first token, time of the others, peak memory.
+Every way generates twice from the same random prompt. The first run is cold: it includes compiling and capturing, and
+each of its decode steps is timed alone (the call that `generate` makes and an argmax, synchronized). The second run is
+as users see it: time to the first token, time of the others, peak memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qattn_hf.reporting import report
 
 
 class Point(NamedTuple):
-    """Rows, and tokens of each row's prompt."""
+    """A point to measure: `batch` rows with prompts of `context` tokens."""
 
     batch: int
     context: int
@@ -38,7 +38,15 @@ TINY = [Point(2, 80)]
 
 
 class Run(NamedTuple):
-    """One `generate`: seconds from one token to the next, the first counted from the call; seconds of decode steps."""
+    """Measurements of one `generate`.
+
+    Attributes:
+        gaps: seconds from one token to the next; the first from the call.
+        steps: seconds of each decode step alone, if watched.
+        compiled: whether `generate` asked for a compiled call.
+        cache: the cache after the run.
+        prefill_peak, peak: peak bytes of GPU memory up to the first token, and in all.
+    """
 
     gaps: list[float]
     steps: list[float]
@@ -49,7 +57,7 @@ class Run(NamedTuple):
 
 
 class Stamps(StoppingCriteria):
-    """Notes when each token is there; `generate` itself waits for the device right after this."""
+    """Records the time of each token, as a stopping criterion that never stops."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -67,16 +75,31 @@ class Stamps(StoppingCriteria):
 def rows(
     points: Iterable[Point], ways: list[Way], model: PreTrainedModel, device: torch.device, new_tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """One row a point and way."""
+    """Measure `generate`, and yield one row for each point and way.
+
+    Args:
+        points: batch and prompt lengths. ways: of `all_ways`. model: not patched. new_tokens: tokens of each answer.
+
+    Yields:
+        `way`, the shapes, `ms_per_token`, `step_ms`, seconds of first token and set-up, bytes of cache and peak; or
+        `error`.
+    """
     config = model.config.get_text_config(decoder=True)
     sizes = {key: getattr(config, key, None) for key in ("num_hidden_layers", "hidden_size", "num_key_value_heads")}
     shape = {"bench": "generate", **sizes, "dtype": str(model.dtype).removeprefix("torch."), "device": device.type}
     for point in points:
         ids = torch.randint(1, config.vocab_size, point, device=device)
         for way in ways:
-            found = attempt(partial(_measured, model, way, ids, new_tokens), ours=way.packed)
-            yield {**shape, **point._asdict(), "new_tokens": new_tokens, "way": way.name, "packed": way.packed, **found}
-            gc.collect()  # models are full of cycles
+            figures = attempt(partial(_measured, model, way, ids, new_tokens), ours=way.packed)
+            yield {
+                **shape,
+                **point._asdict(),
+                "new_tokens": new_tokens,
+                "way": way.name,
+                "packed": way.packed,
+                **figures,
+            }
+            gc.collect()  # models hold reference cycles
             release(device)
 
 
@@ -85,20 +108,30 @@ def _measured(model: PreTrainedModel, way: Way, ids: torch.Tensor, new_tokens: i
         return {"decode": "captured", "impl": None, "step_ms": _round(capture_floor(model, ids.shape[0]))}
     with way.prepared(model):
         cold = generate(model, ids, new_tokens, way.inputs(model), watch=True)
-        cold = cold._replace(cache=None)  # its memory is not the second run's
+        cold = cold._replace(cache=None)  # free its memory before the second run
         gc.collect()
         release(model.device)
         warm = generate(model, ids, new_tokens, way.inputs(model), watch=False)
-    found = _ran(warm, way) | _figures(cold, warm)
-    return found | {
-        "kv_bytes": _cache_bytes(warm.cache),
-        "prefill_peak_bytes": warm.prefill_peak,
-        "peak_bytes": warm.peak,
-    }
+    return (
+        _ran(warm, way)
+        | _figures(cold, warm)
+        | {
+            "kv_bytes": _cache_bytes(warm.cache),
+            "prefill_peak_bytes": warm.prefill_peak,
+            "peak_bytes": warm.peak,
+        }
+    )
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, inputs: dict[str, Any], watch: bool) -> Run:
-    """`new_tokens` greedy tokens after `ids` `[B, T]`, with the time of each; `watch` also times the steps alone."""
+    """Generate `new_tokens` greedy tokens after `ids` `[B, T]` and time each; with `watch` also the steps alone.
+
+    Args:
+        inputs: further arguments of `model.generate`.
+
+    Raises:
+        RuntimeError: another number of tokens or steps than expected.
+    """
     device = ids.device
     stamps = Stamps(device)
     steps: list[float] = []
@@ -127,10 +160,13 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, inputs:
 def decode_calls(
     model: PreTrainedModel, wrap: Callable[[Callable], Callable] | None, compiled: list[bool]
 ) -> Iterator[None]:
-    """Inside, `generate` makes its decode steps through `wrap(call)`; `compiled` tells if it asked for a compiled call.
+    """Context in which `generate` makes its decode steps through `wrap(call)`.
 
-    `generate` takes `model.get_compiled_call(...)` or else `model.__call__`, both by attribute, so that attributes of
-    this one model are enough. What gets compiled is the bare call, never the wrapped one.
+    `generate` takes `model.get_compiled_call(...)` or `model.__call__`, both by attribute, so that attributes of this
+    one model are enough. What is compiled is the original call, not the wrapped one.
+
+    Args:
+        compiled: gets an entry when `generate` asks for a compiled call.
     """
     before, get = model.__dict__.get("get_compiled_call"), model.get_compiled_call
 
@@ -166,14 +202,14 @@ def _timed(call: Callable, seconds: list[float], device: torch.device) -> Callab
 
 
 def _ran(run: Run, way: Way) -> dict[str, Any]:
-    """What really ran.
+    """Decode path and implementation of a run.
 
     Raises:
-        RuntimeError: it is not what was asked for, so that its figures would stand under a wrong name.
+        RuntimeError: another decode path ran than that of the way, whose figures would be those of something else.
     """
     if isinstance(run.cache, QAttnCache):
-        said = report(run.cache).to_dict()
-        ran, why = {"decode": said["decode"], "impl": said["impl"]}, said.get("decode_reason")
+        data = report(run.cache).to_dict()
+        ran, why = {"decode": data["decode"], "impl": data["impl"]}, data.get("decode_reason")
     else:
         ran, why = {"decode": "compile" if run.compiled else "eager", "impl": None}, None
     if ran["decode"] != way.decode:
@@ -182,7 +218,7 @@ def _ran(run: Run, way: Way) -> dict[str, Any]:
 
 
 def _figures(cold: Run, warm: Run) -> dict[str, Any]:
-    """Medians of the second half of the tokens, when every way has settled; the rest over them is set-up."""
+    """Time of a token and step: medians over the second half of the tokens; what the others take longer is set-up."""
     token, step = (statistics.median(times[len(times) // 2 :]) for times in (warm.gaps, cold.steps))
     return {
         "ms_per_token": _round(token * 1e3),

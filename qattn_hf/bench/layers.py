@@ -1,4 +1,4 @@
-"""Layers of packed cache for the benches: made by name, and filled with random codes without any prefill."""
+"""Packed layers for benchmarks, filled with random codes without a prefill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOOKKEEPING = (torch.int32, torch.int64)  # lengths and positions; codes and num
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one attention layer and what they hold."""
+    """Shape of one attention layer: query heads, KV heads, head dim, and dtype of queries, keys and values."""
 
     query: int = 32
     kv: int = 8
@@ -28,17 +28,17 @@ class Heads:
     dtype: torch.dtype = torch.bfloat16
 
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in model precision."""
+        """Bytes of one token's keys and values in model precision."""
         return 2 * self.kv * self.dim * self.dtype.itemsize
 
     def row(self) -> dict[str, Any]:
-        """The sizes by their names in a JSON row."""
+        """The shape as fields of a JSON row: `heads`, `kv_heads`, `head_dim`, `dtype`."""
         sizes = {"heads": self.query, "kv_heads": self.kv, "head_dim": self.dim}
         return {**sizes, "dtype": str(self.dtype).removeprefix("torch.")}
 
 
 def make_layer(settings: Method, heads: Heads, batch: int, capacity: int, device: torch.device) -> QAttnLayer:
-    """An empty layer with room for `capacity` tokens a row."""
+    """An empty packed layer with room for `capacity` tokens a row, by a method's settings."""
     spec = settings.last_layer_spec(heads.kv)
     reason = no_triton(device.type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.dim)
     layer = QAttnLayer(replace(spec, impl=settings.chosen_impl(device.type, reason)), capacity)
@@ -48,10 +48,12 @@ def make_layer(settings: Method, heads: Heads, batch: int, capacity: int, device
 
 
 def fill(layer: QAttnLayer, length: int) -> None:
-    """Put every row of a layer into the state after `length` tokens, all of them random.
+    """Put every row of a layer into its state after `length` random tokens.
 
-    Tensors are filled by their type and name, so that a new format needs nothing here as long as its numbers may be
-    any; whatever is read takes as long for random codes as for those of a model.
+    Tensors are filled by dtype and name, so a new format needs nothing here unless only some numbers are valid.
+
+    Raises:
+        ValueError: `length` exceeds the capacity.
     """
     window, state = layer.spec.window, layer.state
     closed = max(0, length - window.residual) // window.span * (window.span // window.block)
@@ -77,18 +79,18 @@ def fill(layer: QAttnLayer, length: int) -> None:
 
 
 def _fill_sinks(layer: QAttnLayer, closed: int) -> None:
-    """A full pool and a full window of evicted sinks, over all of the context."""
+    """Fill the sink pool and its window of evicted sinks, spread over the whole context."""
     pool, state = layer.spec.sink_pool, layer.state
     count = pool.num + pool.window
     entry = torch.arange(state["sink.pos"].shape[2], device=state["sink.pos"].device)
-    there = (entry < count).expand_as(state["sink.pos"])
+    used = (entry < count).expand_as(state["sink.pos"])
     block, offset = entry * closed // count, entry % layer.spec.window.block
-    slot = torch.where(there, block * layer.spec.window.block + offset, 0)
+    slot = torch.where(used, block * layer.spec.window.block + offset, 0)
     for name in ("pos", "slot"):
         state[f"sink.{name}"].copy_(slot)
-    state["sink.born"].copy_(torch.where(there, block + 1, 0))
-    state["sink.evicted"].copy_(torch.where(there & (entry >= pool.num), closed, 0))
-    state["dropped"].copy_(bool_to_bits(at_slots(there, slot, layer.capacity).view(*state["dropped"].shape[:3], -1)))
+    state["sink.born"].copy_(torch.where(used, block + 1, 0))
+    state["sink.evicted"].copy_(torch.where(used & (entry >= pool.num), closed, 0))
+    state["dropped"].copy_(bool_to_bits(at_slots(used, slot, layer.capacity).view(*state["dropped"].shape[:3], -1)))
 
 
 def _fill_numbers(state: State, name: str) -> None:
@@ -110,20 +112,20 @@ def _fill_numbers(state: State, name: str) -> None:
 
 
 def bookkeeping(layers: list[QAttnLayer]) -> Callable[[], None]:
-    """A function that puts the lengths of `layers` back to what they are now, so that a step can run again and again.
+    """A function that resets the lengths of `layers` to their present values, so that a step can run repeatedly.
 
-    Codes stay: the next step writes over what the one before wrote.
+    Codes stay: the next step overwrites those of the last one.
     """
-    now = [t for layer in layers for t in layer.state.values() if t.dtype in BOOKKEEPING]
-    saved = [t.clone() for t in now]
+    tensors = [t for layer in layers for t in layer.state.values() if t.dtype in BOOKKEEPING]
+    saved = [t.clone() for t in tensors]
 
     def restore() -> None:
-        torch._foreach_copy_(now, saved)
+        torch._foreach_copy_(tensors, saved)
 
     return restore
 
 
 def bytes_read(layer: QAttnLayer, tokens: int) -> int:
-    """Bytes of the layer's tensors that hold `tokens` tokens a row."""
-    grows = (layer.state[name] for name, spec in layer.tensor_specs().items() if spec.block_dim is not None)
-    return sum(t.nbytes for t in grows) * tokens // layer.capacity
+    """Bytes of a layer's block tensors for `tokens` tokens a row: what a decode step reads."""
+    block_tensors = (layer.state[name] for name, spec in layer.tensor_specs().items() if spec.block_dim is not None)
+    return sum(t.nbytes for t in block_tensors) * tokens // layer.capacity

@@ -1,4 +1,4 @@
-"""The models that `generate` is measured with, and the same model without attention: the floor under every cache."""
+"""Models for the benchmark of `generate`, and the same model without attention: a lower bound for every cache."""
 
 from __future__ import annotations
 
@@ -31,36 +31,40 @@ TINY = {
 
 
 def random_model(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A Llama of these sizes with random weights, made on the device itself."""
+    """A Llama with random weights, made on the device.
+
+    Args:
+        sizes: arguments of `LlamaConfig`, such as `hidden_size` and `num_hidden_layers`.
+    """
     config = LlamaConfig(**sizes, tie_word_embeddings=False, max_position_embeddings=131072)
     with torch.device(device):
         return _ready(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa"))
 
 
 def load_model(source: str, device: torch.device) -> PreTrainedModel:
-    """A model from a folder or the hub, in its own precision."""
+    """Load a model from a folder or the hub in its own precision, without end tokens, for benchmarks."""
     return _ready(AutoModelForCausalLM.from_pretrained(source, dtype="auto", attn_implementation="sdpa").to(device))
 
 
 def _ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Nothing but the number of new tokens may end an answer, else ways would be timed over different lengths."""
+    """Remove end tokens, so that every way generates the same number of tokens."""
     generation: Any = model.generation_config
     generation.eos_token_id, generation.pad_token_id = None, 0
     return model.eval()
 
 
 def attention_of_the_floor(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """In place of attention: the query, as if it were the answer."""
+    """Attention function of the floor: returns the query `[B, Hq, T, D]` as output."""
     return query.transpose(1, 2).contiguous(), None
 
 
 def register_floor() -> None:
-    """Make `FLOOR` known to transformers."""
+    """Register the floor's attention with transformers as `FLOOR`."""
     AttentionInterface.register(FLOOR, attention_of_the_floor)
 
 
 class CountingLayer(CacheLayerMixin):
-    """Counts tokens and keeps none."""
+    """Cache layer of the floor: counts tokens and stores nothing."""
 
     is_sliding = False
 
@@ -88,11 +92,11 @@ class CountingLayer(CacheLayerMixin):
 
 
 def counting_cache(model: PreTrainedModel) -> Cache:
-    """A cache for the floor."""
+    """A cache for the floor, which stores nothing."""
     return Cache(layers=[CountingLayer() for _ in range(model.config.num_hidden_layers)])
 
 
 def kv_bytes(cache: Any) -> int:
-    """Bytes of the keys and values of a stock cache, from its tensors; of the floor's cache, 0."""
-    kept = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return sum(t.nbytes for t in kept if t is not None)
+    """Bytes of a stock cache's keys and values, counted from its tensors; 0 for the floor's cache."""
+    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return sum(t.nbytes for t in tensors if t is not None)

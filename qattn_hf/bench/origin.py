@@ -1,4 +1,4 @@
-"""Where figures come from: date, device and versions, written beside them."""
+"""Conditions of figures: command, date, device and versions, recorded with them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from qattn_hf._version import __version__
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what figures stand on; None: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Versions of Python, torch, transformers, triton and this package; None: not installed."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("torch", "transformers", "triton"):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return {**found, "qattn_hf": __version__}
+            installed[name] = None
+    return {**installed, "qattn_hf": __version__}
 
 
 def device_name() -> str:
-    """Name of the GPU, else of the CPU."""
+    """Name of the first GPU, or of the CPU with its number of threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(0)
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""Rows of the benches as a picture; matplotlib is loaded only here."""
+"""Plots of benchmark rows; matplotlib is imported only here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TITLES = {
 
 
 def need_matplotlib(option: str = "--plot") -> None:
-    """Ask for matplotlib before any work is done that `option` wants to show.
+    """Check that matplotlib is installed, before the work that `option` would plot.
 
     Raises:
         QAttnError: it is not installed.
@@ -30,7 +30,12 @@ def need_matplotlib(option: str = "--plot") -> None:
 
 
 def draw(rows: list[Row], target: Path) -> None:
-    """Write a picture of the rows of one bench to `target`."""
+    """Plot the rows of one bench.
+
+    Args:
+        rows: of `decode.rows`, `prefill.rows` or `generate.rows`.
+        target: image file to write, such as a .png.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -41,24 +46,26 @@ def draw(rows: list[Row], target: Path) -> None:
 
 
 def _decode(figure: Any, rows: list[Row]) -> None:
-    """Milliseconds over context, one panel a batch size."""
+    """Milliseconds over context, one plot for each batch size."""
     batches = by_point(rows, "batch")
-    panels = figure.subplots(1, len(batches), squeeze=False)[0]
-    for panel, ((batch,), found) in zip(panels, sorted(batches.items()), strict=True):
-        best = [row for point in by_point(found, "context").values() if (row := best_stock(point))]
-        lines = {BEST: best} | {name: [r for r in found if r["way"] == name] for name in ways(found, packed=True)}
+    plots = figure.subplots(1, len(batches), squeeze=False)[0]
+    for axes, ((batch,), batch_rows) in zip(plots, sorted(batches.items()), strict=True):
+        best = [row for point in by_point(batch_rows, "context").values() if (row := best_stock(point))]
+        lines = {BEST: best} | {
+            name: [r for r in batch_rows if r["way"] == name] for name in ways(batch_rows, packed=True)
+        }
         for name, line in lines.items():
             line = sorted(line, key=lambda row: row["context"])
             style = {"color": "black", "linestyle": "--"} if name == BEST else {}
-            panel.plot([r["context"] for r in line], [r["ms"] for r in line], marker="o", label=name, **style)
-        panel.set(title=f"batch {batch}", xlabel="cached tokens", yscale="log")
-        panel.set_xscale("log", base=2)
-    panels[0].set_ylabel("ms, one layer's decode step")
-    panels[0].legend()
+            axes.plot([r["context"] for r in line], [r["ms"] for r in line], marker="o", label=name, **style)
+        axes.set(title=f"batch {batch}", xlabel="cached tokens", yscale="log")
+        axes.set_xscale("log", base=2)
+    plots[0].set_ylabel("ms, one layer's decode step")
+    plots[0].legend()
 
 
 def _prefill(figure: Any, rows: list[Row]) -> None:
-    """TOPS, a group of bars a point."""
+    """TOPS, a group of bars for each point."""
     points = by_point(rows, "batch", "tokens")
     labels = [f"{batch} x {tokens}" for batch, tokens in points]
     names = [*ways(rows, packed=False), *ways(rows, packed=True)]
@@ -66,7 +73,7 @@ def _prefill(figure: Any, rows: list[Row]) -> None:
 
 
 def _generate(figure: Any, rows: list[Row]) -> None:
-    """Milliseconds a token, a group of bars a point; the floor's captured step has no `generate`."""
+    """Milliseconds a token, a group of bars for each point; rows without a `generate` are left out."""
     rows = [row for row in rows if "ms_per_token" in row]
     points = by_point(rows, "batch", "context")
     labels = [f"batch {batch}, {context} tokens" for batch, context in points]
@@ -75,12 +82,12 @@ def _generate(figure: Any, rows: list[Row]) -> None:
 
 
 def _bars(figure: Any, labels: list[str], names: list[str], groups: list[list[Row]], key: str, title: str) -> None:
-    panel = figure.subplots()
+    axes = figure.subplots()
     width = 0.8 / max(1, len(names))
     for i, name in enumerate(names):
         heights = [next((row[key] for row in group if row["way"] == name), 0) for group in groups]
         places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(groups))]
-        panel.bar(places, heights, width, label=name)
-    panel.set_xticks(range(len(labels)), labels)
-    panel.set_ylabel(title)
-    panel.legend(fontsize="small")
+        axes.bar(places, heights, width, label=name)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylabel(title)
+    axes.legend(fontsize="small")

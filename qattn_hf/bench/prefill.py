@@ -1,4 +1,4 @@
-"""Prefill: one layer's whole call for a prompt, append and attention, beside bf16 SDPA over the same q, k and v."""
+"""Prefill: one layer's whole call for a prompt, append and attention, and bf16 SDPA over the same q, k and v."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qattn_kernels.layer.scores import Scores
 
 
 class Point(NamedTuple):
-    """Rows, and tokens of each row's prompt."""
+    """A point to measure: `batch` rows with prompts of `tokens` tokens."""
 
     batch: int
     tokens: int
@@ -30,7 +30,15 @@ TINY = [Point(1, 96), Point(2, 130)]
 def rows(
     points: Iterable[Point], methods: dict[str, Method], heads: Heads, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """One row a point and way: milliseconds of a call and TOPS, where a causal pair of tokens counts 4 D a head."""
+    """Measure prefills, and yield one row for each point and way.
+
+    Args:
+        points: batch and prompt lengths. methods: settings of packed caches, by name. heads: shape of the layer.
+
+    Yields:
+        `way`, the shapes, `ms` of one call with its lowest and highest run, `tops` (a causal pair of query and key
+        counts 4 D operations a head); or `error`.
+    """
     for point in points:
         shape = {"bench": "prefill", **point._asdict(), **heads.row(), "device": device.type}
         names = ("flash", "cudnn") if device.type == "cuda" else ("flash",)
@@ -44,7 +52,7 @@ def rows(
 
 
 def _prompt(point: Point, heads: Heads, device: torch.device) -> list[torch.Tensor]:
-    """Queries, keys and values of the prompts."""
+    """Random queries `[B, Hq, T, D]`, keys and values `[B, Hkv, T, D]`."""
     counts = (heads.query, heads.kv, heads.kv)
     shapes = [(point.batch, count, point.tokens, heads.dim) for count in counts]
     return [torch.randn(shape, dtype=heads.dtype, device=device) for shape in shapes]
@@ -59,7 +67,7 @@ def _sdpa(point: Point, backend: sdpa.Backend, heads: Heads, device: torch.devic
 
 @torch.no_grad()
 def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) -> dict[str, Any]:
-    """Each call finds an empty layer that has room for just this prompt."""
+    """Time a call on an empty layer with room for exactly this prompt."""
     q, k, v = _prompt(point, heads, device)
     layer = make_layer(settings, heads, point.batch, point.tokens, device)
     columns = torch.tensor([[0, point.tokens]], dtype=torch.int32, device=device)

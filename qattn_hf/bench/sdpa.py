@@ -1,4 +1,4 @@
-"""The opponent: one layer of a preallocated cache in model precision and PyTorch's attention, by backend."""
+"""The baseline: one layer of a preallocated cache in model precision, and PyTorch's SDPA by backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qattn_hf.bench.layers import Heads
 
 
 class Backend(NamedTuple):
-    """A backend of SDPA; `packed`: the query heads of a KV head are rows of one head, so that it is read once."""
+    """A backend of SDPA; `packed`: query heads that share a KV head become rows of one head, which is read once."""
 
     kernel: SDPBackend
     packed: bool = False
@@ -32,7 +32,7 @@ MATH_TOKENS = 16384  # of all rows; beyond it the repeated heads of `math` only 
 
 
 class Cache:
-    """Keys and values `[B, Hkv, S, D]` with exactly `context` tokens, the last of which each step writes."""
+    """Keys and values `[B, Hkv, S, D]` of exactly `context` tokens; each step overwrites the last one."""
 
     def __init__(self, heads: Heads, batch: int, context: int, device: torch.device):
         shape = (batch, heads.kv, context, heads.dim)
@@ -40,7 +40,7 @@ class Cache:
         self.last = torch.tensor([context - 1], device=device)
 
     def step(self, backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Write the new token and attend; q `[B, Hq, 1, D]`, k and v `[B, Hkv, 1, D]`."""
+        """A function that writes the new token and attends; q `[B, Hq, 1, D]`, k and v `[B, Hkv, 1, D]`."""
         packed = q.view(q.shape[0], k.shape[1], -1, q.shape[3])
 
         def run() -> torch.Tensor:
@@ -55,6 +55,6 @@ class Cache:
 
 
 def causal(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of a prompt over itself."""
+    """Causal attention of a prompt: q `[B, Hq, T, D]`, k and v `[B, Hkv, T, D]`."""
     with sdpa_kernel(backend.kernel):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""Rows of the benches as tables: a header and lines of text, for the terminal and for the README alike."""
+"""Benchmark rows as tables, a header and lines of text, for the terminal and the documentation."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def ways(rows: Iterable[Row], packed: bool) -> list[str]:
-    """Names of the packed ways, or of the stock ones, in order."""
+    """Names of the packed ways among rows, or of the stock ones, in order."""
     return list(dict.fromkeys(row["way"] for row in rows if row["packed"] == packed))
 
 
 def best_stock(rows: Iterable[Row]) -> Row | None:
-    """The fastest stock way of one point that could run."""
+    """The row of the fastest stock way, such as an SDPA backend, among rows of one point; None if none ran."""
     return min((row for row in rows if not row["packed"] and "ms" in row), key=lambda row: row["ms"], default=None)
 
 
 def by_point(rows: Iterable[Row], *keys: str) -> dict[tuple, list[Row]]:
-    """Rows with equal values of `keys`, together."""
+    """Group rows by the values of `keys`: `{(1, 4096): [row, ...], ...}` for `"batch", "context"`."""
     points: dict[tuple, list[Row]] = {}
     for row in rows:
         points.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -28,18 +28,18 @@ def by_point(rows: Iterable[Row], *keys: str) -> dict[tuple, list[Row]]:
 
 
 def gains(rows: Iterable[Row], *keys: str) -> dict[tuple, dict[str, float]]:
-    """At each point of `keys`, how many times faster each packed way is than the fastest stock one there."""
-    found = {}
+    """At each point of `keys`, the speed-up of each packed way over the fastest stock one."""
+    speedups = {}
     for point, here in by_point(rows, *keys).items():
         if best := best_stock(here):
-            found[point] = {row["way"]: best["ms"] / row["ms"] for row in here if row["packed"] and "ms" in row}
-    return found
+            speedups[point] = {row["way"]: best["ms"] / row["ms"] for row in here if row["packed"] and "ms" in row}
+    return speedups
 
 
 def decode_table(rows: list[Row]) -> Table:
-    """Milliseconds of a step; beside each packed one how many times faster it is than the best SDPA.
+    """Milliseconds of a decode step, with the speed-up of each packed way over the best SDPA.
 
-    Points with spare room compare with the same cache without it.
+    Points with spare capacity are compared with the same cache without it.
     """
     methods = ways(rows, packed=True)
     points = by_point(rows, "batch", "context", "room")
@@ -58,7 +58,7 @@ def decode_table(rows: list[Row]) -> Table:
 
 
 def prefill_table(rows: list[Row]) -> Table:
-    """TOPS of a prompt's attention, way by way."""
+    """TOPS of a prefill for each way."""
     names = [*ways(rows, packed=False), *ways(rows, packed=True)]
     lines = []
     for (batch, tokens), found in by_point(rows, "batch", "tokens").items():
@@ -68,10 +68,10 @@ def prefill_table(rows: list[Row]) -> Table:
 
 
 def generate_table(rows: list[Row]) -> Table:
-    """What `generate` takes and keeps, way by way.
+    """Times and memory of `generate` for each way.
 
-    `set-up` is what the first call of all takes longer than a later one would without any set-up; `again` is what every
-    later call still takes longer after its first token.
+    `set-up`: seconds by which the first call of a process is longer than one without any set-up. `again`: seconds of
+    set-up that every later call still has after its first token.
     """
     times = ["ms a token", "step alone, ms", "first token, s", "set-up, s", "again, s"]
     header = ["B", "context", "way", "ran", *times, "KV, GiB", "peak of prefill, GiB", "peak, GiB"]
@@ -91,18 +91,18 @@ TABLES = {"decode": decode_table, "prefill": prefill_table, "generate": generate
 
 
 def table(rows: list[Row]) -> Table:
-    """The table of the bench that made `rows`."""
+    """Header and lines of text for the rows of one bench."""
     return TABLES[rows[0]["bench"]](rows)
 
 
 def computed_by(rows: list[Row]) -> str:
-    """Who computed the packed ways, in a sentence."""
-    found = sorted({row["impl"] for row in rows if row.get("impl")})
-    return f"Packed ways computed by: {', '.join(found) or 'nobody'}."
+    """Sentence that says whether Triton or the reference computed the packed ways."""
+    impls = sorted({row["impl"] for row in rows if row.get("impl")})
+    return f"Packed ways computed by: {', '.join(impls) or 'none ran'}."
 
 
 def print_table(rows: list[Row]) -> None:
-    """Rows of one bench as a table on stdout, with the device and who computed."""
+    """Print the rows of one bench as a table, with the device and what computed the packed ways."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Time of work on a device: CUDA events around replays of a graph, or the host's clock on a CPU."""
+"""Timing of work on a device: by CUDA events, or by the host's clock on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD_START = 2_000_000  # clock cycles, about 1 ms, in which the host queues wor
 
 
 class Times(NamedTuple):
-    """Milliseconds of one run: median, fastest and slowest, and how many runs there were."""
+    """Milliseconds of a run, median, fastest and slowest, over `runs` runs."""
 
     median: float
     low: float
@@ -24,21 +24,21 @@ class Times(NamedTuple):
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device; a CPU is always done."""
+    """Wait until a GPU has finished; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def release(device: torch.device) -> None:
-    """Give back the memory of what nobody holds any more, so that one way's memory is not another's."""
+    """Free the allocator's unused GPU memory, so that one way's is not counted for the next."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def capture(steps: Sequence[Work], device: torch.device) -> Work:
-    """All `steps`, one after another, as one replay of a CUDA graph; on a CPU they just run.
+    """Capture all `steps` in one CUDA graph and return its replay; on a CPU, a function that runs them.
 
-    The caller has run what they run before: kernels must be loaded and plans be made when the capture begins.
+    Each step must have run before: kernels must be compiled and loaded when the capture begins.
     """
     if device.type != "cuda":
         return lambda: [step() for step in steps]
@@ -53,7 +53,11 @@ def capture(steps: Sequence[Work], device: torch.device) -> Work:
 def measure(
     run: Work, device: torch.device, prepare: Work = lambda: None, seconds: float = 0.1, least: int = 5, most: int = 30
 ) -> Times:
-    """Time `run` again and again for about `seconds`, with `prepare` before each run and outside its time."""
+    """Time `run` repeatedly for about `seconds`, with `prepare` before each run, untimed.
+
+    Args:
+        least, most: bounds of the number of runs; at least 1 on a CPU.
+    """
     prepare()
     first = _milliseconds(run, device)  # warms up, and tells how many runs fit
     least = least if device.type == "cuda" else 1  # the figures of a CPU only show that the command works
@@ -80,9 +84,10 @@ def _milliseconds(run: Work, device: torch.device) -> float:
 
 
 def attempt(measurement: Callable[[], dict[str, Any]], ours: bool) -> dict[str, Any]:
-    """What a measurement found, or its `error`: a way that cannot run must not lose the figures of the others.
+    """Result of a measurement, or its `error`, so that a way that cannot run does not lose the others' figures.
 
-    That a stock way has no kernel for a shape is no news; an error of `ours` is shown on stderr with its origin.
+    Args:
+        ours: whether an error is also printed with its traceback; that a stock way lacks a kernel is expected.
     """
     try:
         return measurement()
@@ -93,17 +98,17 @@ def attempt(measurement: Callable[[], dict[str, Any]], ours: bool) -> dict[str, 
 
 
 def check_finite(out: torch.Tensor) -> None:
-    """Refuse to time what computes nonsense.
+    """Check an output before it is timed.
 
     Raises:
-        RuntimeError: if a number is not finite.
+        RuntimeError: a number in it is not finite.
     """
     if not bool(out.isfinite().all()):
         raise RuntimeError("the output is not finite: its time would be that of a wrong result")
 
 
 def working_sets(n_bytes: int, device: torch.device) -> int:
-    """How many buffers of `n_bytes` a loop must use in turn so that none is still in the L2 cache when it comes."""
+    """Number of buffers of `n_bytes` that a loop must cycle through so that none stays in the L2 cache; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     return max(1, -(-2 * torch.cuda.get_device_properties(device).L2_cache_size // n_bytes))

@@ -1,4 +1,4 @@
-"""Ways to generate: packed caches by method and decode path, transformers' own caches, and the floor."""
+"""Ways to generate: packed caches by method and decode path, transformers' own caches, a model without attention."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DECODE_PATHS = ("graph", "compile", "eager")
 
 @dataclass(frozen=True)
 class Way:
-    """One way to generate.
+    """One way to generate: a cache and how decode steps run.
 
     Attributes:
-        name: as users choose it.
+        name: as users choose it (`--way`).
         decode: the decode path that must run: `graph`, `compile`, `eager`, or `captured` for a bare captured step.
-        packed: whether it is ours.
-        prepared: what the model stands in while it generates.
-        inputs: arguments of one call of `generate`.
+        packed: whether it is a packed cache.
+        prepared: context manager in which the model generates, such as a patch.
+        inputs: further arguments of `generate`.
     """
 
     name: str
@@ -43,7 +43,11 @@ class Way:
 
 
 def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]:
-    """Every way that `device` has, by name; a CPU has no graphs, and `generate` does not compile there."""
+    """Every way that a device supports, by name; a CPU has no CUDA graphs and no compiled steps.
+
+    Args:
+        recipes: packed caches by name; on a GPU each is a way with every decode path.
+    """
     cuda = device.type == "cuda"
     ways = [
         Way("floor", "eager", False, _floor, lambda model: {"past_key_values": counting_cache(model)}),
@@ -62,7 +66,7 @@ def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]
 
 
 def default_ways(ways: dict[str, Way]) -> list[Way]:
-    """Those that need no compiler, and StaticCache, which is nothing without one."""
+    """The ways measured by default: all but packed caches with `decode="compile"`."""
     return [way for way in ways.values() if not (way.packed and way.decode == "compile")]
 
 
@@ -88,7 +92,7 @@ def _static(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _forget_compiled(model: PreTrainedModel) -> None:
-    """Compiled steps keep memory, and the next way must pay for its own."""
+    """Drop compiled steps, which hold memory, so that the next way compiles its own."""
     for name in ("_compiled_call", "_last_compile_config"):
         model.__dict__.pop(name, None)
     torch._dynamo.reset()
@@ -109,7 +113,7 @@ def _floor(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def capture_floor(model: PreTrainedModel, batch: int, replays: int = 50) -> float:
-    """Milliseconds of the floor's step and argmax captured in one CUDA graph, synchronized each time."""
+    """Median milliseconds of the floor's step and argmax, captured in one CUDA graph and synchronized after each."""
     device = model.device
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
     positions = torch.zeros_like(token)

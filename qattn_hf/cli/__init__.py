@@ -1,4 +1,4 @@
-"""The command line `qattn`: one file a command; this one ties them together and turns errors into one line."""
+"""The command line `qattn`, one module for each command; an error becomes one line on stderr."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def qattn(
 
 
 def one_line(error: BaseException) -> str:
-    """The first paragraph of an error's message as one line; its kind when it has no message."""
+    """The first paragraph of an error's message as one line; the name of its class if it has no message."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}"
     message = error.format_message() if hasattr(error, "format_message") else str(error)
@@ -52,9 +52,9 @@ def one_line(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 where the command line asks for what cannot be: an option, a method or a setting. 1 where the work failed."""
+    """Exit code of an error: 2 for an invalid option, method or setting, 1 where the work failed."""
     if isinstance(usage := getattr(error, "exit_code", None), int):
-        return usage  # and nothing large is loaded for it
+        return usage  # without importing torch
     from qattn_hf.errors import RecipeError
 
     return 2 if isinstance(error, RecipeError) else 1

@@ -1,4 +1,4 @@
-"""What the commands share: their options, what these ask for, words about bytes."""
+"""Options that several commands have, the recipe that they choose, and a summary of a report."""
 
 from __future__ import annotations
 
@@ -45,53 +45,58 @@ SEVERAL = "Such as turbo, kivi:bits=4, or a recipe's name or file; may be repeat
 
 
 class UsageError(ValueError):
-    """An option that cannot be, found by a command itself; what typer finds has the same exit code."""
+    """An invalid option, found by a command itself; those that typer finds have the same exit code."""
 
     exit_code = 2
 
 
 def methods_option(default: Iterable[str]) -> Any:
-    """`--method` of commands that compare several; `default`: what they take without it."""
+    """The option `--method` of commands that compare several methods; `default`: the methods without it."""
     return typer.Option("--method", "--methods", help=SEVERAL, show_default=", ".join(default))
 
 
 def write_rows(rows: list[dict[str, Any]], target: Path) -> None:
-    """Rows with where they come from, in the form of `eval/results/`."""
+    """Write rows with command, date, device and versions as JSON, in the form of `eval/results/`."""
     from qattn_hf.bench.origin import origin
 
-    head = origin(shlex.join(["qattn", *sys.argv[1:]]))
-    target.write_text(json.dumps({"name": target.stem, **head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    conditions = origin(shlex.join(["qattn", *sys.argv[1:]]))
+    target.write_text(json.dumps({"name": target.stem, **conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def chosen_recipe(
     method: str | None, recipe: str | None, settings: list[str] | None, model: str | None = None
 ) -> Recipe:
-    """What the options ask for, checked before a model loads; when they name neither a method nor a recipe, the one
-    beside the weights of `model`, else `turbo`."""
+    """The recipe that the options name, checked before a model loads.
+
+    Without method and recipe it is `qattn.yaml` in the folder `model`, else `turbo`.
+
+    Raises:
+        RecipeError: an unknown method, recipe or setting, or an invalid value.
+    """
     from qattn_hf.recipe import find_recipe
     from qattn_hf.spelling import parse_settings
 
     folder = None if model is None else str(Path(model).expanduser())
-    return find_recipe(method, recipe, parse_settings(settings), beside=folder)
+    return find_recipe(method, recipe, parse_settings(settings), checkpoint=folder)
 
 
 def for_family(recipe: Recipe, model: Any) -> Recipe:
-    """The recipe as this model takes it; what its family changes is told on stderr."""
-    found = recipe.for_model(model.config)
-    if found.family is not None and (changed := found.from_family()):
-        said = " ".join(f"{key}={value}" for key, value in changed.items())
-        print(f"{found.method} has {said} for {found.family}; family=false leaves it out", file=sys.stderr)
-    return found
+    """The recipe with the defaults of the model's family, which are reported on stderr."""
+    recipe = recipe.for_model(model.config)
+    if recipe.family is not None and (changed := recipe.from_family()):
+        settings = " ".join(f"{key}={value}" for key, value in changed.items())
+        print(f"{recipe.method} has {settings} for {recipe.family}; family=false leaves it out", file=sys.stderr)
+    return recipe
 
 
 def summary(report: dict[str, Any]) -> str:
-    """One line about what a cache holds, from `Report.to_dict()`."""
+    """One line about the content of a cache, from `Report.to_dict()`."""
     if not report["kv_bytes"]:
         return f"{report['method']}: nothing packed, transformers' own cache held the tokens in the model's precision"
-    held, full = report["kv_bytes"], report["kv_bytes_full_precision"]
+    kv_bytes, full = report["kv_bytes"], report["kv_bytes_full_precision"]
     text = f"{report['method']}: {report['packed_tokens']} tokens packed, {report['open_tokens']} open; "
-    text += f"{size(held)} instead of {size(full)}"
+    text += f"{size(kv_bytes)} instead of {size(full)}"
     if report["effective_bits"] is not None and report["packed_tokens"]:
         text += f"; {report['effective_bits']:.2f} bits a value where packed"
     text += f", {report['effective_bits_total']:.2f} in all"
-    return text + (" (in a short context the open tokens and spare room weigh most)" if held > full else "")
+    return text + (" (in a short context the open tokens and spare room weigh most)" if kv_bytes > full else "")

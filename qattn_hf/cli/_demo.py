@@ -1,4 +1,4 @@
-"""The same prompts in full precision and through a packed cache: what `qattn demo` measures."""
+"""Answers to the same prompts in full precision and through a packed cache, compared, for `qattn demo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from qattn_hf.cli._prompts import Prompt, is_right
 
 @dataclass(frozen=True)
 class Answer:
-    """A continuation and what it took; `logits` are `[tokens, vocabulary]`, each row chose the token of its index."""
+    """A generated continuation.
+
+    Attributes:
+        logits: fp32 `[tokens, vocabulary]`; row i are those from which token i was chosen.
+        seconds: time of the whole `generate`.
+        cache: the cache after it.
+    """
 
     text: str
     tokens: list[int]
@@ -26,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt answered twice.
+    """One prompt answered in full precision and through a packed cache.
 
     Attributes:
         agreement: share of full precision's tokens that the packed cache's own answer has at the same place.
@@ -34,7 +40,7 @@ class Comparison:
         kl: mean over the answer's tokens of KL(full precision || packed), both reading full precision's answer.
         same_top1: share of those tokens that the packed cache would choose too.
         answer_tokens, packed_answer_tokens: of full precision's answer, and of the packed cache's own.
-        impl, decode: who computed the packed side, and by which decode path.
+        impl, decode: what computed the packed side (`triton`, `reference`), and its decode path.
     """
 
     prompt: Prompt
@@ -61,7 +67,7 @@ class Comparison:
 
 
 class Progress(StoppingCriteria):
-    """Stops an answer at the prompt's `stop` text, and tells the progress bar about every token."""
+    """Stopping criterion that ends an answer at the prompt's `stop` text and advances the progress bar."""
 
     def __init__(self, tokenizer: Any, start: int, stop: str | None, advance: Callable[[], None]) -> None:
         self.tokenizer, self.start, self.stop, self.advance = tokenizer, start, stop, advance
@@ -73,7 +79,7 @@ class Progress(StoppingCriteria):
 
 
 def answer(model: Any, tokenizer: Any, ids: torch.Tensor, prompt: Prompt, advance: Callable[[], None]) -> Answer:
-    """Continue `ids` (`[1, T]`) greedily."""
+    """Continue `ids` `[1, T]` greedily; `advance` is called for every token."""
     start = ids.shape[1]
     progress = Progress(tokenizer, start, prompt.stop, advance)
     began = time.perf_counter()
@@ -107,12 +113,17 @@ def forced_logits(model: Any, ids: torch.Tensor, tokens: list[int], advance: Cal
 
 
 def stock_cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values of transformers' own cache, from its tensors."""
+    """Bytes of the keys and values of transformers' own cache, counted from its tensors."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def compare(prompt: Prompt, ids: torch.Tensor, full: Answer, packed: Answer, forced: torch.Tensor) -> Comparison:
-    """Put the two answers beside each other; `forced` are the packed cache's logits along full precision's answer."""
+    """Compare the two answers to a prompt.
+
+    Args:
+        ids: `[1, T]`, the prompt.
+        forced: `[tokens, vocabulary]`, the packed cache's logits for full precision's answer.
+    """
     from qattn_hf import report
 
     equal = [a == b for a, b in zip(full.tokens, packed.tokens, strict=False)]
@@ -120,7 +131,7 @@ def compare(prompt: Prompt, ids: torch.Tensor, full: Answer, packed: Answer, for
     log_p, log_q = full.logits.double().log_softmax(-1), forced.double().log_softmax(-1)
     # A model may forbid tokens by logits of minus infinity; they carry no mass in p.
     terms = torch.where(log_p.exp() > 0, log_p.exp() * (log_p - log_q), 0.0)
-    held = report(packed.cache).to_dict()
+    data = report(packed.cache).to_dict()
     return Comparison(
         prompt=prompt,
         prompt_tokens=ids.shape[1],
@@ -134,13 +145,13 @@ def compare(prompt: Prompt, ids: torch.Tensor, full: Answer, packed: Answer, for
         first_difference=None if same else (equal.index(False) if False in equal else len(equal)),
         kl=terms.sum(-1).mean().item(),
         same_top1=(log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item(),
-        packed_tokens=held["packed_tokens"],
-        kv_bytes=held["kv_bytes"],
+        packed_tokens=data["packed_tokens"],
+        kv_bytes=data["kv_bytes"],
         kv_bytes_full_precision=stock_cache_bytes(full.cache),
-        effective_bits=held["effective_bits"],
-        effective_bits_total=held["effective_bits_total"],
+        effective_bits=data["effective_bits"],
+        effective_bits_total=data["effective_bits_total"],
         tokens_per_second=len(packed.tokens) / packed.seconds,
         tokens_per_second_full_precision=len(full.tokens) / full.seconds,
-        impl=held["impl"],
-        decode=held["decode"],
+        impl=data["impl"],
+        decode=data["decode"],
     )

@@ -1,4 +1,4 @@
-"""The demo's prompts: sums, lists to recall, prose. Any model reads them; the embedded one learned from their kind."""
+"""Prompts of the demo: sums, lists to recall, prose. The embedded model was trained on sums and lists like these."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Prompt:
 
 
 def demo_prompts(seed: int = 0) -> list[Prompt]:
-    """The same five prompts for the same seed: a few hundred tokens each, so that a good part of each gets packed."""
+    """Five prompts of a few hundred tokens, so that most of each is packed; equal seeds give equal prompts."""
     rng = random.Random(seed)
     prompts = []
     for number in (1, 2):
@@ -51,5 +51,5 @@ def is_right(prompt: Prompt, answer: str) -> bool | None:
     """Whether an answer gives the prompt's `gold`; None when there is no right answer."""
     if prompt.gold is None:
         return None
-    said = demo_tasks.final_number(answer) if "####" in answer else answer.strip().removesuffix(".")
-    return said == prompt.gold
+    result = demo_tasks.final_number(answer) if "####" in answer else answer.strip().removesuffix(".")
+    return result == prompt.gold

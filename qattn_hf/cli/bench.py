@@ -123,7 +123,7 @@ def generate(
 
 
 def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
-    """The ways named; none: those that need no compiler of ours; `all`: every one."""
+    """The ways of `--way`; without it the default ones, with `all` every one."""
     from qattn_hf.bench.ways import default_ways
 
     if not names:
@@ -134,7 +134,7 @@ def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
 
 
 def bench_model(source: str | None, quick: bool, device: torch.device) -> Any:
-    """The model asked for, else one of random weights: as large as Llama-3.1-8B, some layers of it, or tiny."""
+    """The model of `--model`, else one with random weights: Llama-3.1-8B's shape, four layers of it, or a tiny one."""
     import torch
     from transformers.utils import logging
 
@@ -151,7 +151,7 @@ def bench_model(source: str | None, quick: bool, device: torch.device) -> Any:
 
 
 def chosen_methods(names: list[str] | None) -> dict[str, Method]:
-    """`["turbo:bits=2"]` to that name with the checked settings of one layer."""
+    """Settings of one layer by the method's spelling: `["turbo:bits=2"]` -> `{"turbo:bits=2": settings}`."""
     from qattn_hf.recipe import find_recipes
 
     recipes = find_recipes(names or DEFAULT)
@@ -161,7 +161,7 @@ def chosen_methods(names: list[str] | None) -> dict[str, Method]:
 
 
 def chosen_device(name: str | None) -> torch.device:
-    """The device asked for, else a GPU if there is one; says on stderr what a CPU's figures are worth."""
+    """The device of `--device`, else a GPU if there is one; a CPU gets a note on stderr."""
     import torch
 
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -173,7 +173,7 @@ def chosen_device(name: str | None) -> torch.device:
 
 
 def parse_heads(text: str | None, device: torch.device) -> Heads:
-    """`32,8,128`: query heads, KV heads, head dim; bf16 on a GPU."""
+    """Layer shape from `32,8,128` (query heads, KV heads, head dim); bf16 on a GPU, fp32 on a CPU."""
     import torch
 
     from qattn_hf.bench.layers import Heads
@@ -189,13 +189,13 @@ def parse_heads(text: str | None, device: torch.device) -> Heads:
 def chosen_points(
     bench: ModuleType, quick: bool, device: torch.device, first: list[int] | None, second: list[int] | None
 ) -> list[Any]:
-    """The points of a bench that were asked for; a CPU takes tiny ones."""
+    """The points of a bench to measure, by its options; tiny ones on a CPU."""
     points = bench.TINY if device.type != "cuda" else bench.QUICK if quick else bench.FULL
     return [bench.Point(*point) for point in crossed(points, first, second)]
 
 
 def crossed(points: list[Any], first: list[int] | None, second: list[int] | None) -> list[Any]:
-    """`points`, or every pair of the numbers given; a side that was not given is taken from `points`."""
+    """`points`, or every pair of `first` and `second`; one that is empty is taken from `points`."""
     if not first and not second:
         return points
     first = first or list(dict.fromkeys(p[0] for p in points))
@@ -204,40 +204,40 @@ def crossed(points: list[Any], first: list[int] | None, second: list[int] | None
 
 
 def show(rows: Iterator[dict[str, Any]], as_json: bool, output: Path | None, plot: Path | None) -> None:
-    """Run a bench and print, write and draw what it finds.
+    """Run a bench; print, write and plot its rows.
 
     Raises:
-        RuntimeError: one of our ways could not run; everything else was shown before.
+        RuntimeError: a packed way failed; all other rows were shown before.
     """
     if plot is not None:
         from qattn_hf.bench.picture import draw, need_matplotlib
 
         need_matplotlib()  # before the work, not after it
-    found = []
+    measured = []
     for row in rows:
-        found.append(row)
+        measured.append(row)
         print(progress(row), file=sys.stderr, flush=True)
         if as_json:
             print(json.dumps(row), flush=True)
     if not as_json:
         from qattn_hf.bench.tables import print_table
 
-        print_table(found)
+        print_table(measured)
     if output is not None:
-        write_rows(found, output)
+        write_rows(measured, output)
     if plot is not None:
-        draw(found, plot)
-    if failed := [row for row in found if row["packed"] and "error" in row]:
-        raise RuntimeError(f"{len(failed)} of {len(found)} measurements failed, the first: {failed[0]['error']}")
+        draw(measured, plot)
+    if failed := [row for row in measured if row["packed"] and "error" in row]:
+        raise RuntimeError(f"{len(failed)} of {len(measured)} measurements failed, the first: {failed[0]['error']}")
 
 
 def progress(row: dict[str, Any]) -> str:
-    """One line about one measurement."""
+    """One line about a measured row, for stderr."""
     place = ", ".join(f"{key} {row[key]}" for key in ("batch", "context", "tokens") if key in row)
     place += f", room for {row['context'] * row['room']}" if row.get("room", 1) > 1 else ""
     if "error" in row:
         return f"{place}: {row['way']}: {row['error']}"
     figures = {"ms": "ms", "tops": "TOPS", "gb_per_s": "GB/s", "ms_per_token": "ms a token", "step_ms": "ms a step"}
-    said = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
+    values = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
     ran = ", ".join(str(row[key]) for key in ("impl", "decode") if row.get(key))
-    return f"{place}: {row['way']}: {said}" + (f" ({ran})" if ran else "")
+    return f"{place}: {row['way']}: {values}" + (f" ({ran})" if ran else "")

@@ -31,10 +31,14 @@ def check(
     gpu_memory: Annotated[
         float | None, typer.Option("--gpu-memory", min=0.0, help="GiB, for the longest context that fits.")
     ] = None,
+    weights: Annotated[
+        float | None,
+        typer.Option("--weights", min=0.0, help="GiB of the weights.", show_default="counted, unless quantized"),
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="Where it is going to run, cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Print data for programs.")] = False,
 ) -> None:
-    """Say from a model's config alone whether a method serves it, layer by layer, and what its cache takes.
+    """Say from a model's config alone whether a method supports it, layer by layer, and the size of its cache.
 
     No weights are downloaded. Exit code 1 if the model is refused. Example:
 
@@ -43,60 +47,74 @@ def check(
     from qattn_hf.check import check as look
 
     chosen = chosen_recipe(method, recipe, settings, model)
-    found = look(model_source(model), recipe=chosen, device_type=device.partition(":")[0], at_tokens=at_tokens)
+    result = look(
+        model_source(model), recipe=chosen, device_type=device.partition(":")[0], at_tokens=at_tokens,
+        weight_bytes=None if weights is None else int(weights * 2**30),
+    )  # fmt: skip
     name = model or "embedded demo model"
     if as_json:
-        print(json.dumps({"model": name, **dataclasses.asdict(found), **contexts(found, gpu_memory)}, indent=1))
+        print(json.dumps({"model": name, **dataclasses.asdict(result), **contexts(result, gpu_memory)}, indent=1))
     else:
-        show(found, name, gpu_memory)
-    if found.refused is not None:
+        show(result, name, gpu_memory)
+    if result.refused is not None:
         print(f"qattn: {name} is refused", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def contexts(found: Check, gpu_memory: float | None) -> dict[str, int]:
-    """The longest contexts in so many GiB."""
-    if gpu_memory is None or found.refused is not None:
+def contexts(result: Check, gpu_memory: float | None) -> dict[str, int]:
+    """Tokens of the longest context, `longest` and `longest_full_precision`; empty without `--gpu-memory`.
+
+    Raises:
+        QAttnError: the bytes of the weights are unknown.
+    """
+    if gpu_memory is None or result.refused is not None:
         return {}
     memory = int(gpu_memory * 2**30)
-    return {"longest": found.longest(memory), "longest_full_precision": found.longest(memory, full_precision=True)}
+    return {"longest": result.longest(memory), "longest_full_precision": result.longest(memory, full_precision=True)}
 
 
-def show(found: Check, name: str, gpu_memory: float | None) -> None:
-    """What was found, for people."""
-    print(f"{name}: {found.model_type}, {found.origin}")
-    if found.refused is not None:
-        print(f"refused: {found.refused}")
-        for first, last, kind in runs(found.kinds):
+def show(result: Check, name: str, gpu_memory: float | None) -> None:
+    """Print the result as text: layers, bytes of a token, bits, weights, longest contexts."""
+    print(f"{name}: {result.model_type}, {result.origin}")
+    if result.refused is not None:
+        print(f"refused: {result.refused}")
+        for first, last, kind in runs(result.kinds):
             print(f"  layers {first}-{last}: {kind}")
         return
     print("works: patch takes it")
-    print_layers(found)
-    full = found.bytes_per_token_full_precision
+    print_layers(result)
+    full = result.bytes_per_token_full_precision
     print(
-        f"a token takes {size(found.bytes_per_token)}, in {found.dtype} {size(full)}: "
-        f"{full / found.bytes_per_token:.2f}x smaller"
+        f"a token takes {size(result.bytes_per_token)}, in {result.dtype} {size(full)}: "
+        f"{full / result.bytes_per_token:.2f}x smaller"
     )
-    if found.effective_bits_total is not None:
+    if result.effective_bits_total is not None:
         print(
-            f"bits a value: {found.effective_bits:.2f} in closed blocks, {found.effective_bits_total:.2f} with "
-            f"everything at {found.at_tokens} tokens ({size(found.kv_bytes)})"
+            f"bits a value: {result.effective_bits:.2f} in closed blocks, {result.effective_bits_total:.2f} with "
+            f"everything at {result.at_tokens} tokens ({size(result.kv_bytes)})"
         )
-    print(f"weights: {size(found.weight_bytes)} in {found.dtype}; quantized weights take less")
-    for key, tokens in contexts(found, gpu_memory).items():
+    print(f"weights: {weights_line(result)}")
+    for key, tokens in contexts(result, gpu_memory).items():
         what = "in full precision" if "full" in key else "with this method"
-        beyond = found.positions is not None and tokens > found.positions
-        more = f"; the model has {found.positions} positions" if beyond else ""
+        beyond = result.positions is not None and tokens > result.positions
+        more = f"; the model has {result.positions} positions" if beyond else ""
         print(f"longest context of one row in {gpu_memory:g} GiB {what}: {tokens} tokens{more}")
     if gpu_memory is not None:
         print("activations and what else is on the GPU are not counted")
 
 
-def print_layers(found: Check) -> None:
-    """One line a run of layers that are alike."""
-    if not found.layers:
+def weights_line(result: Check) -> str:
+    """`14.2 GiB in bfloat16`, or why the weights are not counted."""
+    if result.weight_bytes is None:
+        return f"quantized ({result.quantization}), not counted, since a config does not say their bytes; --weights GIB"
+    return size(result.weight_bytes) + (f" in {result.dtype}" if result.quantization is None else "")
+
+
+def print_layers(result: Check) -> None:
+    """Print one line for each run of layers with equal settings."""
+    if not result.layers:
         print("nothing is packed: keys and values stand in transformers' own cache")
-    for _, group in itertools.groupby(found.layers, key=_alike):
+    for _, group in itertools.groupby(result.layers, key=_alike):
         rows = list(group)
         first, last, row = rows[0]["layer"], rows[-1]["layer"], rows[0]
         why = f" ({row['no_kernels']})" if row["no_kernels"] else ""
@@ -108,15 +126,15 @@ def print_layers(found: Check) -> None:
 
 
 def _alike(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What layers of one line share; `effective_bits` to the figures that are shown."""
+    """Key by which layers share a line: all fields but their own, `effective_bits` as rounded for print."""
     return (*(value for key, value in row.items() if key not in OWN), round(row["effective_bits"], 2))
 
 
 def runs(kinds: list[str]) -> list[tuple[int, int, str]]:
-    """First and last layer of each run of layers of one kind."""
-    found, start = [], 0
+    """First and last layer, and attention type, of each run of layers of one type."""
+    ranges, start = [], 0
     for kind, group in itertools.groupby(kinds):
         length = len(list(group))
-        found.append((start, start + length - 1, kind))
+        ranges.append((start, start + length - 1, kind))
         start += length
-    return found
+    return ranges

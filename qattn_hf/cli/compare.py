@@ -14,7 +14,7 @@ from qattn_hf.loading import load, short_name
 DEFAULT = ("none", "int8", "turbo", "turbo:bits=mixed", "turbo_sink_k4v2", "kivi", "turboquant")
 
 TextOption = Annotated[
-    Path | None, typer.Option("--text", help="File to read.", show_default="sums and lists, made up")
+    Path | None, typer.Option("--text", help="File to read.", show_default="generated sums and lists")
 ]
 RowsOption = Annotated[int, typer.Option("--rows", min=1, help="Rows of the text.")]
 TokensOption = Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row; scored after a third of it.")]
@@ -42,7 +42,7 @@ def compare(
     picture: Annotated[Path | None, typer.Option("--picture", help="PNG file; needs matplotlib.")] = None,
     device: DeviceOption = None,
 ) -> None:
-    """Methods beside full precision on a text, without labels, everything read through the packed cache.
+    """Compare methods with full precision on a text, without labels, everything read through the packed cache.
 
     Example: qattn compare --method turbo --method kivi:bits=2 --text book.txt --picture fidelity.png
     """
@@ -55,27 +55,27 @@ def compare(
         need_matplotlib("--picture")  # before the work, not after it
     recipes = find_recipes(method or DEFAULT)
     name, lm, tokenizer = load(model, device)
-    recipes = {asked: for_family(recipe, lm) for asked, recipe in recipes.items()}
+    recipes = {spelling: for_family(recipe, lm) for spelling, recipe in recipes.items()}
     own_dtype = measured_in(lm, dtype)
-    # a token is seldom longer than eight characters of what is made up
+    # a token of the generated text has fewer than eight characters on average
     content = fidelity.made_text(8 * rows * tokens) if text is None else text.read_text(encoding="utf-8")
     reading = fidelity.read_as(fidelity.rows_of(tokenizer, content, rows, tokens), steps=steps, batch=batch)
-    with telling() as told:
-        found = fidelity.compare(lm, recipes, reading, at_tokens=at_tokens, dtype=own_dtype, told=told)
-    found = [{"model": short_name(name), **row} for row in found]
+    with status_line() as progress:
+        compared = fidelity.compare(lm, recipes, reading, at_tokens=at_tokens, dtype=own_dtype, progress=progress)
+    compared = [{"model": short_name(name), **row} for row in compared]
     if as_json:
-        for row in found:
+        for row in compared:
             print(json.dumps(row))
     else:
-        fidelity.print_table(found)
+        fidelity.print_table(compared)
     if output is not None:
-        write_rows(found, output)
+        write_rows(compared, output)
     if picture is not None:
-        fidelity.draw(found, picture, f"{short_name(name)}: {rows} rows of {tokens} tokens")
+        fidelity.draw(compared, picture, f"{short_name(name)}: {rows} rows of {tokens} tokens")
 
 
 def measured_in(model: Any, dtype: str) -> Any:
-    """Give the model the precision to measure in; returns the one in which it was loaded."""
+    """Convert a model to the precision to measure in; returns the one in which it was loaded."""
     import torch
 
     own = model.dtype
@@ -84,8 +84,8 @@ def measured_in(model: Any, dtype: str) -> Any:
     return own
 
 
-def telling() -> Any:
-    """A context whose value takes what comes next and shows it on stderr."""
+def status_line() -> Any:
+    """Context manager of a status line on stderr; its value is a function that sets the text."""
     from contextlib import contextmanager
 
     from rich.console import Console

@@ -67,9 +67,9 @@ def demo(
 
 
 def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Comparison]:
-    """All prompts first in full precision, then packed. Shows its progress on stderr.
+    """Answer all prompts in full precision, then packed, with progress on stderr.
 
-    What a first call costs is not timed on either side; on a GPU every answer is given once before it is timed.
+    The set-up of a first call is not timed; on a GPU every answer is generated once before it is timed.
     """
     import torch
     from rich.console import Console
@@ -84,14 +84,14 @@ def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Compariso
         steps = sum(prompt.max_new_tokens for prompt in prompts)
         task = progress.add_task("", total=3 * steps)
 
-        def each(what: str, work: Callable[..., Any]) -> list[Any]:
-            done = []
+        def for_each_prompt(what: str, work: Callable[..., Any]) -> list[Any]:
+            results = []
             for i, prompt in enumerate(prompts):
                 progress.update(task, description=f"{what}: {prompt.name}", refresh=True)
                 before = progress.tasks[0].completed
-                done.append(work(i, prompt))
+                results.append(work(i, prompt))
                 progress.update(task, completed=before + prompt.max_new_tokens)  # an answer may stop early
-            return done
+            return results
 
         def advance() -> None:
             progress.advance(task)
@@ -102,14 +102,14 @@ def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Compariso
             return answer(lm, tokenizer, ids[i], prompt, advance)
 
         def answers(what: str) -> list[Any]:
-            first_calls_cost = dataclasses.replace(prompts[0], max_new_tokens=2)
-            answer(lm, tokenizer, ids[0], first_calls_cost, lambda: None)
-            return each(what, timed)
+            warm_up = dataclasses.replace(prompts[0], max_new_tokens=2)
+            answer(lm, tokenizer, ids[0], warm_up, lambda: None)
+            return for_each_prompt(what, timed)
 
         full = answers("full precision")
         patch(lm, recipe=recipe)
         packed = answers("packed")
-        forced = each("comparing", lambda i, _: forced_logits(lm, ids[i], full[i].tokens, advance))
+        forced = for_each_prompt("comparing", lambda i, _: forced_logits(lm, ids[i], full[i].tokens, advance))
     return [compare(*parts) for parts in zip(prompts, ids, full, packed, forced, strict=True)]
 
 
@@ -129,8 +129,8 @@ def show(comparisons: list[Comparison], model: str, label: str) -> None:
     console = Console()
     marks = {True: " [right]", False: " [wrong]", None: ""}
     for item in comparisons:
-        asked = item.prompt.text.strip().splitlines()[-1 if item.prompt.gold is None else -2]
-        heading = Text(f"{item.prompt.name} ({item.prompt_tokens} tokens): ...{asked[-56:]}", "bold")
+        question = item.prompt.text.strip().splitlines()[-1 if item.prompt.gold is None else -2]
+        heading = Text(f"{item.prompt.name} ({item.prompt_tokens} tokens): ...{question[-56:]}", "bold")
         table = Table(title=heading, title_justify="left", expand=True)
         for name in ("full precision", label):
             table.add_column(name, ratio=1)
@@ -157,7 +157,7 @@ def show(comparisons: list[Comparison], model: str, label: str) -> None:
 
 
 def totals(comparisons: list[Comparison]) -> dict[str, float]:
-    """Figures over all prompts; agreement and KL per token of the answers."""
+    """Figures over all prompts; agreement, `same_top1` and KL are means over the answers' tokens."""
     tokens = sum(item.answer_tokens for item in comparisons)
     return {
         "answer_tokens": tokens,
@@ -180,19 +180,19 @@ def _speed(answers: Iterable[tuple[int, float]]) -> float:
 
 
 def verdict(comparisons: list[Comparison], label: str) -> str:
-    """What the figures come to, in one line."""
+    """One line that sums up the figures of all prompts."""
     total, first = totals(comparisons), comparisons[0]
-    held, full = total["kv_bytes"], total["kv_bytes_full_precision"]
+    kv_bytes, full = total["kv_bytes"], total["kv_bytes_full_precision"]
     return (
         f"Verdict: {label} picks full precision's next token in {total['same_top1']:.1%} of "
-        f"{total['answer_tokens']:.0f} steps, mean KL {total['kl']:.5f}, with {size(held)} of KV cache instead of "
-        f"{size(full)} ({full / held:.1f}x smaller), at {total['tokens_per_second']:.0f} tokens a second instead of "
-        f"{total['tokens_per_second_full_precision']:.0f} (computed by: {first.impl}, decode: {first.decode})."
+        f"{total['answer_tokens']:.0f} steps, mean KL {total['kl']:.5f}, with {size(kv_bytes)} of KV cache instead of "
+        f"{size(full)} ({full / kv_bytes:.1f}x smaller), at {total['tokens_per_second']:.0f} tokens a second instead "
+        f"of {total['tokens_per_second_full_precision']:.0f} (computed by: {first.impl}, decode: {first.decode})."
     )
 
 
 def next_step(model: str | None, changed: object) -> str:
-    """The most useful command after this one."""
+    """The command to suggest after this demo."""
     if not changed:
         return "`qattn demo --set bits=2` packs tighter; `qattn methods` lists all methods and settings."
     if model is None:

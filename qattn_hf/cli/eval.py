@@ -56,38 +56,38 @@ def evaluate(
     methods = chosen_recipes(method, recipe)
     from qattn_hf.lm_eval.run import rows
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its notes on every task would bury the table
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs lines for every task
     name, lm, tokenizer = load(model, device, dtype)
     methods = {label: recipe and for_family(recipe, lm) for label, recipe in methods.items()}
     arguments = {"batch_size": batch_size, **({} if chunk is None else {"chunk": chunk})}
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat}
     options |= {"gen_kwargs": {"max_gen_toks": max_new_tokens}} if max_new_tokens else {}
     options |= {"confirm_run_unsafe_code": confirm_run_unsafe_code}
-    found = []
-    about = {"pretrained": model or str(demo_model_dir()), **parse_settings(metadata, "--metadata")}
-    for row in rows(lm, tokenizer, methods, task, data_dir, about, arguments, options):
-        found.append({"model": name, **row})
+    results = []
+    metadata_of_tasks = {"pretrained": model or str(demo_model_dir()), **parse_settings(metadata, "--metadata")}
+    for row in rows(lm, tokenizer, methods, task, data_dir, metadata_of_tasks, arguments, options):
+        results.append({"model": name, **row})
         print(f"{row['method']}: {row['task']}: {row['metric']} {row['value']:.4g}", file=sys.stderr, flush=True)
         if as_json:
-            print(json.dumps(found[-1]), flush=True)
+            print(json.dumps(results[-1]), flush=True)
     if not as_json:
         from qattn_hf.lm_eval.tables import print_table
 
-        print_table(found)
+        print_table(results)
     if output is not None:
-        write_rows(found, output)
+        write_rows(results, output)
 
 
 def chosen_recipes(methods: list[str] | None, recipes: list[str] | None) -> dict[str, Recipe | None]:
-    """What to compare, by name; `full` is full precision. Checked before a model loads."""
+    """Recipes of `--method` and `--recipe` by name, checked before a model loads; None for `full`, full precision."""
     from qattn_hf.lm_eval.arguments import FULL
     from qattn_hf.recipe import find_recipe, load_recipe
     from qattn_hf.spelling import split_method, split_methods
 
-    found: dict[str, Recipe | None] = {}
+    chosen: dict[str, Recipe | None] = {}
     for name in split_methods(methods or (() if recipes else DEFAULT)):
         method, settings = split_method(name)
         if method == FULL and settings:
             raise UsageError(f"--method {name}: full precision has no settings")
-        found[name] = None if method == FULL else find_recipe(name, None, {})
-    return found | {name: load_recipe(name) for name in recipes or []}
+        chosen[name] = None if method == FULL else find_recipe(name, None, {})
+    return chosen | {name: load_recipe(name) for name in recipes or []}

@@ -29,7 +29,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     device: DeviceOption = None,
 ) -> None:
-    """Continue a prompt through a packed cache, then say what the cache held.
+    """Continue a prompt through a packed cache, then print what the cache holds.
 
     Example: qattn generate "Once upon a time" --method turbo --set k_bits=4 --set v_bits=2
     """

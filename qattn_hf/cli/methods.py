@@ -36,7 +36,7 @@ def methods(
 
 
 def show_all(console: Console) -> None:
-    """Every method with its settings, then those that all have."""
+    """Print every method with its settings, then the settings that all methods have."""
     from qattn_hf.methods import Method, get_method, list_methods
 
     for name in list_methods():
@@ -59,8 +59,8 @@ def _settings(console: Console, title: str, summary: str, fields: dict[str, Fiel
     console.print(table if fields else heading, "")
 
 
-def show_one(console: Console, asked: str) -> None:
-    """A method's settings with what they may be, who computes them, and the recipes that use it."""
+def show_one(console: Console, name_or_recipe: str) -> None:
+    """Print a method's settings with allowed values, what has no kernels, and the recipes that use it."""
     from rich.table import Table
     from rich.text import Text
 
@@ -68,12 +68,12 @@ def show_one(console: Console, asked: str) -> None:
     from qattn_hf.recipe import find_recipe
     from qattn_hf.settings import allowed, as_written, known, reference_only
 
-    name = find_recipe(asked, None, {}).method
-    method, alone = get_method(name), reference_only(name)
+    name = find_recipe(name_or_recipe, None, {}).method
+    method, without_kernels = get_method(name), reference_only(name)
     heading = Text(f"{name}: {summary(method)}", "bold")
     table = Table("setting", "allowed", "default", "reference only", "what it is", title=heading, title_justify="left")
     for key, field in sorted(method.model_fields.items(), key=lambda item: item[0] in Method.model_fields):
-        values = ", ".join(map(as_written, alone.get(key, [])))
+        values = ", ".join(map(as_written, without_kernels.get(key, [])))
         table.add_row(key, Text(allowed(field)), as_written(field.default), values, Text(field.description or ""))
     console.print(table)
     print(f"Computed by: {kernels(known(name))} Values under `reference only` are the reference's on a GPU too.")
@@ -88,7 +88,7 @@ def summary(method: type[Method]) -> str:
 
 
 def kernels(known: bool) -> str:
-    """Who computes the defaults of a method."""
+    """What computes a method's defaults: Triton kernels and where, or the reference."""
     from qattn_kernels.layer import support
 
     if not known:
@@ -101,14 +101,14 @@ def kernels(known: bool) -> str:
 
 
 def recipes_of(method: str) -> dict[str, str]:
-    """The recipes of this package that use a method, with what they change of its defaults."""
+    """Recipes of this package that use a method, with the settings that differ from its defaults."""
     from qattn_hf.recipe import list_recipes, load_recipe
     from qattn_hf.settings import as_written
 
-    found = {}
+    users = {}
     for name in list_recipes():
         recipe = load_recipe(name)
         if method in {recipe.method, *(choice.settings.name() for choice in recipe.choices)}:
             changed = recipe.settings.model_dump(exclude_defaults=True)
-            found[name] = ", ".join(f"{key}={as_written(value)}" for key, value in changed.items())
-    return found
+            users[name] = ", ".join(f"{key}={as_written(value)}" for key, value in changed.items())
+    return users

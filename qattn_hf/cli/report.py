@@ -53,5 +53,5 @@ def report(
         ids = (ids * -(-tokens // len(ids)))[:tokens]
     with torch.inference_mode():
         lm(torch.tensor([ids], device=lm.device), use_cache=True, logits_to_keep=1)
-    found = report_of(lm)
-    print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+    result = report_of(lm)
+    print(json.dumps(result.to_dict(), indent=1) if as_json else result)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, write_rows
-from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, telling
+from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, status_line
 from qattn_hf.loading import load, short_name
 
 if TYPE_CHECKING:
@@ -96,27 +96,27 @@ def tune(
     else:
         decide = rows_of(tokenizer, content, rows, tokens)
         check = rows_of(tokenizer, check_text.read_text(encoding="utf-8"), check_rows, tokens)
-    with telling() as told:
-        found = find(
+    with status_line() as progress:
+        tuned = find(
             lm, candidates, read_as(decide, batch=batch), read_as(check, steps=steps, batch=batch), budget,
-            references=find_recipes([REFERENCE]), dtype=own_dtype, told=told,
+            references=find_recipes([REFERENCE]), dtype=own_dtype, progress=progress,
         )  # fmt: skip
-    output.write_text(f"{header(found, short_name(name), budget.at_tokens)}{found.recipe.as_yaml()}", encoding="utf-8")
+    output.write_text(f"{header(tuned, short_name(name), budget.at_tokens)}{tuned.recipe.as_yaml()}", encoding="utf-8")
     if as_json:
-        for row in measured_rows(found, short_name(name)):
+        for row in measured_rows(tuned, short_name(name)):
             print(json.dumps(row))
     else:
-        show(found)
+        show(tuned)
         print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
     if trials is not None:
-        write_rows(found.trials, trials)
+        write_rows(tuned.trials, trials)
     if picture is not None:
-        draw_sensitivity(found.trials, [option.candidate for option in found.chosen], picture, short_name(name))
+        draw_sensitivity(tuned.trials, [option.candidate for option in tuned.chosen], picture, short_name(name))
 
 
-def header(found: Tuned, model: str, at_tokens: int) -> str:
-    """What a reader of the file should know, as comments."""
-    measured, checked = found.measured, found.checked[0]
+def header(tuned: Tuned, model: str, at_tokens: int) -> str:
+    """Comments for the recipe file: model, bits, KL on the rows that decided and on others."""
+    measured, checked = tuned.measured, tuned.checked[0]
     bits = f"{measured['effective_bits_total']:.3f} bits a value at {at_tokens} tokens"
     return (
         f"# Tuned for {model} by `qattn tune`: {bits}, everything counted.\n"
@@ -125,15 +125,15 @@ def header(found: Tuned, model: str, at_tokens: int) -> str:
     )
 
 
-def measured_rows(found: Tuned, model: str) -> list[dict[str, Any]]:
-    """The recipe on the rows that decided, then the recipe and the references on others."""
-    first = {"on": "rows that decided", "predicted_kl": found.predicted, **found.measured}
-    rows = [first, *({"on": "other rows", **row} for row in found.checked)]
+def measured_rows(tuned: Tuned, model: str) -> list[dict[str, Any]]:
+    """Rows of the recipe on the text that decided, then of the recipe and the references on other text."""
+    first = {"on": "rows that decided", "predicted_kl": tuned.predicted, **tuned.measured}
+    rows = [first, *({"on": "other rows", **row} for row in tuned.checked)]
     return [{"model": model, **{key: value for key, value in row.items() if key != "layers"}} for row in rows]
 
 
-def show(found: Tuned) -> None:
-    """What each layer got, then the recipe beside the references on the rows that it has not seen."""
+def show(tuned: Tuned) -> None:
+    """Print the choice for each layer, then the recipe and the references on rows that it was not tuned on."""
     from rich.console import Console
     from rich.table import Table
 
@@ -143,18 +143,18 @@ def show(found: Tuned) -> None:
     chosen = Table(box=None, pad_edge=False)
     for name in ("layer", "candidate", "K heads of 2 bits", "V heads of 2 bits", "KL alone"):
         chosen.add_column(name, justify="right" if name in ("layer", "KL alone") else "left")
-    for layer, option in enumerate(found.chosen):
+    for layer, option in enumerate(tuned.chosen):
         heads = (" ".join(map(str, low)) for low in (option.k_low, option.v_low))
         chosen.add_row(str(layer), option.candidate, *heads, f"{option.kl:.6f}")
     console.print(chosen)
     print(
-        f"KL predicted {found.predicted:.6f}, measured {found.measured['kl']:.6f} on the same rows; on "
-        f"{found.checked[0]['rows']} rows that it was not tuned on:"
+        f"KL predicted {tuned.predicted:.6f}, measured {tuned.measured['kl']:.6f} on the same rows; on "
+        f"{tuned.checked[0]['rows']} rows that it was not tuned on:"
     )
     checked = Table(box=None, pad_edge=False)
     for name in ("recipe", "KL", "same top-1", "bits, closed", "bits, all"):
         checked.add_column(name, justify="left" if name == "recipe" else "right")
-    for row in found.checked:
+    for row in tuned.checked:
         error = "" if row["kl_se"] is None else f" ({row['kl_se']:.6f})"
         bits = (row["effective_bits"], row["effective_bits_total"])
         checked.add_row(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.tensor_parallel import share_of
+from qattn_hf.tensor_parallel import shard_of
 
 Result = TypeVar("Result")
 
@@ -26,10 +26,16 @@ KNOWN_HOOKS = {"qattn_hf", "transformers", "accelerate"}  # they do nothing that
 
 
 def resolve_decode(model: PreTrainedModel, setting: str) -> tuple[str, str | None]:
-    """How `generate` runs the decode steps of this model, `graph`, `compile` or `eager`, and why not as a graph.
+    """Decide how `generate` runs the decode steps of a model.
+
+    Args:
+        setting: the recipe's `decode`: `auto`, `graph`, `compile` or `eager`.
+
+    Returns:
+        `graph`, `compile` or `eager`, and the reason why not `graph`, or None.
 
     Raises:
-        UnsupportedError: if `graph` was asked for and cannot be.
+        UnsupportedError: the setting is `graph` and the model cannot be captured.
     """
     if setting in ("compile", "eager"):
         return setting, None
@@ -42,13 +48,13 @@ def resolve_decode(model: PreTrainedModel, setting: str) -> tuple[str, str | Non
 
 
 def refusal(reason: str) -> str:
-    """What to tell a user who asked for a graph."""
+    """Error message for `decode="graph"` with a model that cannot be captured."""
     return f"decode='graph' cannot capture this model: {reason}; use decode='auto', or 'eager'"
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """What stands against capturing the decode steps of a model, as far as it shows before it runs."""
-    if share_of(model).size > 1:
+    """Reason why a model's decode steps cannot be captured, as far as it shows before a run; None: they can."""
+    if shard_of(model).size > 1:
         return "the model is split over several processes, each of which packs and reports its own heads"
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1 or {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) - devices:
@@ -72,42 +78,42 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def _routes_on_device(model: PreTrainedModel) -> bool:
-    used = set(model.get_experts_implementation().values()) - {None}
-    return bool(used) and used <= ON_DEVICE and model._can_set_experts_implementation()
+    implementations = set(model.get_experts_implementation().values()) - {None}
+    return bool(implementations) and implementations <= ON_DEVICE and model._can_set_experts_implementation()
 
 
 def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Every module once; `model.modules()` builds every name on its way and takes several times as long."""
-    stack, seen = [model], set()
+    """Every module once; several times as fast as `model.modules()`, which also builds names."""
+    stack, visited = [model], set()
     while stack:
         module = stack.pop()
-        if module is not None and module not in seen:
-            seen.add(module)
+        if module is not None and module not in visited:
+            visited.add(module)
             stack.extend(vars(module)["_modules"].values())
             yield module
 
 
 def fingerprint(model: torch.nn.Module) -> Hashable:
-    """What a captured step took over from its model: weights, hooks, modules, adapters. About 1 ms for 300 weights."""
-    found: list[Any] = []
+    """Key of all that a captured step depends on: weights, hooks, modules, adapters. About 1 ms for 300 weights."""
+    parts: list[Any] = []
     for module in _modules(model):
         own, kind = vars(module), type(module)
-        found += (kind, own["training"], own.get("forward"), *own["_forward_pre_hooks"], *own["_forward_hooks"])
+        parts += (kind, own["training"], own.get("forward"), *own["_forward_pre_hooks"], *own["_forward_hooks"])
         for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
             if tensor is not None:
-                found += (_address(tensor), tensor.dtype)
+                parts += (_address(tensor), tensor.dtype)
         if "_active_adapter" in own or "_disable_adapters" in own:  # peft switches adapters by plain attributes
-            found.append(str([own.get(name) for name in ADAPTER]))
-    return tuple(found)
+            parts.append(str([own.get(name) for name in ADAPTER]))
+    return tuple(parts)
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Quantized weights are tensors of types of their own, which may have no address."""
+    """Address of a weight; `id` of tensor subclasses, as of quantized weights, which may have no address."""
     return tensor.data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else id(tensor)
 
 
 def python_hook(model: torch.nn.Module) -> str | None:
-    """A forward hook that somebody else put on the model: its Python code would not run in a replay."""
+    """Name of a forward hook of other code on the model, which a replay would not run; None if there is none."""
     own = (vars(module) for module in _modules(model))
     hooks = [hook for o in own for name in ("_forward_pre_hooks", "_forward_hooks") for hook in o[name].values()]
     for hook in (
@@ -122,22 +128,22 @@ def python_hook(model: torch.nn.Module) -> str | None:
 
 
 class SyncWatch(TorchDispatchMode):
-    """Finds out, while a step runs as usual, which operation of the model's own waits for the device.
+    """Dispatch mode that records the first operation of a model's step that waits for the device.
 
-    A wait inside a capture spoils it and leaves torch's allocator and generators in a state nobody can repair, so it
-    is looked for before. Our own operator is one call here, and waits for nothing when it is captured.
+    A wait inside a capture fails and leaves torch's allocator and generators broken, so steps are checked before they
+    are captured. The cache's own operator is one call here, and does not wait when it is captured.
 
     Attributes:
-        found: name of the first such operation.
+        waiting_op: name of the first such operation, empty if none.
     """
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self.device, self.found = device, ""
+        self.device, self.waiting_op = device, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.found and self._waits(func, args, kwargs or {}):
-            self.found = str(func)
+        if not self.waiting_op and self._waits(func, args, kwargs or {}):
+            self.waiting_op = str(func)
         return func(*args, **(kwargs or {}))
 
     def _waits(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -154,7 +160,7 @@ class SyncWatch(TorchDispatchMode):
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device, so that what cuBLAS keeps for a stream is kept once."""
+    """Stream for captures, one for each device, so that cuBLAS allocates its workspace once."""
     return torch.cuda.Stream(device)
 
 
@@ -164,17 +170,17 @@ _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator keeps pointers to 
 def record(
     run: Callable[[], Result], device: torch.device, graphs: WeakSet[torch.cuda.CUDAGraph]
 ) -> tuple[Callable[[], None], Result]:
-    """Capture `run`, which executes nothing.
+    """Capture the work that `run` launches in a CUDA graph, without executing it.
 
     Args:
-        run: launches work on `device`; all that it reads must stay where it is.
-        graphs: graphs that are never replayed at the same time as this one: it shares their memory, and joins them.
+        run: launches work on `device`; tensors that it reads must keep their addresses.
+        graphs: graphs that are never replayed at the same time as this one. It shares their memory and joins them.
 
     Returns:
-        the replay, and what `run` returned: tensors in the graph's own memory, which a replay fills.
+        a function that replays the graph, and the result of `run`: tensors in the graph's memory, filled by a replay.
 
     Raises:
-        RuntimeError: of torch, if something in `run` cannot be captured; nothing was executed.
+        RuntimeError: something in `run` cannot be captured; nothing was executed.
     """
     graph = torch.cuda.CUDAGraph()
     shared = next(iter(graphs), None)
@@ -198,7 +204,7 @@ def record(
 
 
 def _reset_generator(device: torch.device) -> None:
-    """After a failed capture torch's generator still believes in it and refuses to sample; a whole one ends that."""
-    graph, something = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
+    """Capture a trivial graph: after a failed capture torch's generator stays in capture mode until one succeeds."""
+    graph, tensor = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
     with torch.cuda.graph(graph, stream=_side_stream(device)):
-        something.add_(1)
+        tensor.add_(1)

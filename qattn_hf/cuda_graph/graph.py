@@ -23,14 +23,14 @@ PLAIN = (bool, int, float, str, type(None))
 
 @dataclass
 class Step:
-    """One captured step.
+    """One captured decode step.
 
     Attributes:
-        inputs: tensors that the step reads, in the order of `tensors_of`.
-        replay: runs the step.
-        outputs: leaves of what the model returned, tensors in the graph's memory; the cache itself is left out, since
-            the next one comes with the same arenas.
-        spec: how the leaves belong together.
+        inputs: tensors that the graph reads, in the order of `tensors_of`.
+        replay: replays the graph.
+        outputs: leaves of the model's output, tensors in the graph's memory; `CACHE` in place of the cache, since the
+            next call has another cache object over the same arenas.
+        spec: tree structure of the leaves.
     """
 
     inputs: list[torch.Tensor]
@@ -39,24 +39,24 @@ class Step:
     spec: TreeSpec
 
     def run(self, tensors: list[torch.Tensor], cache: QAttnCache) -> Any:
-        """The model's output for these inputs, in memory of its own."""
-        for static, given in zip(self.inputs, tensors, strict=True):
-            static.copy_(given)
+        """Replay the step on `tensors` (in the order of `inputs`); the output is copied out of the graph's memory."""
+        for static, tensor in zip(self.inputs, tensors, strict=True):
+            static.copy_(tensor)
         self.replay()
         leaves = [x.clone() if isinstance(x, torch.Tensor) else cache if x is CACHE else x for x in self.outputs]
         return tree_unflatten(leaves, self.spec)
 
 
 class GraphedCall:
-    """Calls a model: steps of one token over a planned cache as CUDA graphs, everything else eagerly.
+    """Callable in place of the model in `generate`: decode steps as CUDA graphs, other calls eagerly.
 
-    The first step with new arenas or another kind of inputs runs eagerly, which compiles and loads all that a capture
-    must not; the second is captured and replayed. Made anew by every `generate`; what is captured stays in the pool.
+    The first step with new arenas or another signature of inputs runs eagerly, which compiles and loads kernels; the
+    second is captured, and later ones are replayed. Each `generate` makes one; captured steps stay in the pool.
 
     Args:
         model: a patched model.
-        pool: its pool.
-        strict: raise where the model turns out not to be capturable, instead of running it eagerly.
+        pool: the pool of that model.
+        strict: raise if the model cannot be captured, instead of running it eagerly (`decode="graph"`).
     """
 
     def __init__(self, model: PreTrainedModel, pool: Pool, strict: bool):
@@ -64,11 +64,11 @@ class GraphedCall:
         pool.serve(fingerprint(model))
 
     def __call__(self, **inputs: Any) -> Any:
-        """Output of the model for `inputs`; the cache must be among them.
+        """Output of the model for `inputs`, with `past_key_values` among them.
 
         Raises:
-            CapacityError: if the token would not fit; nothing was written.
-            UnsupportedError: if the model cannot be captured and `strict`.
+            CapacityError: no room for the token; nothing was written.
+            UnsupportedError: the model cannot be captured, and `strict`.
         """
         cache, ids = inputs[CACHE], inputs.get("input_ids")
         if ids is None or ids.shape[1] != 1 or not cache.layers[0].is_initialized:
@@ -78,13 +78,13 @@ class GraphedCall:
         if reason:
             cache.ran("eager", reason)
             return self.model(**inputs)
-        self.pool.allocate(cache.reserve, 1)  # before the steps are looked up: it may move tensors
+        self.pool.allocate(cache.reserve, 1)  # before steps are looked up, since it may replace tensors
         steps = self.pool.steps_of(cache.layers)
         signature = _signature(inputs)
         if signature not in steps:
             steps[signature] = None
             return self._warm_up(inputs, cache)
-        with self.pool.lock:  # steps share memory: another thread's would overwrite what this one computed
+        with self.pool.lock:  # steps share memory: another thread's step would overwrite this one's results
             step = steps[signature]
             if step is not None:
                 cache.count(1)
@@ -96,18 +96,18 @@ class GraphedCall:
         return self.model(**inputs)
 
     def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
-        """A step as it is, the model's first one watched."""
+        """Run a step eagerly; the model's first one under `SyncWatch`."""
         if self.pool.watched:
             return self.model(**inputs)
         self.pool.watched = True
         with SyncWatch(cache.device) as watch:
             out = self.model(**inputs)
-        if watch.found:
-            self._refuse(f"its forward waits for the device ({watch.found})", cache)
+        if watch.waiting_op:
+            self._refuse(f"its forward waits for the device ({watch.waiting_op})", cache)
         return out
 
     def _capture(self, inputs: dict[str, Any], cache: QAttnCache) -> Step | None:
-        """The captured step, counted once on the host for its first replay; None if it cannot be captured."""
+        """Capture a step and count it on the host for its first replay; None if it cannot be captured."""
         marks = cache.marks()
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
             static = _map_tensors(inputs, lambda x: x.clone(memory_format=torch.contiguous_format))
@@ -133,7 +133,7 @@ class GraphedCall:
 
 
 def tensors_of(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Tensors among a model's inputs, in order; masks may come as a dict by layer type."""
+    """Tensors among a model's inputs, in order, those in dicts included (masks by layer type)."""
     for value in inputs.values():
         if isinstance(value, torch.Tensor):
             yield value
@@ -151,7 +151,7 @@ def _map_tensors(inputs: dict[str, Any], change: Callable[[torch.Tensor], torch.
 
 
 def _signature(inputs: dict[str, Any]) -> Hashable:
-    """All that must be the same for a captured step to stand for a call: names, shapes, dtypes, plain values."""
+    """Key of calls that one captured step can serve: names, shapes and dtypes of tensors, and plain values."""
 
     def kind(value: Any) -> Hashable:
         if isinstance(value, dict):
@@ -162,7 +162,7 @@ def _signature(inputs: dict[str, Any]) -> Hashable:
 
 
 def _unfit(inputs: dict[str, Any], tensors: list[torch.Tensor], cache: QAttnCache) -> str | None:
-    """Why a call runs eagerly whatever the model is."""
+    """Reason why these inputs cannot be captured with any model; None if they can."""
     for name, value in inputs.items():
         if name != CACHE and not isinstance(value, (*PLAIN, torch.Tensor, dict)):
             return f"its input {name} is a {type(value).__name__}"
@@ -174,7 +174,7 @@ def _unfit(inputs: dict[str, Any], tensors: list[torch.Tensor], cache: QAttnCach
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong first: ending a spoilt capture raises again."""
+    """First line of the first error in a chain; a failed capture raises more errors as it ends."""
     while error.__context__ is not None:
         error = error.__context__
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""Memory of a patched model that outlives a call: arenas that no cache uses any more, and captured steps."""
+"""Memory that a patched model keeps between calls: arenas of caches that are gone, and captured decode steps."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from qattn_kernels.layout import Geometry
 
 Result = TypeVar("Result")
 
-IDLE = 2  # sets of arenas that wait for their next use; the least recently used one goes
-SPARE = 0.03  # a waiting set may have that much more capacity than the next cache needs
+IDLE = 2  # sets of arenas that are kept for reuse; the least recently used one is freed
+SPARE = 0.03  # an idle set may have that much more capacity than the next cache needs
 SIGNATURES = 8  # kinds of steps captured over one set of arenas
 
 
 def _references(things: Iterable[Any]) -> int:
-    """The most references that one of these objects has, its place in `things` included."""
+    """Largest reference count of these objects, that of `things` included."""
     return max(map(sys.getrefcount, things))
 
 
-ALONE = _references([object()])
+UNSHARED = _references([object()])  # count of an object that only its list refers to
 
 
 class Pool:
-    """Arenas are the layers of a cache, which own its tensors. They wait here from the death of one cache, when nobody
-    can see them change any more, to the birth of the next one of the same shape, and bring their captured steps.
+    """Arenas and captured steps of a patched model, reused by its next call.
 
-    Threads may share a model: what they change here they change under `lock`. Copies and pickles of a model start with
-    an empty pool.
+    Arenas are the layers of a cache, which own its tensors. When a cache is freed they become idle, and the next cache
+    of the same shape takes them, with the steps that were captured over them. Threads may share a model: changes here
+    are made under `lock`. Copies and pickles of a model start with an empty pool.
 
     Attributes:
-        idle: sets of layers that wait, the last one used last.
-        lock: held while captured steps run, too, since these share memory for what they compute.
-        steps: the captured steps by the first layer of the arenas they read and write, so that they die with it.
+        idle: sets of idle layers, the least recently used first.
+        lock: also held while captured steps run, since their graphs share memory.
+        steps: captured steps by the first layer of their arenas, with which they are freed.
         graphs: the CUDA graphs of these steps; they never run at the same time and share one memory pool.
-        refused: why this model is not captured, found out while it ran.
-        watched: whether a step of this model has been watched for waits on the device.
+        refused: why this model is not captured, if that was found while it ran; else None.
+        watched: whether a step of this model has run under `SyncWatch`.
     """
 
     def __init__(self) -> None:
-        # one more than stay: the next cache is made before the last one is let go
+        # one more than are kept: the next cache is made before the last one is freed
         self.idle: deque[list[QAttnLayer]] = deque(maxlen=IDLE + 1)
         self.lock = threading.RLock()
         self.steps: weakref.WeakKeyDictionary[QAttnLayer, tuple[int, dict[Hashable, Any]]]
@@ -64,28 +64,32 @@ class Pool:
         return Pool, ()
 
     def take(self, layers: list[QAttnLayer], key_states: torch.Tensor, value_states: torch.Tensor) -> list[QAttnLayer]:
-        """Zeroed arenas in place of these new layers, for `[B, Hkv, T, D]` keys and values; the same if none fit."""
+        """Idle arenas, zeroed, in place of new layers; the new layers themselves if no idle set fits.
+
+        Args:
+            layers: layers without tensors. key_states, value_states: `[B, Hkv, T, D]` of the first call.
+        """
         shape = _shape(layers, layers[0].geometry_of(key_states, value_states), key_states.device)
         with self.lock:
-            waiting = []
+            idle = []
             while self.idle:  # emptied, since the garbage collector may call `put` at any moment, in here too
-                waiting.append(self.idle.popleft())
-            found = next((old for old in reversed(waiting) if _serves(old, layers, shape)), None)
-            stay = waiting[-IDLE:] if found is None else [old for old in waiting if old is not found]
-            for old in reversed(stay):
+                idle.append(self.idle.popleft())
+            reused = next((old for old in reversed(idle) if _fits(old, layers, shape)), None)
+            remaining = idle[-IDLE:] if reused is None else [old for old in idle if old is not reused]
+            for old in reversed(remaining):
                 if len(self.idle) <= IDLE:
                     self.idle.appendleft(old)
-        for layer in found or ():
+        for layer in reused or ():
             layer.reset()
-        return layers if found is None else [*found]
+        return layers if reused is None else [*reused]
 
     def put(self, layers: list[QAttnLayer]) -> None:
-        """Keep the arenas of a cache that is gone; those that a failed call left half made are let go."""
+        """Keep the layers of a freed cache as idle arenas, unless a failed call left them incomplete."""
         if _whole(layers):
             self.idle.append(layers)
 
     def allocate(self, call: Callable[..., Result], *args: Any) -> Result:
-        """`call(*args)`, once more without the idle arenas if memory runs out."""
+        """Result of `call(*args)`; if memory runs out, free the idle arenas and call it once more."""
         try:
             return call(*args)
         except RuntimeError as error:
@@ -95,7 +99,7 @@ class Pool:
         return call(*args)
 
     def steps_of(self, layers: list[QAttnLayer]) -> dict[Hashable, Any]:
-        """Captured steps by the signature of their inputs; None stands for a step that ran once and can be captured.
+        """Captured steps over these layers by the signature of their inputs; None for a step that ran once, eagerly.
 
         Steps over tensors that were replaced since are dropped.
         """
@@ -107,7 +111,7 @@ class Pool:
         return entry[1]
 
     def serve(self, model: Hashable) -> None:
-        """Drop all captured steps, and what was found out, unless the model is the one they were captured of."""
+        """Drop all captured steps if the model's `fingerprint` is not the one that they were captured with."""
         with self.lock:
             if model != self._model:
                 self._model = model
@@ -115,33 +119,32 @@ class Pool:
                 self.refused, self.watched = None, False
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Free the idle arenas and the captured steps."""
         self.idle.clear()
         self.serve(None)
 
 
 def _shape(layers: list[QAttnLayer], geometry: Geometry, device: torch.device) -> Hashable:
-    """All but the capacity that fixes the shape of every tensor; layers of one model differ in heads and dims always in
-    the same way."""
+    """Key of layers whose tensors have the same shapes but for the capacity."""
     return tuple(layer.spec for layer in layers), layers[0].max_cache_len, replace(geometry, blocks=0), device
 
 
 def _whole(layers: list[QAttnLayer]) -> bool:
-    """Whether all layers have tensors that only this package writes, of a capacity that stays, for as many rows."""
-    made = all(layer.is_initialized and layer.planned and not layer.replayed_by_others for layer in layers)
-    return made and len({layer.geometry.batch for layer in layers}) == 1
+    """Whether all layers have tensors of a fixed capacity and equal batch, which no foreign graph writes."""
+    complete = all(layer.is_initialized and layer.planned and not layer.replayed_by_others for layer in layers)
+    return complete and len({layer.geometry.batch for layer in layers}) == 1
 
 
-def _serves(old: list[QAttnLayer], layers: list[QAttnLayer], shape: Hashable) -> bool:
-    """Whether a waiting set can stand for new layers: nobody else holds it (a copy of its cache, a layer, a tensor), it
-    has their shape, and their capacity or little more."""
+def _fits(old: list[QAttnLayer], layers: list[QAttnLayer], shape: Hashable) -> bool:
+    """Whether an idle set can replace new layers: of their shape and capacity, or little more, and not referenced by
+    anything else (a copy of its cache, a layer, a tensor)."""
     if not _whole(old) or _shape(old, old[0].geometry, old[0].device) != shape:
         return False
     if any(not b.blocks <= a.blocks <= b.blocks * (1 + SPARE) for a, b in zip(old, layers, strict=True)):
         return False
-    return _references(old) <= ALONE and all(_references(layer.state.values()) <= ALONE for layer in old)
+    return _references(old) <= UNSHARED and all(_references(layer.state.values()) <= UNSHARED for layer in old)
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
-    """On a CPU torch has no error of its own for that."""
+    """Whether an error says that memory ran out; on a CPU torch has no class of its own for that."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

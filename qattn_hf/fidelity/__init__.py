@@ -1,1 +1,1 @@
-"""How faithful a packed cache is to full precision, without labels: what `qattn compare` and `qattn tune` measure."""
+"""Distance of a packed cache from full precision, without labels, for `qattn compare`, `tune` and `inspect`."""

@@ -1,4 +1,7 @@
-"""The cheapest way to spend a loss, and the least loss for a size: one option a layer, losses and bytes added up."""
+"""Choose one option for each layer: the least loss within a size, or the smallest size within a loss.
+
+Losses and bytes of layers are added up; the plans are the Pareto front of these sums.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from typing import NamedTuple
 
 from qattn_hf.fidelity.metrics import pareto
 
-FINE = 2048  # plans that are kept a layer, spread evenly over the bytes; more would only split hairs
+MAX_PLANS = 2048  # kept after each layer, spread evenly over the bytes
 
 
 class Plan(NamedTuple):
-    """`picks`: the index of each layer's option; `n_bytes`, `kl`: their sums."""
+    """A choice for every layer: `picks`, the index of each layer's option, and the sums of its bytes and KL."""
 
     n_bytes: int
     kl: float
@@ -19,36 +22,36 @@ class Plan(NamedTuple):
 
 
 def plans(layers: Sequence[Sequence[tuple[int, float]]]) -> list[Plan]:
-    """Every plan that no other beats, in order of bytes.
+    """Plans on the Pareto front of bytes and KL, in order of bytes.
 
     Args:
-        layers: bytes and KL of each option of each layer.
+        layers: for each layer the bytes and KL of each option.
     """
-    most = sum(max(n_bytes for n_bytes, _ in options) for options in layers)
-    found = [Plan(0, 0.0, ())]
+    largest = sum(max(n_bytes for n_bytes, _ in options) for options in layers)
+    front = [Plan(0, 0.0, ())]
     for options in layers:
         useful = pareto(list(options))
         longer = [
             Plan(plan.n_bytes + options[i][0], plan.kl + options[i][1], (*plan.picks, i))
-            for plan in found
+            for plan in front
             for i in useful
         ]
-        found = _thinned([longer[i] for i in pareto([plan[:2] for plan in longer])], -(-most // FINE))
-    return found
+        front = _thinned([longer[i] for i in pareto([plan[:2] for plan in longer])], -(-largest // MAX_PLANS))
+    return front
 
 
 def _thinned(front: list[Plan], step: int) -> list[Plan]:
-    """Of the plans of a front that lie in one `step` of bytes the last, which has the least loss; and the smallest."""
+    """Thin a front: of the plans within each `step` bytes keep the one of least loss, and keep the smallest plan."""
     best = {plan.n_bytes // step: plan for plan in front}
-    kept = list(best.values())
-    return kept if kept[0] is front[0] else [front[0], *kept]
+    thinned = list(best.values())
+    return thinned if thinned[0] is front[0] else [front[0], *thinned]
 
 
-def within_bytes(found: list[Plan], n_bytes: int) -> Plan | None:
-    """The plan of least loss that is no larger."""
-    return next((plan for plan in reversed(found) if plan.n_bytes <= n_bytes), None)
+def within_bytes(front: list[Plan], n_bytes: int) -> Plan | None:
+    """The plan of least loss with at most `n_bytes`; None if all are larger."""
+    return next((plan for plan in reversed(front) if plan.n_bytes <= n_bytes), None)
 
 
-def within_kl(found: list[Plan], kl: float) -> Plan | None:
-    """The smallest plan that loses no more."""
-    return next((plan for plan in found if plan.kl <= kl), None)
+def within_kl(front: list[Plan], kl: float) -> Plan | None:
+    """The smallest plan with a loss of at most `kl`; None if all lose more."""
+    return next((plan for plan in front if plan.kl <= kl), None)

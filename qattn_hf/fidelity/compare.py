@@ -1,14 +1,13 @@
-"""Methods beside full precision on a text: what `qattn compare` measures.
+"""Compare methods with full precision on a text: what `qattn compare` measures.
 
 Every method reads the same rows twice, in the same chunks and steps (`texts.Reading`).
 
-End to end, the model is patched and its logits are compared with those of the unpatched model: KL and what else
-`metrics.token_figures` gives. Here a layer gets inputs that earlier layers have already changed.
+End to end: the model is patched, and its logits are compared with those of the unpatched model (KL and the other
+figures of `metrics.token_figures`). A layer then gets inputs that earlier layers have changed.
 
-Layer by layer, that would say little: the same attention would look worse the later it stands. So the unpatched model
-reads the text, and beside each of its layers stands a packed one that gets the very same queries, keys and values of
-every call, writes, packs and attends to them as in a patched model. Its output is compared with full precision's and
-dropped: the model goes on as if nobody looked, and each layer is judged alone.
+Layer by layer: the unpatched model reads the text, and each of its layers has a shadow, a packed layer that gets the
+same queries, keys and values of every call and attends to them as in a patched model. The shadow's output is compared
+with full precision's and dropped, so each layer is judged on the inputs that it has in full precision.
 """
 
 from __future__ import annotations
@@ -32,15 +31,19 @@ from qattn_hf.recipe import Recipe
 from qattn_hf.reporting import report
 
 Row = dict[str, Any]
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
-class Beside:
-    """Packed layers of each recipe beside those of a model in full precision; see the module.
+class ShadowCaches:
+    """Observer that feeds every call of a model in full precision to a packed cache of each recipe.
 
     Args:
         recipes: by name.
-        first: outputs of earlier tokens are not counted.
+        first: index of the first token whose output is compared.
+
+    Attributes:
+        caches: one packed cache a recipe, by name.
+        sums: errors of attention outputs by recipe and layer.
     """
 
     def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int):
@@ -49,7 +52,7 @@ class Beside:
         self.sums = {name: [AttentionSums() for _ in cache.layers] for name, cache in self.caches.items()}
 
     def renew(self) -> None:
-        """Fresh caches for other rows; the sums go on."""
+        """Make empty caches, for other rows; the sums continue."""
         self.caches = {name: QAttnCache.for_model(self.model, recipe=recipe) for name, recipe in self.recipes.items()}
 
     def __call__(self, call: Call) -> None:
@@ -67,38 +70,44 @@ def compare(
     *,
     at_tokens: int = 4096,
     dtype: torch.dtype | None = None,
-    told: Told = lambda what: None,
+    progress: Progress = lambda what: None,
 ) -> list[Row]:
-    """One row a recipe, in their order.
+    """Compare recipes with full precision on a text.
 
     Args:
         model: not patched; it is left as it was.
-        recipes: by the names that the rows shall have.
-        at_tokens: bits and bytes are those of one row of so many tokens.
+        recipes: recipes by name, as `find_recipes` makes them.
+        reading: the rows of text, as `read_as` makes it.
+        at_tokens: context length for which bits and bytes are counted.
         dtype: precision in which the model will run, if it is measured in another one.
-        told: called with what comes next.
+        progress: called with a text before each step.
+
+    Returns:
+        one dict a recipe, in their order, for `print_table` and `draw`: `method` (its name), `kl` in nats a token,
+        `same_top1`, `rms_change`, perplexities, errors of attention outputs (`attention`, `layers`), `effective_bits`,
+        `effective_bits_total`, `kv_bytes`, and `pareto`, whether no other recipe is smaller and loses less.
 
     Raises:
-        QAttnError: if a recipe packed nothing of the text.
+        QAttnError: a recipe packed nothing of the text, or the model is patched.
     """
     recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
     tokens: dict[str, list[Tokens]] = {name: [] for name in recipes}
-    beside = Beside(model, recipes, reading.first)
-    held: dict[str, Row] = {}
+    shadows = ShadowCaches(model, recipes, reading.first)
+    sizes: dict[str, Row] = {}
     for i, ids in enumerate(reading.groups()):
         group = f"rows {i * reading.batch + 1} to {i * reading.batch + len(ids)}"
-        told(f"{group}: full precision, layer by layer")
-        beside.renew()
-        with observed(model, beside):
+        progress(f"{group}: full precision, layer by layer")
+        shadows.renew()
+        with observed(model, shadows):
             full = full_logits(model, ids, reading)
         for name, recipe in recipes.items():
-            told(f"{group}: {name}")
-            found, cache = through(model, recipe, name, ids, reading, full)
-            tokens[name].append(found)
-            held[name] = _held(cache, at_tokens, dtype or model.dtype)
+            progress(f"{group}: {name}")
+            figures, cache = through(model, recipe, name, ids, reading, full)
+            tokens[name].append(figures)
+            sizes[name] = _sizes(cache, at_tokens, dtype or model.dtype)
     rows = []
     for name, recipe in recipes.items():
-        layers = [sums.figures() for sums in beside.sums[name]]
+        layers = [sums.figures() for sums in shadows.sums[name]]
         rows.append(
             {
                 "method": name,
@@ -109,7 +118,7 @@ def compare(
                 **text_figures({key: torch.cat([t[key] for t in tokens[name]]) for key in tokens[name][0]}),
                 "attention": over_layers(layers),
                 "layers": layers,
-                **held[name],
+                **sizes[name],
             }
         )
     best = pareto([(row["effective_bits_total"], row["kl"]) for row in rows])
@@ -117,7 +126,7 @@ def compare(
 
 
 def full_logits(model: PreTrainedModel, ids: torch.Tensor, reading: Reading) -> list[torch.Tensor]:
-    """Logits of the scored tokens, chunk by chunk, in the model's own precision, in which they were made."""
+    """Logits of the scored tokens, a tensor `[B, t, vocabulary]` for each chunk, in the model's precision."""
     chunks = feed(model, ids.to(device_of(model)), reading.at)
     return [c.logits[:, max(0, reading.first - c.start) :].to(model.dtype) for c in chunks if c.stop > reading.first]
 
@@ -125,10 +134,13 @@ def full_logits(model: PreTrainedModel, ids: torch.Tensor, reading: Reading) -> 
 def through(
     model: PreTrainedModel, recipe: Recipe, name: str, ids: torch.Tensor, reading: Reading, full: list[torch.Tensor]
 ) -> tuple[Tokens, QAttnCache]:
-    """Figures of the scored tokens `[B, T]` read through the packed cache, and that cache.
+    """Read rows `ids` `[B, T]` through a packed cache; returns figures of the scored tokens, and the cache.
+
+    Args:
+        name: of the recipe, for messages. full: logits of full precision, as `full_logits` has them.
 
     Raises:
-        QAttnError: if nothing was packed.
+        QAttnError: nothing was packed.
     """
     patch(model, recipe=recipe)
     try:
@@ -147,21 +159,21 @@ def through(
 
 
 def _chunk_figures(full: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, stop: int) -> Tokens:
-    """Of a chunk that ends at `stop`; the last token of a row predicts nothing that is known."""
+    """Figures of a chunk that ends at column `stop`; the last token of a row is not scored, since nothing follows."""
     scored = full.shape[1] - (stop == ids.shape[1])
     start = stop - full.shape[1]
-    right = ids[:, start + 1 : start + 1 + scored].to(full.device)
-    return token_figures(full[:, :scored], logits[:, -full.shape[1] :][:, :scored], right)
+    targets = ids[:, start + 1 : start + 1 + scored].to(full.device)
+    return token_figures(full[:, :scored], logits[:, -full.shape[1] :][:, :scored], targets)
 
 
-def _held(cache: QAttnCache, at_tokens: int, dtype: torch.dtype) -> Row:
-    """What such a cache takes at `at_tokens`, and what it held of the text."""
-    size, read = size_of(cache, at_tokens, dtype), report(cache).to_dict()
+def _sizes(cache: QAttnCache, at_tokens: int, dtype: torch.dtype) -> Row:
+    """Bits and bytes of such a cache at `at_tokens` tokens, and in `read` of the cache after the text."""
+    size, data = size_of(cache, at_tokens, dtype), report(cache).to_dict()
     return {
         "at_tokens": at_tokens,
         "effective_bits": size.effective_bits,
         "effective_bits_total": size.effective_bits_total,
         "kv_bytes": size.kv_bytes,
-        "impl": read["impl"],
-        "read": {key: read[key] for key in ("packed_tokens", "open_tokens", "kv_bytes", "effective_bits_total")},
+        "impl": data["impl"],
+        "read": {key: data[key] for key in ("packed_tokens", "open_tokens", "kv_bytes", "effective_bits_total")},
     }

@@ -1,4 +1,4 @@
-"""What a model's queries, keys and values are like, and what a recipe makes of them: what `qattn inspect` shows."""
+"""Statistics of a model's queries, keys and values, and a recipe's sinks and bits: what `qattn inspect` shows."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ CHUNK = 256  # tokens whose attention weights are built at once
 
 @dataclass
 class Inspected:
-    """One layer on one row of `S` tokens, on the CPU in fp32.
+    """Statistics of one layer over one row of `S` tokens; tensors are fp32 on the CPU.
 
     Attributes:
-        ranges: of `query` `[Hq, D]`, `key` and `value` `[Hkv, D]`: smallest and largest number of each channel.
-        channel_gaps: of `key` and `value` `[Hkv, D]`, largest less smallest number of a channel over all tokens.
-        token_gaps: the same of a token over its channels, `[Hkv, S]`.
-        mass: `[Hkv, S]`, what a token gets of the attention weights of the queries that see it, their mean.
-        key_norms: `[Hkv, S]`, sum of the magnitudes of a key, by which SinkQ chooses.
-        held: of each KV head, the tokens that the recipe's pool keeps out of the codes at the end, those that left it
-            for the window of evicted sinks included.
-        priorities: of `key` and `value` `[Hkv]`, TurboAttention's (section 3.3), over all tokens.
-        bits: the same, code bits that the recipe gave the heads.
+        ranges: for `query` `[Hq, D]`, `key` and `value` `[Hkv, D]`: minimum and maximum of each channel.
+        channel_gaps: for `key` and `value` `[Hkv, D]`: maximum minus minimum of each channel over all tokens.
+        token_gaps: for `key` and `value` `[Hkv, S]`: maximum minus minimum of each token over its channels.
+        mass: `[Hkv, S]`, mean attention weight of a token over the queries that can see it.
+        key_norms: `[Hkv, S]`, L1 norm of each key, by which SinkQ selects sinks.
+        held: for each KV head, the tokens that the recipe's sink pool keeps out of the packed blocks at the end,
+            those in its window of evicted sinks included.
+        priorities: for `key` and `value` `[Hkv]`: TurboAttention's priority of each head (section 3.3).
+        bits: for `key` and `value`: bits of a code of each head, as the recipe chose them.
     """
 
     ranges: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Inspected:
     bits: dict[str, list[int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers for programs; token by token only the ten that get most attention in each head."""
+        """The statistics as plain data; of `mass` and `key_norms` only the ten most attended tokens of each head."""
         top = self.mass.topk(min(10, self.mass.shape[1]))
         return {
             "ranges": {name: [low.tolist(), high.tolist()] for name, (low, high) in self.ranges.items()},
@@ -66,83 +66,92 @@ class Inspected:
 
 
 def inspect(model: PreTrainedModel, recipe: Recipe, ids: torch.Tensor) -> list[Inspected]:
-    """Every layer of a model in full precision on one row `[1, S]`, with a packed cache of the recipe beside it.
+    """Read one row through a model in full precision, and the same calls through a packed cache of the recipe.
+
+    Args:
+        model: not patched; it is left as it was.
+        recipe: whose sink pool and bits are shown, as `compare.find_recipe` makes it.
+        ids: int64 `[1, S]`.
+
+    Returns:
+        one `Inspected` a layer.
 
     Raises:
-        QAttnError: if the recipe packed nothing of the row.
+        QAttnError: more than one row, or the recipe packed nothing of it.
     """
     if ids.shape[0] != 1:
         raise QAttnError(f"{ids.shape[0]} rows: inspect looks at one")
-    cache, seen = QAttnCache.for_model(model, recipe=recipe), Looked(ids.shape[1])
-    with observed(model, lambda call: seen.look(call, cache.layers[call.layer])):
+    cache, recorder = QAttnCache.for_model(model, recipe=recipe), Recorder(ids.shape[1])
+    with observed(model, lambda call: recorder.record(call, cache.layers[call.layer])):
         for _ in feed(model, ids.to(device_of(model)), cuts(ids.shape[1], CHUNK)):
             pass
     rows = report(cache).to_dict()
     if not rows["packed_tokens"]:
         raise QAttnError(f"{recipe.origin} packed nothing of {ids.shape[1]} tokens: read a longer row")
-    for i, (found, row) in enumerate(zip(seen.layers, rows["layers"], strict=True)):
-        found.bits = {name: row["bits_per_head"][name[0]][0] for name in ("key", "value")}
-        found.held = held_tokens(cache.layers[i])
-    return seen.layers
+    for i, (layer, row) in enumerate(zip(recorder.layers, rows["layers"], strict=True)):
+        layer.bits = {name: row["bits_per_head"][name[0]][0] for name in ("key", "value")}
+        layer.held = held_tokens(cache.layers[i])
+    return recorder.layers
 
 
-class Looked:
-    """Gathers layers from their calls; the last call has all keys and values."""
+class Recorder:
+    """Collects the statistics of each layer from its calls; the last call has all keys and values."""
 
     def __init__(self, tokens: int):
         self.tokens, self.layers = tokens, list[Inspected]()
 
-    def look(self, call: Call, packed: QAttnLayer) -> None:
-        """Note a call, and let the packed layer have it too."""
+    def record(self, call: Call, packed: QAttnLayer) -> None:
+        """Record a call, and feed it to the packed layer too."""
         call.packed_out(packed)
         if call.layer == len(self.layers):
             self.layers.append(Inspected())
-        found, query = self.layers[call.layer], call.query[0].float().cpu()
+        layer, query = self.layers[call.layer], call.query[0].float().cpu()
         low, high = query.amin(1), query.amax(1)
-        if "query" in found.ranges:
-            low, high = torch.minimum(low, found.ranges["query"][0]), torch.maximum(high, found.ranges["query"][1])
-        found.ranges["query"] = (low, high)
+        if "query" in layer.ranges:
+            low, high = torch.minimum(low, layer.ranges["query"][0]), torch.maximum(high, layer.ranges["query"][1])
+        layer.ranges["query"] = (low, high)
         mass = attention_mass(call)
-        mass[:, : found.mass.shape[-1]] += found.mass
-        found.mass = mass
+        mass[:, : layer.mass.shape[-1]] += layer.mass
+        layer.mass = mass
         if call.keys.shape[2] == self.tokens:
-            _finish(found, call)
+            _finish(layer, call)
 
 
-def _finish(found: Inspected, call: Call) -> None:
+def _finish(layer: Inspected, call: Call) -> None:
+    """Fill the statistics that need all keys and values, from the last call."""
     sides = {"key": call.keys[0].float().cpu(), "value": call.values[0].float().cpu()}
     for name, x in sides.items():
         low, high = x.amin(1), x.amax(1)
-        found.ranges[name] = (low, high)
-        found.channel_gaps[name] = high - low
-        found.token_gaps[name] = x.amax(-1) - x.amin(-1)
+        layer.ranges[name] = (low, high)
+        layer.channel_gaps[name] = high - low
+        layer.token_gaps[name] = x.amax(-1) - x.amin(-1)
         keep, scale = torch.ones(1, *x.shape[:2], dtype=torch.bool), torch.ones(1, len(x))
-        found.priorities[name] = head_priority(x[None], scale, keep, "priority")[0]
-    found.key_norms = sides["key"].abs().sum(-1)
-    tokens = found.mass.shape[1]
-    found.mass = found.mass / torch.arange(tokens, 0, -1)  # queries that see a token: itself and all later ones
+        layer.priorities[name] = head_priority(x[None], scale, keep, "priority")[0]
+    layer.key_norms = sides["key"].abs().sum(-1)
+    tokens = layer.mass.shape[1]
+    layer.mass = layer.mass / torch.arange(tokens, 0, -1)  # queries that see a token: itself and all later ones
 
 
 def attention_mass(call: Call) -> torch.Tensor:
-    """`[Hkv, S]`: the weights that the call's queries of one row give to each token, mean over the heads of a group."""
+    """Sums of attention weights that each token gets from a call's queries, `[Hkv, S]`, mean over the query heads."""
     query, keys = call.query[0].float(), call.keys[0].float()
     heads, tokens, size = keys.shape[0], query.shape[1], keys.shape[1]
     grouped = query.view(heads, -1, *query.shape[1:])  # [Hkv, G, T, D]
     s = grouped @ keys[:, None].mT * call.scores.scale
     if call.scores.softcap:
         s = call.scores.softcap * torch.tanh(s / call.scores.softcap)
-    seen = torch.ones(tokens, size, dtype=torch.bool, device=s.device).tril(size - tokens)
-    s = s.masked_fill(~seen, -torch.inf)
-    if call.scores.sinks is not None:  # a weight that no token gets
+    visible = torch.ones(tokens, size, dtype=torch.bool, device=s.device).tril(size - tokens)
+    s = s.masked_fill(~visible, -torch.inf)
+    if call.scores.sinks is not None:  # a learned sink: its weight belongs to no token
         extra = call.scores.sinks.view(heads, -1, 1, 1).expand(*s.shape[:3], 1)
         return torch.cat([s, extra], -1).softmax(-1)[..., :-1].mean(1).sum(1).cpu()
     return s.softmax(-1).mean(1).sum(1).cpu()
 
 
 def held_tokens(layer: QAttnLayer) -> list[list[int]]:
-    """Of each KV head of the first row, the tokens that a sink pool and its window keep out of the codes."""
+    """Tokens that the sink pool and its window keep out of the packed blocks, for each KV head of the first row."""
     if not layer.spec.sink_pool.num:
         return [[] for _ in range(layer.geometry.heads)]
     state = layer.state
-    there = (state["sink.born"][0] > 0) & (state["sink.written"][0] == 0)
-    return [sorted(pos[kept].tolist()) for pos, kept in zip(state["sink.pos"][0], there, strict=True)]
+    in_pool = (state["sink.born"][0] > 0) & (state["sink.written"][0] == 0)
+    return [sorted(pos[mask].tolist()) for pos, mask in zip(state["sink.pos"][0], in_pool, strict=True)]

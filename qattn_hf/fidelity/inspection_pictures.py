@@ -1,4 +1,4 @@
-"""Pictures of `inspection.Inspected` layers; matplotlib is loaded only here."""
+"""Plots of `inspection.Inspected` layers; matplotlib is imported only here."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import torch
 from qattn_hf.fidelity.inspection import Inspected
 
 SIDES = ("key", "value")
-MOST = 8  # heads of a picture that has a panel for each
+MAX_HEADS = 8  # in a row of plots, one for each head
 DARK = {"boxstyle": "round", "facecolor": "black", "alpha": 0.5, "linewidth": 0}  # behind text on any colour
 LEAST_MASS = 1e-6  # of a logarithmic axis
 
 
 def draw_all(layers: list[Inspected], folder: Path, shown: Sequence[int], title: str) -> list[Path]:
-    """Write every picture to `folder`, which is made if it is not there.
+    """Write every plot to `folder`, which is created if needed.
 
     Args:
-        shown: layers of the pictures that show some layers only.
+        layers: as `inspect` returns them.
+        shown: indices of the layers that get plots of their own (channels, sinks).
+        title: of every plot.
 
     Returns:
         the files: `channels-LAYER.png`, `gaps.png`, `sinks-LAYER.png`, `heads.png`.
@@ -37,75 +39,93 @@ def draw_all(layers: list[Inspected], folder: Path, shown: Sequence[int], title:
 
 
 def channel_ranges(layer: Inspected, title: str) -> Any:
-    """Smallest and largest number of each channel over all tokens, head by head (TurboAttention, Fig. 4).
+    """Plot minimum and maximum of each channel over all tokens, for each head (TurboAttention, Fig. 4).
 
-    Queries, keys and values one below another, `MOST` heads a row at most; those of one kind share their axis.
+    Rows of queries, keys and values, at most `MAX_HEADS` heads in each; plots of one kind share their axis.
+
+    Returns:
+        a matplotlib figure.
     """
-    rows = [(name, first) for name, (low, _) in layer.ranges.items() for first in range(0, len(low), MOST)]
-    figure, panels = _panels(len(rows), min(MOST, max(len(low) for low, _ in layer.ranges.values())), title)
-    for row, (name, first) in zip(panels, rows, strict=True):
+    rows = [(name, first) for name, (low, _) in layer.ranges.items() for first in range(0, len(low), MAX_HEADS)]
+    figure, plots = _subplots(len(rows), min(MAX_HEADS, max(len(low) for low, _ in layer.ranges.values())), title)
+    for row, (name, first) in zip(plots, rows, strict=True):
         low, high = layer.ranges[name]
-        for head, panel in enumerate(row, first):
+        for head, axes in enumerate(row, first):
             if head >= len(low):
-                panel.axis("off")
+                axes.axis("off")
                 continue
-            panel.fill_between(range(low.shape[1]), low[head].numpy(), high[head].numpy(), step="mid", linewidth=0)
-            panel.set(ylim=(low.min().item(), high.max().item()), xlabel="channel")
-            panel.set_title(f"{name}, head {head}", fontsize="small")
-        row[0].set_ylabel(f"{name}: smallest to largest")
+            axes.fill_between(range(low.shape[1]), low[head].numpy(), high[head].numpy(), step="mid", linewidth=0)
+            axes.set(ylim=(low.min().item(), high.max().item()), xlabel="channel")
+            axes.set_title(f"{name}, head {head}", fontsize="small")
+        row[0].set_ylabel(f"{name}: minimum to maximum")
     return figure
 
 
 def value_gaps(layers: list[Inspected], title: str) -> Any:
-    """Distribution of largest less smallest value, of channels over tokens and of tokens over channels, by layer
-    (TurboAttention, Figs 8 and 9), and the same of keys."""
-    figure, panels = _panels(2, 2, title)
-    for row, side in zip(panels, SIDES, strict=True):
-        for panel, (what, gaps) in zip(row, (("channel", "channel_gaps"), ("token", "token_gaps")), strict=True):
-            found = [getattr(layer, gaps)[side].flatten() for layer in layers]
-            panel.boxplot([x.numpy() for x in found], showfliers=True, flierprops={"markersize": 2})
-            panel.set_xticks(range(1, len(layers) + 1), [str(i) for i in range(len(layers))])
-            panel.set(title=f"{side}s, gap of a {what}", xlabel="layer")
+    """Plot the spread (maximum minus minimum) of keys and of values by layer (TurboAttention, Figs 8 and 9).
+
+    Left over the tokens of each channel, right over the channels of each token.
+
+    Returns:
+        a matplotlib figure.
+    """
+    figure, plots = _subplots(2, 2, title)
+    for row, side in zip(plots, SIDES, strict=True):
+        for axes, (what, gaps) in zip(row, (("channel", "channel_gaps"), ("token", "token_gaps")), strict=True):
+            spreads = [getattr(layer, gaps)[side].flatten() for layer in layers]
+            axes.boxplot([x.numpy() for x in spreads], showfliers=True, flierprops={"markersize": 2})
+            axes.set_xticks(range(1, len(layers) + 1), [str(i) for i in range(len(layers))])
+            axes.set(title=f"{side}s, gap of a {what}", xlabel="layer")
     return figure
 
 
 def sink_map(layer: Inspected, title: str) -> Any:
-    """Attention mass of each token and the norm of its key, of the first `MOST` KV heads; the pool's are marked."""
-    heads = min(MOST, len(layer.mass))
-    figure, panels = _panels(2, heads, title, sharey="row")
+    """Plot the attention mass of each token over its position and over the norm of its key, for each KV head.
+
+    The first `MAX_HEADS` heads; tokens that the sink pool keeps out of the packed blocks are marked.
+
+    Returns:
+        a matplotlib figure.
+    """
+    heads = min(MAX_HEADS, len(layer.mass))
+    figure, plots = _subplots(2, heads, title, sharey="row")
     for head in range(heads):
         held, mass = layer.held[head], layer.mass[head].clamp(min=LEAST_MASS).numpy()
-        above, below = panels[0][head], panels[1][head]
+        above, below = plots[0][head], plots[1][head]
         above.plot(mass, linewidth=0.7)
         above.scatter(held, mass[held], color="C3", marker="o", label="held out of the codes")
         above.set(title=f"KV head {head}", yscale="log", xlabel="token")
         below.scatter(layer.key_norms[head].numpy(), mass, s=4)
         below.scatter(layer.key_norms[head].numpy()[held], mass[held], color="C3", marker="o")
         below.set(yscale="log", xlabel="norm of the key")
-    panels[0][0].set_ylabel("attention mass")
-    panels[1][0].set_ylabel("attention mass")
+    plots[0][0].set_ylabel("attention mass")
+    plots[1][0].set_ylabel("attention mass")
     if any(layer.held):
-        panels[0][-1].legend(fontsize="small")
+        plots[0][-1].legend(fontsize="small")
     return figure
 
 
 def heads(layers: list[Inspected], title: str) -> Any:
-    """TurboAttention's priority of each head as a colour, and the bits that the recipe gave it as a number."""
-    figure, panels = _panels(1, 2, title)
-    for panel, side in zip(panels[0], SIDES, strict=True):
+    """Plot TurboAttention's priority of each head as a colour, and the recipe's bits of that head as a number.
+
+    Returns:
+        a matplotlib figure.
+    """
+    figure, plots = _subplots(1, 2, title)
+    for axes, side in zip(plots[0], SIDES, strict=True):
         priorities = torch.stack([layer.priorities[side] for layer in layers])
-        shown = panel.imshow(priorities.clamp(min=1e-12).log10().numpy(), aspect="auto", cmap="viridis")
+        shown = axes.imshow(priorities.clamp(min=1e-12).log10().numpy(), aspect="auto", cmap="viridis")
         for i, layer in enumerate(layers):
             for head, bits in enumerate(layer.bits[side]):
-                panel.text(head, i, str(bits), ha="center", va="center", color="white", bbox=DARK)
-        panel.set(title=f"{side}s: bits, and log10 of the priority", xlabel="KV head", ylabel="layer")
-        panel.set_xticks(range(priorities.shape[1]))
-        panel.set_yticks(range(len(layers)))
-        figure.colorbar(shown, ax=panel)
+                axes.text(head, i, str(bits), ha="center", va="center", color="white", bbox=DARK)
+        axes.set(title=f"{side}s: bits, and log10 of the priority", xlabel="KV head", ylabel="layer")
+        axes.set_xticks(range(priorities.shape[1]))
+        axes.set_yticks(range(len(layers)))
+        figure.colorbar(shown, ax=axes)
     return figure
 
 
-def _panels(rows: int, columns: int, title: str, sharey: Any = False) -> tuple[Any, Any]:
+def _subplots(rows: int, columns: int, title: str, sharey: Any = False) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 3.2 * columns), 2.6 * rows + 0.6), layout="constrained")

@@ -1,4 +1,4 @@
-"""A model in full precision whose attention is looked at, or replaced in one layer, while it reads."""
+"""Observe the attention calls of a model in full precision, or replace the output of some layers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Call(NamedTuple):
     """One call of one layer's attention.
 
     Attributes:
-        layer: its index.
+        layer: index of the layer.
         query: `[B, Hq, T, D]`, after the rotary embedding, as keys are.
-        keys, values: `[B, Hkv, S, D]`, all that the model's own cache holds, the new ones last.
-        scores: what the model asks of its scores.
-        out: `[B, T, Hq, Dv]`, the attention's output in full precision.
+        keys, values: `[B, Hkv, S, D]`, all of the model's own cache, the new tokens last.
+        scores: softmax scale, soft cap and learned sinks.
+        out: `[B, T, Hq, Dv]`, output of the attention in full precision.
     """
 
     layer: int
@@ -39,12 +39,12 @@ class Call(NamedTuple):
     out: torch.Tensor
 
     def of(self, rows: slice) -> Call:
-        """The same of some rows."""
+        """The call restricted to some rows of the batch."""
         query, keys, values, out = (x[rows] for x in (self.query, self.keys, self.values, self.out))
         return self._replace(query=query, keys=keys, values=values, out=out)
 
     def packed_out(self, layer: QAttnLayer) -> torch.Tensor:
-        """Output `[B, T, Hq, Dv]` of a packed layer that gets the same call, and every earlier one, as its own."""
+        """Feed the call to a packed layer, which had all earlier ones, and return its output `[B, T, Hq, Dv]`."""
         tokens = self.query.shape[2]
         key, value = (x[:, :, -tokens:].contiguous() for x in (self.keys, self.values))
         handle, _ = layer.update(key, value)
@@ -59,12 +59,15 @@ _observer: ContextVar[Observer] = ContextVar("qattn_observer")
 
 @contextmanager
 def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Hand every call of every layer's attention to `observer`; what it returns, if anything, goes on in its place.
+    """Context in which `observer` gets every attention call of a model; a tensor it returns replaces the output.
 
-    The model must not be patched and reads through transformers' own cache, rows without padding.
+    Args:
+        model: not patched. It reads through transformers' own cache, rows without padding.
+        observer: called with a `Call`; returns `[B, T, Hq, Dv]` or None.
 
     Raises:
-        UnsupportedError: a model whose attention cannot be reached. QAttnError: a patched model.
+        UnsupportedError: a model whose attention cannot be replaced.
+        QAttnError: the model is patched.
     """
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -90,5 +93,5 @@ def _attention(
     refuse_arguments(module, dropout, is_causal, kwargs, "this measurement")
     scores = scores_of(query, scaling, kwargs)
     out = stock_attention(module, query, key, value, attention_mask, scores)
-    other = _observer.get()(Call(module.layer_idx, query, key, value, scores, out))
-    return out if other is None else other.to(out.dtype).contiguous(), None
+    replacement = _observer.get()(Call(module.layer_idx, query, key, value, scores, out))
+    return out if replacement is None else replacement.to(out.dtype).contiguous(), None

@@ -1,4 +1,4 @@
-"""What `qattn tune` may do to a layer: a candidate as it is, or head by head where its recipe takes lists of heads."""
+"""Options of `qattn tune` for a layer: a candidate recipe, with 2-bit heads chosen one by one where it has them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ Heads = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Option:
-    """One way to pack one layer: a candidate's name, the heads of K and of V with 2 bits if it chooses heads, what the
-    layer's tensors take, and what is expected to be lost by it."""
+    """One way to pack one layer.
+
+    Attributes:
+        candidate: name of the recipe.
+        k_low, v_low: 2-bit heads of K and of V, if the candidate chooses heads.
+        n_bytes: bytes of the layer's tensors.
+        kl: expected KL to full precision, in nats a token.
+    """
 
     candidate: str
     k_low: Heads
@@ -27,7 +33,7 @@ class Option:
 
 
 def by_head(recipe: Recipe) -> bool:
-    """Whether a candidate leaves it open which heads get fewer bits: `bits: mixed` without lists."""
+    """Whether 2-bit heads of a candidate are to be chosen: `bits: mixed` without lists or numbers of heads."""
     settings: Any = recipe.settings
     sides = [getattr(settings, "bits", None), getattr(settings, "k_bits", None), getattr(settings, "v_bits", None)]
     if "k_low_heads" not in type(settings).model_fields:
@@ -36,20 +42,20 @@ def by_head(recipe: Recipe) -> bool:
 
 
 def settings_with(recipe: Recipe, lows: list[tuple[Heads, Heads]]) -> Method:
-    """A head-wise candidate's settings with the 2-bit heads of K and of V of each layer."""
+    """Settings of a head-wise candidate with these 2-bit heads of K and of V for each layer."""
     lists = {f"{side}_low_heads": [list(low[i]) for low in lows] for i, side in enumerate("kv")}
     return get_method(recipe.method)(**{**recipe.settings.model_dump(exclude_unset=True), **lists})
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers and KV heads of a model."""
+    """Number of layers and KV heads of a model."""
 
     layers: int
     heads: int
 
     def spec(self, recipe: Recipe, layer: int, k_low: Heads = (), v_low: Heads = ()) -> LayerSpec:
-        """A layer by a candidate; computed by the reference until somebody chooses."""
+        """Spec of one layer by a candidate, with these 2-bit heads if it chooses heads; `impl` is `reference`."""
         settings = recipe.settings
         if by_head(recipe):
             lows: list[tuple[Heads, Heads]] = [((), ())] * self.layers
@@ -60,16 +66,16 @@ class Shape:
 
 @dataclass
 class HeadLosses:
-    """Of one head-wise candidate in one layer: KL with 4 bits everywhere, and with one head of K or of V at 2."""
+    """KL of a head-wise candidate in one layer: `none` with 4 bits in every head, `k` and `v` with one head at 2."""
 
     none: float
     k: list[float] = field(default_factory=list)
     v: list[float] = field(default_factory=list)
 
     def ladder(self, side: list[float]) -> Iterator[tuple[Heads, float]]:
-        """The heads that mind 2 bits least, one more each time, and what they lose together beyond 4 bits.
+        """Sets of 2-bit heads in order of sensitivity, one head more each time, with their expected loss beyond 4 bits.
 
-        Errors of heads are taken to be independent, so that their losses add up; one that gains by chance counts as 0.
+        Errors of heads are assumed to be independent, so that losses add up; a gain counts as 0.
         """
         order = sorted(range(len(side)), key=lambda head: (side[head], head))
         more = [0.0, *accumulate(max(0.0, side[head] - self.none) for head in order)]
@@ -77,7 +83,7 @@ class HeadLosses:
             yield tuple(sorted(order[:count])), loss
 
     def combinations(self) -> Iterator[tuple[Heads, Heads, float]]:
-        """2-bit heads of K and of V, and the KL that is expected."""
+        """Pairs of sets of 2-bit heads of K and of V, with the expected KL."""
         for k_low, k_loss in self.ladder(self.k):
             for v_low, v_loss in self.ladder(self.v):
                 yield k_low, v_low, self.none + k_loss + v_loss

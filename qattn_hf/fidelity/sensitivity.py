@@ -1,4 +1,4 @@
-"""How much a model minds what is done to one layer or one head: KL with all the rest in full precision."""
+"""Sensitivity of a model to quantization of one layer or head: KL with the rest in full precision."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from qattn_kernels.layer.spec import LayerSpec
 
 
 class Trial(NamedTuple):
-    """One layer packed in one way."""
+    """One layer, by index, packed by one spec."""
 
     layer: int
     spec: LayerSpec
 
 
 def losses(model: PreTrainedModel, trials: Sequence[Trial], reading: Reading) -> Iterator[float]:
-    """KL of each trial, mean over the scored tokens of all rows, in their order.
+    """Measure each trial, and yield its KL in nats a token, mean over the scored tokens of all rows, in their order.
 
-    The model is not patched and reads through transformers' own cache; only the trial's layer attends through a packed
-    one, which gets every call of that layer. Rows of several trials are read at once, up to `reading.batch` rows.
+    The model reads through transformers' own cache; only the trial's layer attends through a packed one. Rows of
+    several trials are read at once, up to `reading.batch` rows.
+
+    Args:
+        model: not patched; it is left as it was.
     """
     full = full_logits(model, reading.ids, reading)
     together = max(1, reading.batch // len(reading.ids))
@@ -43,7 +46,7 @@ def _read(
     rows, device = len(reading.ids), device_of(model).type
     layers = [QAttnLayer(trial.spec, device_type=device) for trial in trials]
 
-    def swap(call: Call) -> torch.Tensor | None:
+    def replace_output(call: Call) -> torch.Tensor | None:
         if all(trial.layer != call.layer for trial in trials):
             return None
         out = call.out.clone()
@@ -53,11 +56,11 @@ def _read(
                 out[own] = call.of(own).packed_out(layer).to(out.dtype)
         return out
 
-    sums, count, left = [0.0] * len(trials), 0, iter(full)
-    with observed(model, swap):
+    sums, count, full_chunks = [0.0] * len(trials), 0, iter(full)
+    with observed(model, replace_output):
         for chunk in feed(model, reading.ids.repeat(len(trials), 1).to(device_of(model)), reading.at):
             if chunk.stop > reading.first:
-                log_p = next(left).float().log_softmax(-1)
+                log_p = next(full_chunks).float().log_softmax(-1)
                 count += log_p.shape[0] * log_p.shape[1]
                 for i, logits in enumerate(chunk.logits[:, -log_p.shape[1] :].split(rows)):
                     sums[i] += divergence(log_p, logits.log_softmax(-1)).sum().item()

@@ -1,4 +1,4 @@
-"""What a cache of a given length takes, counted from the tensors of caches of that length."""
+"""Bytes and bits of a cache of a given length, counted from the tensors of such a cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from qattn_kernels.layout import Geometry
 
 
 class Size(NamedTuple):
-    """Of one row of so many tokens, in room for exactly these.
+    """Size of a cache of one row, with a capacity of exactly its tokens.
 
     Attributes:
-        kv_bytes: all tensors.
-        values: keys and values that they hold.
-        effective_bits: a value of closed blocks, mean over layers; None where no block is closed.
+        kv_bytes: bytes of all tensors.
+        values: number of cached keys and values.
+        effective_bits: bits of a value in closed blocks, mean over layers; None where no block is closed.
     """
 
     kv_bytes: int
@@ -29,28 +29,33 @@ class Size(NamedTuple):
 
     @property
     def effective_bits_total(self) -> float:
-        """Bits a value with everything that is there."""
+        """Bits of a value, every tensor counted."""
         return 8 * self.kv_bytes / self.values
 
 
 def values_of(geometry: Geometry, tokens: int) -> int:
-    """Keys and values of a row in one layer."""
+    """Number of values in the keys and values of `tokens` tokens of one row and layer."""
     return tokens * geometry.heads * (geometry.k_dim + geometry.v_dim)
 
 
 def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
-    """Size of a cache like this one, which has been written to, for a model that computes in `dtype`."""
+    """Size of a cache like this one with one row of `tokens` tokens.
+
+    Args:
+        cache: a cache after its first call.
+        dtype: precision of the model; what the cache keeps unquantized is counted in it.
+    """
     filled = QAttnCache([layer.spec for layer in cache.layers], cache.recipe, tokens)
     for layer, like in zip(filled.layers, cache.layers, strict=True):
         _initialize(layer, like.geometry, dtype, "cpu")
         fill(layer, tokens)
-    found = report(filled).to_dict()
+    data = report(filled).to_dict()
     values = sum(values_of(layer.geometry, tokens) for layer in cache.layers)
-    return Size(found["kv_bytes"], values, found["effective_bits"])
+    return Size(data["kv_bytes"], values, data["effective_bits"])
 
 
 def layer_bytes(spec: LayerSpec, geometry: Geometry, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the tensors of one layer of such a cache, none of which is allocated."""
+    """Bytes of one layer's tensors for one row of `tokens` tokens; counted on the meta device, without memory."""
     layer = QAttnLayer(spec, tokens)
     _initialize(layer, geometry, dtype, "meta")
     return sum(tensor.nbytes for tensor, _ in layer.state_tensors().values())

@@ -1,4 +1,4 @@
-"""What `compare` found as a table."""
+"""Results of `compare` as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from qattn_hf.messages import size
 
 
 def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A header and cells of two lines: below a figure its standard error, below the average layer's the worst one's."""
+    """Results of `compare` as a header and lines of text.
+
+    Cells have two lines: below KL and perplexity the standard error, below the average layer the worst one.
+
+    Args:
+        rows: as `compare` returns them.
+    """
 
     def layers(row: Row, key: str, form: str) -> str:
         return "\n".join(format(row["attention"][which][key], form) for which in ("average", "worst"))
@@ -39,7 +45,11 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def print_table(rows: list[Row]) -> None:
-    """What `compare` found as a table on stdout, with what its columns mean."""
+    """Print the results of `compare` as a table, with an explanation of its columns.
+
+    Args:
+        rows: as `compare` returns them, each with the key `model`, a name.
+    """
     from rich.console import Console
     from rich.table import Table
 

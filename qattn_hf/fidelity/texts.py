@@ -1,4 +1,4 @@
-"""Rows of tokens to be read through a cache, and which of them are scored."""
+"""Rows of tokens to read through a cache, and which tokens are scored."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from qattn_hf import demo_tasks
 from qattn_hf.chunks import CHUNK, cuts
 from qattn_hf.errors import QAttnError
 
-READ_BEFORE = 3  # one part in so many of a row is read before anything is scored, so that codes are attended to
+UNSCORED = 3  # the first 1/3 of a row is read before tokens are scored, so that these attend to packed tokens
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Rows of a text and how they are read.
+    """Rows of a text, and how they are fed to a model; `read_as` makes one.
 
     Attributes:
-        ids: `[rows, T]`; all rows are as long as one another, so no token is padding.
-        at: where chunks end, as `chunks.cuts` makes it: whole chunks, then single steps as in a decode.
-        first: the first token whose prediction is scored.
-        batch: rows read at once; full precision's logits are kept for so many rows and no more.
+        ids: int64 `[rows, T]`, without padding.
+        at: boundaries of the chunks, as `chunks.cuts` makes them: whole chunks, then single steps as in a decode.
+        first: index of the first scored token.
+        batch: rows read at once.
     """
 
     ids: torch.Tensor
@@ -33,27 +33,37 @@ class Reading:
     batch: int
 
     def groups(self) -> Iterator[torch.Tensor]:
-        """The rows, `batch` at a time."""
+        """The rows, `[batch, T]` at a time."""
         yield from self.ids.split(self.batch)
 
     def part(self, rows: slice) -> Reading:
-        """The same of some rows."""
+        """This reading restricted to some rows."""
         return Reading(self.ids[rows], self.at, self.first, self.batch)
 
 
 def read_as(ids: torch.Tensor, chunk: int = CHUNK, steps: int = 0, batch: int = 4) -> Reading:
-    """How rows `[rows, T]` are read: chunks, the last `steps` tokens one by one, scored from a third of the row on."""
+    """Choose how rows are read: in chunks, the last tokens one by one, scored from a third of the row on.
+
+    Args:
+        ids: int64 `[rows, T]`. chunk: tokens of a call. steps: last tokens of a row that are fed one by one, as in a
+            decode. batch: rows read at once.
+    """
     tokens = ids.shape[1]
-    return Reading(ids, cuts(tokens, chunk, steps), tokens // READ_BEFORE, batch)
+    return Reading(ids, cuts(tokens, chunk, steps), tokens // UNSCORED, batch)
 
 
 def rows_of(tokenizer: Any, text: str, rows: int, tokens: int) -> torch.Tensor:
-    """`[rows, tokens]` from all over a text, evenly, since neighbouring pages are much alike; none overlaps another.
+    """Cut rows of tokens out of a text, spread evenly over it, without overlap.
 
-    Each row starts with the tokenizer's first token, if it has one.
+    Args:
+        tokenizer: of transformers; its BOS token, if it has one, begins each row.
+        rows, tokens: number of rows, and tokens of each.
+
+    Returns:
+        int64 `[rows, tokens]`.
 
     Raises:
-        QAttnError: if the text is too short, with how many rows it has.
+        QAttnError: the text is too short; the message says for how many rows it suffices.
     """
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     length = tokens - len(first)
@@ -70,14 +80,14 @@ def rows_of(tokenizer: Any, text: str, rows: int, tokens: int) -> torch.Tensor:
 
 
 def parted(ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`first` of some rows, evenly from all of them, and the others."""
+    """Split rows `[R, T]` in two: `first` rows, spread evenly over all, and the others."""
     places = [i * len(ids) // first for i in range(first)]
     others = [i for i in range(len(ids)) if i not in places]
     return ids[places], ids[others]
 
 
 def made_text(characters: int, seed: int = 0) -> str:
-    """Sums and lists of about so many characters, for models that come without a text."""
+    """Generate a text of about `characters` characters, word sums and lists to recall, where no file is given."""
     rng, parts, length = random.Random(seed), [], 0
     while length < characters:
         for prompt, answer in (demo_tasks.few_shot(rng, shots=4), demo_tasks.recall(rng, n=20)):

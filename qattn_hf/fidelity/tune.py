@@ -1,14 +1,14 @@
-"""A recipe for one model within a budget of bits or of KL: what `qattn tune` does.
+"""Find a recipe for one model within a budget of bits or of KL: what `qattn tune` does.
 
-1. Screening. All candidates stand beside a model in full precision (`compare.Beside`). One that takes no fewer bytes in
-   a layer than another and errs no less in that layer's attention output is not tried there; nor is one that chooses
-   heads if a smaller one does so nearly as well.
-2. Sensitivity. Each candidate that is left is tried in each layer alone, the rest in full precision (`sensitivity`):
-   KL to full precision is what it costs there. Candidates that choose heads are tried head by head.
+1. Screening. All candidates shadow a model in full precision (`compare.ShadowCaches`). In each layer, a candidate is
+   dropped if another one needs no more bytes and has no larger error of the attention output; one that chooses heads
+   also if a smaller one that does is nearly as good.
+2. Sensitivity. Each remaining candidate is tried in each layer alone, the rest in full precision (`sensitivity`): the
+   KL to full precision is its loss there. Candidates that choose heads are tried head by head.
 3. Budget. Small errors of different layers are nearly independent, so their KLs add up; `budget.plans` finds the best
    sum for every size.
-4. Check. The recipe is read end to end, on the rows that it was tuned on and on rows that it has not seen. For a budget
-   in KL the plan is corrected by what was measured until it holds.
+4. Check. The recipe is measured end to end, on the rows that it was tuned on and on other rows. For a budget in KL the
+   plan is corrected by the measured KL until it holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.budget import Plan, plans, within_bytes, within_kl
-from qattn_hf.fidelity.compare import Beside, Row, Told, compare, full_logits
+from qattn_hf.fidelity.compare import Progress, Row, ShadowCaches, compare, full_logits
 from qattn_hf.fidelity.metrics import pareto
 from qattn_hf.fidelity.observe import observed
 from qattn_hf.fidelity.options import HeadLosses, Option, Shape, by_head
@@ -37,16 +37,25 @@ from qattn_hf.reporting import report
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
-CLEARLY = 0.95  # of another's error at most
-PACKED = 0.75  # of the tokens, which every candidate must pack
+CLEARLY = 0.95  # largest ratio of two errors of which the smaller one counts as clearly smaller
+MIN_PACKED = 0.75  # share of the tokens that every candidate must pack
 ROUNDS = 5  # plans that are measured for a budget in KL
-CAREFUL = 0.97  # of a budget in KL is aimed at, so that a correction does not end just above it
+MARGIN = 0.97  # share of a budget in KL that a correction aims at, so that it does not end just above it
 TINY = 1e-12
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Either bits a value of one row of `at_tokens` tokens with everything counted, or KL in nats a token."""
+    """A budget for `tune`: either `bits` or `kl`.
+
+    Attributes:
+        bits: bits of a cached value, every tensor counted, of one row of `at_tokens` tokens.
+        kl: KL to full precision in nats a token.
+        at_tokens: context length for which bytes are counted.
+
+    Raises:
+        QAttnError: neither or both are given, or one that is not above 0.
+    """
 
     bits: float | None = None
     kl: float | None = None
@@ -59,16 +68,16 @@ class Budget:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found.
+    """Result of `tune`.
 
     Attributes:
-        recipe: to be written, or given to `patch`.
-        predicted: its KL by the sum of its layers'.
-        measured: row of `compare` on the rows that it was tuned on.
-        checked: rows of `compare` on other rows, the recipe's first, then those of the references.
-        chosen: of each layer.
-        trials: one row a trial: `layer`, `candidate`, `side` and `head` that had 2 bits (no side: none of those that a
-            candidate chooses), `kl` with the rest of the model in full precision.
+        recipe: the recipe, for `patch(model, recipe=...)`; `recipe.as_yaml()` is a recipe file.
+        predicted: sum of the layers' KLs, in nats a token.
+        measured: row of `compare` for the recipe, on the rows that it was tuned on.
+        checked: rows of `compare` on other rows: the recipe's, then those of the references.
+        chosen: the option chosen for each layer.
+        trials: one row a trial: `layer`, `candidate`, `kl` with the rest of the model in full precision, and `side` and
+            `head` of the one 2-bit head (empty: no head has 2 bits).
     """
 
     recipe: Recipe
@@ -80,12 +89,13 @@ class Tuned:
 
 
 class Tuner:
-    """One model, its candidates and the rows that it is tuned on.
+    """The steps of `tune` for one model: screening of candidates, and trials.
 
     Args:
         model: not patched; it is left as it was.
-        candidates: by name.
-        dtype: precision in which the model will run, for the bytes of what stays in it.
+        candidates: recipes by name.
+        reading: rows of text that decide.
+        dtype: precision in which the model will run; what a cache keeps unquantized is counted in it.
     """
 
     def __init__(
@@ -95,62 +105,62 @@ class Tuner:
         reading: Reading,
         at_tokens: int,
         dtype: torch.dtype,
-        told: Told,
+        progress: Progress,
     ):
         if several := [name for name, recipe in candidates.items() if recipe.choices]:
             raise QAttnError(f"{several[0]} has settings by layers; a candidate is one for any layer: leave out layers")
-        self.model, self.candidates, self.reading, self.told = model, candidates, reading, told
+        self.model, self.candidates, self.reading, self.progress = model, candidates, reading, progress
         self.at_tokens, self.dtype = at_tokens, dtype
         self.geometries: list[Geometry] = []
         self.specs: dict[str, list[LayerSpec]] = {}
         self.trials: list[Row] = []
 
     def screen(self) -> list[list[str]]:
-        """Of each layer, the candidates that are worth a trial there."""
-        self.told("screening candidates")
-        beside = Beside(self.model, self.candidates, self.reading.first)
-        with observed(self.model, beside):
+        """Names of the candidates to try in each layer."""
+        self.progress("screening candidates")
+        shadows = ShadowCaches(self.model, self.candidates, self.reading.first)
+        with observed(self.model, shadows):
             full_logits(self.model, self.reading.ids, self.reading)
-        caches = beside.caches
+        caches = shadows.caches
         self._check_packed(caches)
         self.geometries = [layer.geometry for layer in next(iter(caches.values())).layers]
         self.specs = {name: [layer.spec for layer in cache.layers] for name, cache in caches.items()}
         self.shape = Shape(len(self.geometries), self.geometries[0].heads)
-        return [self._worth(i, beside) for i in range(self.shape.layers)]
+        return [self._candidates_of(i, shadows) for i in range(self.shape.layers)]
 
     def _check_packed(self, caches: dict[str, QAttnCache]) -> None:
-        """A candidate that keeps many of a short row's tokens open would look better than it is in a long context."""
+        """Refuse a candidate that leaves many tokens of a short row open: it would lose more in a long context."""
         for name, cache in caches.items():
-            held = report(cache).to_dict()
+            packed = report(cache).to_dict()["packed_tokens"]
             tokens = len(self.reading.ids) * self.reading.ids.shape[1]
-            if held["packed_tokens"] < PACKED * tokens:
+            if packed < MIN_PACKED * tokens:
                 raise QAttnError(
-                    f"{name} packed {held['packed_tokens']} of {tokens} tokens, too few to judge it by: read longer "
+                    f"{name} packed {packed} of {tokens} tokens, too few to judge it by: read longer "
                     "rows (--tokens), or leave it out"
                 )
 
-    def _worth(self, layer: int, beside: Beside) -> list[str]:
-        """Those that nothing beats; of those that choose heads, whose trials are many, each that errs clearly less than
-        any smaller one."""
+    def _candidates_of(self, layer: int, shadows: ShadowCaches) -> list[str]:
+        """Candidates on the Pareto front of bytes and error in a layer. Of those that choose heads, whose trials are
+        many, only each that has a clearly smaller error than any smaller one."""
         names, least = list(self.candidates), math.inf
-        errors = [beside.sums[name][layer].figures()["relative_l1"] for name in names]
+        errors = [shadows.sums[name][layer].figures()["relative_l1"] for name in names]
         sizes = [self.bytes_of(self.specs[name][layer], layer) for name in names]
-        worth = set(pareto(list(zip(sizes, errors, strict=True))))
+        front = set(pareto(list(zip(sizes, errors, strict=True))))
         for i in sorted(range(len(names)), key=lambda i: sizes[i]):
             if by_head(self.candidates[names[i]]):
-                (worth.add if errors[i] < CLEARLY * least else worth.discard)(i)
+                (front.add if errors[i] < CLEARLY * least else front.discard)(i)
                 least = min(least, errors[i])
-        return [name for i, name in enumerate(names) if i in worth]
+        return [name for i, name in enumerate(names) if i in front]
 
     def bytes_of(self, spec: LayerSpec, layer: int) -> int:
-        """What such a layer takes in the context of the budget."""
+        """Bytes of a layer with this spec at `at_tokens` tokens."""
         return layer_bytes(spec, self.geometries[layer], self.at_tokens, self.dtype)
 
-    def options(self, worth: list[list[str]]) -> list[list[Option]]:
-        """Of each layer, what was tried and what follows from it."""
+    def options(self, candidates: list[list[str]]) -> list[list[Option]]:
+        """Try the candidates of each layer; returns the options of each layer, with bytes and expected KL."""
         trials: list[Trial] = []
         keys: list[tuple[int, str, str, int]] = []  # layer, candidate, side, head; no side: no head at 2 bits
-        for layer, names in enumerate(worth):
+        for layer, names in enumerate(candidates):
             for name in names:
                 recipe = self.candidates[name]
                 for side, head in [("", 0), *((s, h) for s in "kv" for h in range(self.shape.heads))]:
@@ -161,29 +171,29 @@ class Tuner:
                     impl = self.specs[name][layer].impl
                     trials.append(Trial(layer, dataclasses.replace(spec, impl=impl)))
                     keys.append((layer, name, side, head))
-        found: dict[tuple[int, str, str, int], float] = {}
+        loss_of: dict[tuple[int, str, str, int], float] = {}
         for key, loss in zip(keys, losses(self.model, trials, self.reading), strict=True):
-            found[key] = loss
+            loss_of[key] = loss
             self.trials.append({**dict(zip(("layer", "candidate", "side", "head"), key, strict=True)), "kl": loss})
-            self.told(f"trials: {len(found)} of {len(trials)}")
-        return [[o for name in names for o in self._options(i, name, found)] for i, names in enumerate(worth)]
+            self.progress(f"trials: {len(loss_of)} of {len(trials)}")
+        return [[o for name in names for o in self._options(i, name, loss_of)] for i, names in enumerate(candidates)]
 
-    def _options(self, layer: int, name: str, found: dict[tuple[int, str, str, int], float]) -> list[Option]:
-        recipe, none = self.candidates[name], found[layer, name, "", 0]
+    def _options(self, layer: int, name: str, loss_of: dict[tuple[int, str, str, int], float]) -> list[Option]:
+        recipe, none = self.candidates[name], loss_of[layer, name, "", 0]
         if not by_head(recipe):
             return [Option(name, (), (), self.bytes_of(self.specs[name][layer], layer), none)]
-        k, v = ([found[layer, name, side, head] for head in range(self.shape.heads)] for side in "kv")
+        k, v = ([loss_of[layer, name, side, head] for head in range(self.shape.heads)] for side in "kv")
         sizes: dict[tuple[int, int], int] = {}  # which heads have 2 bits does not matter to bytes
-        made = []
+        options = []
         for k_low, v_low, kl in HeadLosses(none, k, v).combinations():
             counts = len(k_low), len(v_low)
             if counts not in sizes:
                 sizes[counts] = self.bytes_of(self.shape.spec(recipe, layer, k_low, v_low), layer)
-            made.append(Option(name, k_low, v_low, sizes[counts], kl))
-        return made
+            options.append(Option(name, k_low, v_low, sizes[counts], kl))
+        return options
 
     def values(self) -> int:
-        """Keys and values of one row in the context of the budget."""
+        """Number of cached values of one row of `at_tokens` tokens, over all layers."""
         return sum(values_of(geometry, self.at_tokens) for geometry in self.geometries)
 
 
@@ -196,61 +206,72 @@ def tune(
     *,
     references: dict[str, Recipe] | None = None,
     dtype: torch.dtype | None = None,
-    told: Told = lambda what: None,
+    progress: Progress = lambda what: None,
 ) -> Tuned:
     """Find the recipe of least KL within a budget of bits, or of fewest bits within one of KL.
 
     Args:
         model: not patched; it is left as it was.
-        candidates: what a layer may be given, by name; `bits: mixed` without lists of heads is tried head by head.
-        reading: rows that decide; they are read at once. check: other rows, on which the recipe is measured.
-        references: recipes that stand beside the tuned one on the rows of `check`.
+        candidates: recipes by name, of which each layer gets one; `bits: mixed` without lists of heads is tried head by
+            head.
+        reading: rows of text that decide, as `read_as` makes it; they are read at once.
+        check: other rows, on which the recipe is measured.
+        budget: bits or KL.
+        references: recipes to measure on the rows of `check` too.
         dtype: precision in which the model will run, if it is measured in another one.
+        progress: called with a text before each step.
 
     Raises:
-        QAttnError: if no choice of candidates meets the budget; rows too short to judge a candidate by, or a candidate
-            that has settings by layers.
+        QAttnError: no choice of candidates meets the budget; rows too short to judge a candidate by; a candidate with
+            `layers`.
     """
     dtype = dtype or model.dtype
-    tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, told)
+    tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, progress)
     options = tuner.options(tuner.screen())
-    found = plans([[(option.n_bytes, option.kl) for option in of_layer] for of_layer in options])
+    front = plans([[(option.n_bytes, option.kl) for option in of_layer] for of_layer in options])
 
     def chosen(plan: Plan) -> list[Option]:
         return [of_layer[i] for of_layer, i in zip(options, plan.picks, strict=True)]
 
     def measured(plan: Plan) -> tuple[Recipe, Row]:
         recipe = recipe_of(chosen(plan), candidates)
-        return recipe, compare(model, {"tuned": recipe}, reading, at_tokens=budget.at_tokens, dtype=dtype, told=told)[0]
+        return recipe, compare(
+            model, {"tuned": recipe}, reading, at_tokens=budget.at_tokens, dtype=dtype, progress=progress
+        )[0]
 
     if budget.bits is not None:
-        plan = _smaller(found, budget.bits, tuner.values())
+        plan = _within_bits(front, budget.bits, tuner.values())
         recipe, row = measured(plan)
     else:
         assert budget.kl is not None
-        plan, recipe, row = _better(found, budget.kl, measured)
+        plan, recipe, row = _within_measured_kl(front, budget.kl, measured)
     others = {"tuned": recipe, **(references or {})}
-    checked = compare(model, others, check, at_tokens=budget.at_tokens, dtype=dtype, told=told)
+    checked = compare(model, others, check, at_tokens=budget.at_tokens, dtype=dtype, progress=progress)
     return Tuned(recipe, plan.kl, row, checked, chosen(plan), tuner.trials)
 
 
-def _smaller(found: list[Plan], bits: float, values: int) -> Plan:
-    plan = within_bytes(found, int(bits * values / 8))
+def _within_bits(front: list[Plan], bits: float, values: int) -> Plan:
+    plan = within_bytes(front, int(bits * values / 8))
     if plan is None:
         raise QAttnError(
-            f"{bits} bits: the smallest choice of these candidates takes {8 * found[0].n_bytes / values:.3f} bits a "
+            f"{bits} bits: the smallest choice of these candidates takes {8 * front[0].n_bytes / values:.3f} bits a "
             "value with everything counted; allow more bits or a longer context, or add smaller candidates"
         )
     return plan
 
 
-def _better(found: list[Plan], kl: float, measured: Callable[[Plan], tuple[Recipe, Row]]) -> tuple[Plan, Recipe, Row]:
-    """The smallest plan that was measured to hold: what layers lose together differs from the sum of what each loses
-    alone, so the aim is moved by their ratio and the plan taken anew."""
+def _within_measured_kl(
+    front: list[Plan], kl: float, measured: Callable[[Plan], tuple[Recipe, Row]]
+) -> tuple[Plan, Recipe, Row]:
+    """The smallest plan whose measured KL is within `kl`.
+
+    The KL of all layers together differs from the sum of the layers' KLs, so the target is scaled by their ratio and
+    the next plan is measured, up to `ROUNDS` times.
+    """
     best: tuple[Plan, Recipe, Row] | None = None
-    aim, tried, least = kl, set(), math.inf
+    target, tried, least = kl, set(), math.inf
     for _ in range(ROUNDS):
-        plan = within_kl(found, aim) or found[-1]
+        plan = within_kl(front, target) or front[-1]
         if plan in tried:
             break
         tried.add(plan)
@@ -258,7 +279,7 @@ def _better(found: list[Plan], kl: float, measured: Callable[[Plan], tuple[Recip
         least = min(least, row["kl"])
         if row["kl"] <= kl and (best is None or plan.n_bytes < best[0].n_bytes):
             best = plan, recipe, row
-        aim = plan.kl * CAREFUL * kl / max(row["kl"], TINY)
+        target = plan.kl * MARGIN * kl / max(row["kl"], TINY)
     if best is None:
         raise QAttnError(
             f"KL of {kl}: the best that was found of these candidates loses {least:.6f}; allow more, or add candidates "

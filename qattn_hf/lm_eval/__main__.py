@@ -11,7 +11,7 @@ from qattn_hf.lm_eval import need_lm_eval, register
 
 
 def main() -> None:
-    """Run lm-eval's command line; `--data-dir DIR` on top of its options reads data from local files."""
+    """Run lm-eval's command line with the model `qattn`; the option `--data-dir DIR` reads data from local files."""
     need_lm_eval()
     from lm_eval._cli import HarnessCLI
     from lm_eval.config.evaluate_config import EvaluatorConfig

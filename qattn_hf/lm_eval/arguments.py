@@ -1,4 +1,4 @@
-"""Our own keys among lm-eval's model arguments: method, recipe, settings, chunk."""
+"""This package's keys among lm-eval's model arguments: method, recipe, settings, chunk."""
 
 from __future__ import annotations
 
@@ -10,26 +10,32 @@ from qattn_hf.errors import RecipeError
 from qattn_hf.methods import get_method, list_methods
 from qattn_hf.recipe import Recipe, find_recipe, load_recipe
 
-FULL = "full"  # of `method`: nothing is packed, the control beside every method
+FULL = "full"  # as `method`: full precision, nothing is packed
 
 
 class Arguments(NamedTuple):
-    """`recipe` None: full precision. `rest` is HFLM's."""
+    """Model arguments, split.
+
+    Attributes:
+        recipe: None for full precision.
+        chunk: tokens of a call while a text is scored.
+        rest: arguments of lm-eval's own model, HFLM.
+    """
 
     recipe: Recipe | None
     chunk: int
     rest: dict[str, Any]
 
 
-def split_arguments(given: dict[str, Any], harness: type) -> Arguments:
-    """Take our keys out of `given`; `harness` is the class whose own arguments stay there.
+def split_arguments(arguments: dict[str, Any], harness: type) -> Arguments:
+    """Split lm-eval's model arguments into this package's and those of `harness`, lm-eval's model class.
 
     Raises:
         RecipeError: an unknown method or setting, a value out of range, or settings that no method is named for.
     """
     known = set().union(*(get_method(name).model_fields for name in list_methods()))
     known -= set(inspect.signature(harness).parameters)
-    rest = dict(given)
+    rest = dict(arguments)
     method, recipe, chunk = rest.pop("method", None), rest.pop("recipe", None), rest.pop("chunk", CHUNK)
     settings = {key: rest.pop(key) for key in list(rest) if key in known}
     if type(chunk) is not int or chunk < 1:

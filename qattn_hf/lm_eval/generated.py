@@ -1,7 +1,7 @@
-"""Data and scores of the tasks that come from a seed and need no download.
+"""Data and scores of tasks that are generated from a seed and need no download.
 
-The data functions are lm-eval's `custom_dataset`: they get a task's `dataset_kwargs` and all metadata, in which model
-arguments stand too.
+The data functions are lm-eval's `custom_dataset`: they get a task's `dataset_kwargs` and all metadata, model arguments
+included.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from qattn_hf.errors import QAttnError
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 LENGTHS = tuple(1024 << i for i in range(8))  # those that the needle tasks have a metric for
-ANSWER = 32  # tokens of a length that are left for the answer and a first special token
+ANSWER = 32  # tokens of a length reserved for the answer and a first special token
 DEPTHS = (0, 25, 50, 75, 100)  # per cent of the text before the sentence
 
 
 def _splits(**rows: list[dict[str, Any]]) -> Any:
     from datasets import Dataset, DatasetDict
 
-    return DatasetDict({name: Dataset.from_list(found) for name, found in rows.items()})
+    return DatasetDict({name: Dataset.from_list(split) for name, split in rows.items()})
 
 
 def sums(**metadata: Any) -> Any:
-    """400 word sums, and eight more for the shots: `question`, `answer` in GSM8K's form."""
+    """400 word sums, and eight for few-shot prompts, as `question` and `answer` in GSM8K's form."""
     rng = random.Random(0)
     rows = [dict(zip(("question", "answer"), demo_tasks.sums(rng), strict=True)) for _ in range(408)]
     return _splits(train=rows[:8], test=rows[8:])
 
 
 def recall(pairs: int, **metadata: Any) -> Any:
-    """200 lists of `pairs` names with a question for one: `input`, `target`."""
+    """200 lists of `pairs` names with numbers and a question for one, as `input` and `target`."""
     rng = random.Random(pairs)
     return _splits(
         test=[dict(zip(("input", "target"), demo_tasks.recall(rng, pairs), strict=True)) for _ in range(200)]
@@ -48,7 +48,13 @@ def needle(
     samples: int = 4,
     **metadata: Any,
 ) -> Any:
-    """Sentences with a number in filler text: `samples` rows of each length (tokens) and depth (per cent).
+    """Needle in a haystack: a sentence with a number in filler text, among sentences with other keys.
+
+    Args:
+        distractors: number of sentences with other keys.
+        lengths: tokens of a text. depths: position of the sentence, in per cent.
+        samples: rows of each length and depth.
+        metadata: `tokenizer` or `pretrained` names the tokenizer by which tokens are counted.
 
     Raises:
         QAttnError: a length or depth that the task has no metric for, or no tokenizer to count with.
@@ -77,9 +83,9 @@ def _hidden(
     keys = list(demo_tasks.registry(rng, distractors + 1).items())
     sentences = [f"The special magic number of {name} is {number}. " for name, number in keys]
     (asked, number), question = keys[0], f"\nWhat is the special magic number of {keys[0][0]}?\nAnswer:"
-    left = length - ANSWER - count("".join(sentences) + question)
-    lines = [FILLER] * (left // count(FILLER * 8) * 8)
-    lines += [FILLER] * max(0, (left - count("".join(lines))) // count(FILLER))
+    filler_tokens = length - ANSWER - count("".join(sentences) + question)
+    lines = [FILLER] * (filler_tokens // count(FILLER * 8) * 8)
+    lines += [FILLER] * max(0, (filler_tokens - count("".join(lines))) // count(FILLER))
     for sentence in sentences[1:]:
         lines.insert(rng.randint(0, len(lines)), sentence)
     lines.insert(round(len(lines) * depth / 100), sentences[0])
@@ -88,14 +94,14 @@ def _hidden(
 
 
 def needle_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether the first number of the answer is the sentence's, also by depth and by length."""
-    said = re.search(r"\d+", results[0])
-    right = float(said is not None and said.group() == doc["target"])
+    """1 if the first number of the answer is the right one, else 0: in all (`acc`), by depth and by length."""
+    number = re.search(r"\d+", results[0])
+    right = float(number is not None and number.group() == doc["target"])
     return {"acc": right, f"depth_{doc['depth']}": right, f"tokens_{doc['length']}": right}
 
 
 def drift(lines: int = 480, cycle: int = 12, **metadata: Any) -> Any:
-    """Ten cycles of `cycle` names, begun and to be continued over `lines` numbered lines: `input`, `target`."""
+    """Ten cycles of `cycle` names, to be continued over `lines` numbered lines, as `input` and `target`."""
     rng = random.Random(lines)
     rows = []
     for _ in range(10):
@@ -106,13 +112,13 @@ def drift(lines: int = 480, cycle: int = 12, **metadata: Any) -> Any:
 
 
 def drift_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share of lines that are right, in all and in each quarter of the list; a line is found by its number."""
-    wanted, said = _numbered(doc["target"]), _numbered(results[0])
-    right = [float(said.get(number) == name) for number, name in wanted.items()]
+    """Share of right lines, in all (`acc`) and in each quarter of the list; lines are matched by their numbers."""
+    wanted, answered = _numbered(doc["target"]), _numbered(results[0])
+    right = [float(answered.get(number) == name) for number, name in wanted.items()]
     size = -(-len(right) // 4)
     quarters = [right[i : i + size] for i in range(0, len(right), size)]
-    found = {f"quarter_{i}": sum(part) / len(part) for i, part in enumerate(quarters, 1)}
-    return {"acc": sum(right) / len(right), **found}
+    quarter_scores = {f"quarter_{i}": sum(part) / len(part) for i, part in enumerate(quarters, 1)}
+    return {"acc": sum(right) / len(right), **quarter_scores}
 
 
 def _numbered(text: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Data from local files in their original formats, for lm-eval's own tasks and ours.
+"""Data from local files in their original formats, for lm-eval's own tasks and this package's.
 
-lm-eval finds tasks in folders. For each task whose data set is in `FILES` and lies in the data folder, a task file is
-written that includes the task's own one and changes nothing but where the data comes from: prompts, shots, filters and
-metrics stay those of the task. Tasks without local files load from the hub, as ever.
+lm-eval finds tasks in folders. For each task whose data set is in `FILES` and in the data folder, a task file is
+written that includes the original one and changes only the source of the data: prompts, shots, filters and metrics
+stay. Tasks without local files load from the hub.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class Files(NamedTuple):
-    """Where a data set of the hub lies locally.
+    """Local files of a data set of the hub.
 
     Attributes:
         splits: file of each split; `{name}` is the task's `dataset_name`.
         kind: `json`, `csv` or `text`, as `datasets` calls them.
         options: of that loader.
-        rows: function of this module that gives the rows the columns of the hub's.
+        rows: name of the function of this module that converts rows to the columns of the hub's data set.
         name: the only `dataset_name` that these files hold.
     """
 
@@ -70,12 +70,12 @@ STOCK = ("gsm8k", "bbh", "longbench", "humaneval", "wikitext", "mmlu", "lambada"
 
 
 def with_question(rows: Any) -> Any:
-    """LongBench's `input` is `question` on the hub."""
+    """Rename LongBench's column `input` to `question`, as on the hub."""
     return rows.rename_column("input", "question")
 
 
 def with_choices(rows: Any) -> Any:
-    """MMLU's columns A to D are `choices` on the hub, and its answer is an index."""
+    """Convert MMLU's columns A to D to `choices`, and its answer to an index, as on the hub."""
     from datasets import Features, Value
 
     def choices(row: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def with_choices(rows: Any) -> Any:
 
 
 def pages(rows: Any) -> Any:
-    """WikiText's raw text, one row in all, to one row a page: a page begins at a heading of the first level."""
+    """Split WikiText's raw text into one row a page; a page begins at a heading of the first level."""
     from datasets import Dataset
 
     text = "".join(row["text"] for row in rows)
@@ -96,7 +96,7 @@ def pages(rows: Any) -> Any:
 
 @contextmanager
 def task_folders(data_dir: Path | None) -> Iterator[list[str]]:
-    """Folders for lm-eval's `include_path`: our task files and, with `data_dir`, those that read from there.
+    """Context with folders for lm-eval's `include_path`: this package's tasks, and those whose data is in `data_dir`.
 
     Raises:
         QAttnError: `data_dir` holds none of the files.
@@ -105,16 +105,16 @@ def task_folders(data_dir: Path | None) -> Iterator[list[str]]:
         yield [str(tasks_dir())]
         return
     with TemporaryDirectory(prefix="qattn-tasks-") as folder, _quiet():
-        found = _write(data_dir.expanduser().resolve(), Path(folder))
-        if not found:
+        count = _write(data_dir.expanduser().resolve(), Path(folder))
+        if not count:
             wanted = ", ".join(path for files in FILES.values() for path in files.splits.values())
             raise QAttnError(f"--data-dir {data_dir}: none of these is there: {wanted}")
-        log.info("%d tasks read their data from %s, all others from the hub", found, data_dir)
+        log.info("%d tasks read their data from %s, all others from the hub", count, data_dir)
         yield [str(tasks_dir()), folder]
 
 
 def _write(data_dir: Path, folder: Path) -> int:
-    """Write the task files; how many."""
+    """Write the task files and return their number."""
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -123,21 +123,21 @@ def _write(data_dir: Path, folder: Path) -> int:
     for source in (*(stock / name for name in STOCK), tasks_dir()):
         for path in sorted(source.rglob("*.yaml")):
             task = load_yaml(path, resolve_func=False)
-            there = _there(task, data_dir)
-            if isinstance(task.get("task"), str) and there is not None:
+            changes = _local_data(task, data_dir)
+            if isinstance(task.get("task"), str) and changes is not None:
                 count += 1
-                there["dataset_kwargs"]["cache_dir"] = str(folder / "cache")  # leaves nothing behind
+                changes["dataset_kwargs"]["cache_dir"] = str(folder / "cache")  # leaves nothing behind
                 # A tag named here would be one of these tasks only; those of the included file stay as they are.
-                there |= {"include": str(path), "task": task["task"], "tag": None}
-                text = yaml.safe_dump(there, sort_keys=False)
+                changes |= {"include": str(path), "task": task["task"], "tag": None}
+                text = yaml.safe_dump(changes, sort_keys=False)
                 rows = FILES[task["dataset_path"]].rows
                 text += f"process_docs: !function {__name__}.{rows}\n" if rows else ""
                 (folder / f"{task['task']}.yaml").write_text(text, encoding="utf-8")
     return count
 
 
-def _there(task: dict[str, Any], data_dir: Path) -> dict[str, Any] | None:
-    """What to change in a task's configuration; None where its data is not in the folder."""
+def _local_data(task: dict[str, Any], data_dir: Path) -> dict[str, Any] | None:
+    """Changes of a task's configuration that read its data from the folder; None where it is not there."""
     files, name = FILES.get(task.get("dataset_path", "")), task.get("dataset_name")
     if files is None or files.name not in (None, name):
         return None
@@ -156,7 +156,7 @@ def _there(task: dict[str, Any], data_dir: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """lm-eval warns of every task that is found twice; here that is what was asked for."""
+    """Context that drops lm-eval's warnings about tasks that are defined twice, which is intended here."""
     index = logging.getLogger("lm_eval.tasks._index")
 
     def wanted(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""lm-eval's Hugging Face model with a packed cache: patched on every rank, and read through the cache."""
+"""lm-eval's Hugging Face model with a packed cache, patched on every rank."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Answer = TypeVar("Answer")
 
 
 class QAttnLM(HFLM):
-    """HFLM whose generations and scores come through a packed cache.
+    """lm-eval's HFLM with generations and scores read through a packed cache.
 
     Args:
-        pretrained: as HFLM's; a model that was patched before keeps its recipe if none is named here.
-        method, recipe: as in `patch`. `method="full"`, or neither of them, packs nothing: full precision, through
-            transformers' own cache in the same chunks.
+        pretrained: name or model, as HFLM takes it; a model that is already patched keeps its recipe if none is named.
+        method, recipe: as in `patch`. `method="full"`, or neither of them: full precision, through transformers' own
+            cache in the same chunks.
         chunk: tokens of a call while a text is scored.
         kwargs: settings of the method, as in `patch`, and HFLM's own arguments.
     """
@@ -65,38 +65,38 @@ class QAttnLM(HFLM):
 
     @property
     def mode(self) -> str:
-        """What a score of this model was read through; it belongs beside the number."""
+        """Sentence that says how scores were read, to be recorded with them."""
         through = "through the packed cache"
         if not self.packs:
             through = "through transformers' own cache, nothing packed"
         return f"{through}: texts in chunks of {self.chunk} tokens, generations token by token"
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As HFLM's, task by task, through the cache.
+        """Log-likelihoods of continuations, as HFLM's, task by task, read through the cache.
 
         Raises:
-            QAttnError: no scored token of a task could read a packed one, so this would be full precision's score.
+            QAttnError: no scored token of a task read packed tokens, so the score would be full precision's.
         """
         return self._by_task(requests, lambda part: super(QAttnLM, self).loglikelihood(part, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """As HFLM's: disjoint windows of `max_length` tokens, each through a cache of its own.
+        """Log-likelihoods of texts, as HFLM's: disjoint windows of `max_length` tokens, each through its own cache.
 
         Raises:
-            QAttnError: as `loglikelihood`.
+            QAttnError: no scored token of a task read packed tokens, so the score would be full precision's.
         """
         return self._by_task(requests, lambda part: self._rolling(part, disable_tqdm))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """As HFLM's, task by task: one `generate`, so one fresh cache, a batch."""
+        """Generated answers, as HFLM's, task by task; each batch is one `generate` with a new cache."""
         return self._by_task(requests, lambda part: super(QAttnLM, self).generate_until(part, disable_tqdm))
 
     def get_model_info(self) -> dict[str, Any]:
-        """HFLM's, and how these results came to be: mode, recipe, who computed, versions, what each task's caches held.
+        """HFLM's information, and under `qattn` the mode, recipe, implementation, versions and usage of each task.
 
-        `tasks` is of this process, the first of `world_size`.
+        Usage is counted in this process alone, the first of `world_size`.
         """
-        found: dict[str, Any] = {
+        info: dict[str, Any] = {
             "mode": self.mode,
             "method": None if self.recipe is None else self.recipe.method,
             "recipe": None if self.recipe is None else self.recipe.settings.model_dump(),
@@ -107,10 +107,10 @@ class QAttnLM(HFLM):
             "world_size": self.world_size,
             "tasks": {name: usage.to_dict() for name, usage in self.usages.items()},
         }
-        return {**super().get_model_info(), "qattn": found}
+        return {**super().get_model_info(), "qattn": info}
 
     def _by_task(self, requests: list[Any], run: Callable[[list[Any]], list[Answer]]) -> list[Answer]:
-        """Run each task's requests apart, so that what is counted is the task's; answers in the order of `requests`."""
+        """Run each task's requests separately, to count its usage; returns answers in the order of `requests`."""
         places: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             places.setdefault(request.task_name or "", []).append(i)
@@ -136,7 +136,7 @@ class QAttnLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score (name, context, continuation) triples; those that differ in their last token only share a row."""
+        """Score (name, context, continuation) triples; those that differ only in their last token share a row."""
         shared: dict[tuple[int, ...], list[int]] = {}
         for i, (_, context, continuation) in enumerate(requests):
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
@@ -153,9 +153,9 @@ class QAttnLM(HFLM):
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood") as bar:
             for batch in _batches(longest_first, size):
-                for text, found in zip(batch, self._score(batch), strict=True):
-                    answers.update(zip(shared[text.tokens], found, strict=True))
-                    bar.update(len(found))
+                for text, scores in zip(batch, self._score(batch), strict=True):
+                    answers.update(zip(shared[text.tokens], scores, strict=True))
+                    bar.update(len(scores))
         for i, (name, _, _) in enumerate(requests):
             if name is not None:  # windows of a rolling text have none
                 self.cache_hook.add_partial("loglikelihood", name, answers[i])
@@ -167,7 +167,7 @@ class QAttnLM(HFLM):
             rows, cache = score(self.model, texts, self.chunk, self.tokenizer.pad_token_id or 0, self.softmax_dtype)
         usage = self.usage
         usage.seconds += time.perf_counter() - began
-        usage.held(cache)
+        usage.add_cache(cache)
         usage.requests += len(texts)
         usage.tokens += sum(len(text.tokens) for text in texts)
         usage.scored += sum(text.scored for text in texts)
@@ -189,17 +189,17 @@ class QAttnLM(HFLM):
         )
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
-        own = None
+        stock_cache = None
         if not self.packs:  # the cache that `generate` would make, so that its bytes can be counted
-            own = kwargs["past_key_values"] = DynamicCache(config=self.model.config)
+            stock_cache = kwargs["past_key_values"] = DynamicCache(config=self.model.config)
         real = int(kwargs["attention_mask"].sum())
         began = time.perf_counter()
         out = super()._model_generate(context, max_length, stop, **kwargs)
         written = int((out[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum())
         usage = self.usage
         usage.seconds += time.perf_counter() - began
-        cache = own if own is not None else self.model._qattn.last.cache
-        usage.held(cache)
+        cache = stock_cache if stock_cache is not None else self.model._qattn.last.cache
+        usage.add_cache(cache)
         usage.requests += len(context)
         usage.packed_requests += sum(count > 0 for count in packed_by_row(cache))
         usage.tokens += real
@@ -212,7 +212,7 @@ class QAttnLM(HFLM):
 
 
 def _batches(texts: list[Text], size: int) -> Iterator[list[Text]]:
-    """Batches of one kind; the one with the longest text of all comes first."""
+    """Batches of short or of long texts, not mixed; the batch with the longest text comes first."""
     kinds = [[text for text in texts if text.short == short] for short in (texts[0].short, not texts[0].short)]
     for kind in kinds:
         yield from (kind[i : i + size] for i in range(0, len(kind), size))

@@ -1,4 +1,4 @@
-"""Several methods on several tasks with one model: what `qattn eval` measures."""
+"""Evaluate several methods on several tasks with one model: what `qattn eval` measures."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def rows(
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """One row a method, task and metric, as they come.
+    """Evaluate, and yield one row for each method, task and metric.
 
     Args:
-        methods: recipes by the name in the rows; None is full precision.
-        tasks: of lm-eval or of ours.
+        methods: recipes by name; None is full precision.
+        tasks: names of tasks, of lm-eval or this package.
         data_dir: folder of local data; None: the hub.
-        metadata: for tasks; `pretrained` is where those that count tokens find the tokenizer.
+        metadata: of lm-eval's tasks; `pretrained` names the tokenizer by which tokens are counted.
         arguments: of `QAttnLM`. options: of lm-eval's `simple_evaluate`.
 
     Raises:
-        QAttnError: no such task, or no data.
+        QAttnError: an unknown task, or no data in `data_dir`.
     """
     with task_folders(data_dir) as folders:
         manager = _manager(folders, tasks, metadata)
@@ -45,28 +45,28 @@ def rows(
         for name, recipe in methods.items():
             how = {"method": FULL} if recipe is None else {"recipe": recipe}
             lm = QAttnLM(model, tokenizer=tokenizer, **how, **arguments)
-            found = simple_evaluate(lm, tasks=tasks, task_manager=manager, log_samples=False, **options)
-            yield from _rows(name, lm, found)
+            results = simple_evaluate(lm, tasks=tasks, task_manager=manager, log_samples=False, **options)
+            yield from _rows(name, lm, results)
 
 
 def _manager(folders: list[str], tasks: list[str], metadata: dict[str, Any]) -> TaskManager:
-    """Of our tasks alone where they are enough: to find lm-eval's takes seconds. A group may name any of these."""
-    ours = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
-    if set(tasks) <= set(ours.all_subtasks):
-        return ours
+    """Task manager of this package's tasks alone where they suffice, since indexing lm-eval's takes seconds."""
+    own = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    if set(tasks) <= set(own.all_subtasks):
+        return own
     return TaskManager(include_path=folders, metadata=metadata)
 
 
-def _rows(name: str, lm: QAttnLM, found: Any) -> Iterator[dict[str, Any]]:
+def _rows(name: str, lm: QAttnLM, results: Any) -> Iterator[dict[str, Any]]:
     recipe = lm.recipe
     head = {"method": name, "recipe": None if recipe is None else recipe.settings.model_dump(), "mode": lm.mode}
-    for task, results in found["results"].items():
-        n = found["n-samples"].get(task, {}).get("effective")
+    for task, metrics in results["results"].items():
+        n = results["n-samples"].get(task, {}).get("effective")
         usage = lm.usages[task].to_dict() if task in lm.usages else {}
-        for key, value in results.items():
+        for key, value in metrics.items():
             metric, _, kind = key.partition(",")
             if kind and not metric.endswith("_stderr") and value != "N/A":
-                stderr = results.get(f"{metric}_stderr,{kind}")
+                stderr = metrics.get(f"{metric}_stderr,{kind}")
                 measured = {"metric": metric, "filter": kind, "value": value, "n": n}
                 measured["stderr"] = stderr if isinstance(stderr, float) else None
                 yield {**head, "task": task, **measured, **usage}

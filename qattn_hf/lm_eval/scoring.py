@@ -1,14 +1,13 @@
 """Log-likelihoods of continuations, read through one cache.
 
-A batch is laid out around the place where each row's scored tokens begin:
+Rows of a batch are aligned at the column where their scored tokens begin:
 
     . . c c c c | s s .        c  context but its last token, padded on the left
     c c c c c c | s s s        s  the context's last token and the continuation but its last, which predict the latter
 
-Chunks are counted from there in both directions, so the first scored token reads its whole context from the cache and
-a row is cut at the same places whatever stands beside it. Calls are as wide, too: a cache reads short calls as it
-reads a decode step, longer ones as a prompt. Short continuations, as of multiple choice, are short calls; all others
-are whole chunks, padded where they end.
+Chunks are counted from there in both directions, so the first scored token reads its whole context from the cache, and
+a row is cut at the same places whatever the other rows are. Short continuations, as of multiple choice, are scored in
+short calls, which a cache reads as decode steps; all others in whole chunks, padded at the end, as prompts.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from qattn_kernels.layer.spec import SHORT_CALL
 
 
 class Text(NamedTuple):
-    """What one row reads, and what may follow.
+    """One row: input tokens, and the continuations that are scored.
 
     Attributes:
-        tokens: the inputs.
-        continuations: each is scored after `tokens` without its own tokens but the last: of `ab`, `b` is the last
-            input. Choices of one token share a row.
+        tokens: the inputs: the context, and a continuation without its last token.
+        continuations: continuations with these inputs; those that differ only in their last token share a row.
     """
 
     tokens: tuple[int, ...]
@@ -38,21 +36,21 @@ class Text(NamedTuple):
 
     @property
     def scored(self) -> int:
-        """Inputs at the end of the row that predict."""
+        """Number of inputs, at the end of the row, whose predictions are scored."""
         return max(map(len, self.continuations))
 
     @property
     def short(self) -> bool:
-        """Whether they are read as a decode reads; no batch holds both kinds."""
+        """Whether it is scored in a short call, as a decode step; no batch mixes short and long texts."""
         return self.scored <= SHORT_CALL
 
 
 class Scored(NamedTuple):
-    """Of one row.
+    """Scores of one row.
 
     Attributes:
-        answers: for each continuation its log-likelihood, and whether each token of it is the likeliest.
-        through_packed: scored inputs that found packed tokens in the cache.
+        answers: for each continuation the log-likelihood, and whether every token of it is the most likely one.
+        through_packed: number of scored inputs that could read packed tokens.
     """
 
     answers: list[tuple[float, bool]]
@@ -60,7 +58,7 @@ class Scored(NamedTuple):
 
 
 def packed_by_row(cache: Any) -> list[int]:
-    """Packed tokens of each row in the layer that packed least; all 0 in a cache of transformers."""
+    """Packed tokens of each row, in the layer that packed least; an empty list for a cache of transformers."""
     if not isinstance(cache, QAttnCache):
         return []
     windowed = (layer.spec.k.windowed or layer.spec.v.windowed for layer in cache.layers)
@@ -78,15 +76,15 @@ def score(
     """Score a batch.
 
     Args:
-        texts: all short or all not.
+        texts: all short or all long.
         chunk: tokens of a call.
-        pad: a token for the places that the mask hides.
-        dtype: of the log-softmax, by default fp32.
+        pad: id of the padding token.
+        dtype: of the log-softmax; default fp32.
 
     Returns:
-        one `Scored` a text, and the cache.
+        one `Scored` for each text, and the cache.
     """
-    ids, mask, before, at = _laid_out(texts, chunk, pad)
+    ids, mask, before, at = _aligned(texts, chunk, pad)
     totals = [[(0.0, True)] * len(text.continuations) for text in texts]
     through, packed = [0] * len(texts), [0] * len(texts)
     for call in feed(model, ids.to(device_of(model)), at, mask.to(device_of(model))):
@@ -97,22 +95,22 @@ def score(
                 for j, continuation in enumerate(text.continuations):
                     totals[i][j] = _add(totals[i][j], continuation, text.scored, log_probs[i], first, stop)
                 through[i] += max(0, min(stop, text.scored) - first) if packed[i] else 0
-        if not all(packed):  # asks the device
+        if not all(packed):  # waits for the device
             packed = packed_by_row(call.cache) or packed
     return [Scored(*row) for row in zip(totals, through, strict=True)], call.cache
 
 
-def _laid_out(texts: Sequence[Text], chunk: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, int, list[int]]:
-    """Ids and mask `[B, T]`, the column where all rows begin to be scored, and the ends of all calls, 0 first."""
+def _aligned(texts: Sequence[Text], chunk: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, int, list[int]]:
+    """Ids and mask, int64 `[B, T]`, the column where scored tokens begin, and the boundaries of calls, 0 first."""
     before = -(-max(len(text.tokens) - text.scored for text in texts) // chunk) * chunk
     after = max(text.scored for text in texts)
     step = min(chunk, SHORT_CALL) if texts[0].short else chunk
     after = after if texts[0].short else -(-after // step) * step
     ids, mask = (torch.full((len(texts), before + after), fill, dtype=torch.long) for fill in (pad, 0))
-    for row, hidden, text in zip(ids, mask, texts, strict=True):
+    for row, row_mask, text in zip(ids, mask, texts, strict=True):
         start = before - (len(text.tokens) - text.scored)
         row[start : start + len(text.tokens)] = torch.tensor(text.tokens)
-        hidden[start : start + len(text.tokens)] = 1
+        row_mask[start : start + len(text.tokens)] = 1
     ends = [*range(before + step, before + after, step), before + after]
     return ids, mask, before, [*range(0, before + 1, chunk), *ends]
 
@@ -120,7 +118,12 @@ def _laid_out(texts: Sequence[Text], chunk: int, pad: int) -> tuple[torch.Tensor
 def _add(
     total: tuple[float, bool], continuation: list[int], scored: int, log_probs: torch.Tensor, first: int, stop: int
 ) -> tuple[float, bool]:
-    """Add what a chunk, log-probabilities `[stop - first, vocabulary]` of the scored inputs from `first` on, says."""
+    """Add a chunk's part of a continuation's score to `total`.
+
+    Args:
+        scored: scored inputs of the row, of which the chunk has those from `first` to `stop`.
+        log_probs: `[stop - first, vocabulary]`, their log-probabilities.
+    """
     skip = scored - len(continuation)  # a shorter continuation begins later
     start, end = max(first, skip), min(stop, scored)
     if start >= end:

@@ -1,4 +1,4 @@
-"""Rows of `run.rows` as a table."""
+"""Results of `qattn eval` (`run.rows`) as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COLUMNS = ("method", "task", "metric", "value", "stderr", "n", "packed", "bits",
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """One line a metric; what a task's caches held stands beside each of its metrics."""
+    """Print one line for each metric, with the usage of its task's caches."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What a task's requests cost and how much of them was really read from packed tokens."""
+"""Usage of a task's requests: time, bytes, and how much was read from packed tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from qattn_hf.reporting import report
 
 @dataclass
 class Usage:
-    """Sums over the batches of one task, of this process.
+    """Sums over the batches of one task in this process.
 
     Attributes:
-        requests, packed_requests: rows that ran, and those whose cache held packed tokens in the end or, where a text
-            was scored, while it was.
-        scored, scored_through_packed: tokens that were scored, and those of them that found packed tokens to read.
-        tokens, generated: real tokens that were read, and that were written.
-        seconds: in the model, prompts included.
-        kv_bytes, kv_bytes_full_precision: of the caches at the end of each batch, and of the same tokens unpacked.
+        requests, packed_requests: number of rows, and of those that read packed tokens: at the end of a generation, or
+            while a text was scored.
+        scored, scored_through_packed: number of scored tokens, and of those that could read packed tokens.
+        tokens, generated: number of real tokens read, and generated.
+        seconds: time in the model, prompts included.
+        kv_bytes, kv_bytes_full_precision: bytes of the caches after each batch, and of the same tokens unpacked.
     """
 
     requests: int = 0
@@ -35,25 +35,25 @@ class Usage:
     effective_bits: float = 0.0
     batches_with_bits: int = 0
 
-    def held(self, cache: Any) -> None:
-        """Add what a batch's cache holds, from its tensors."""
+    def add_cache(self, cache: Any) -> None:
+        """Add the bytes and bits of a batch's cache, counted from its tensors."""
         self.batches += 1
         if not isinstance(cache, QAttnCache):
-            held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-            self.kv_bytes += held
-            self.kv_bytes_full_precision += held
+            n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            self.kv_bytes += n_bytes
+            self.kv_bytes_full_precision += n_bytes
             return
-        found = report(cache).to_dict()
-        self.kv_bytes += found["kv_bytes"]
-        self.kv_bytes_full_precision += found["kv_bytes_full_precision"]
-        if found["effective_bits"] is not None:
-            self.effective_bits += found["effective_bits"]
+        data = report(cache).to_dict()
+        self.kv_bytes += data["kv_bytes"]
+        self.kv_bytes_full_precision += data["kv_bytes_full_precision"]
+        if data["effective_bits"] is not None:
+            self.effective_bits += data["effective_bits"]
             self.batches_with_bits += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts, means over batches, and speed: written tokens a second, or read ones where none were written."""
+        """Counts, means over batches, and speed: generated tokens a second, or read ones where none were generated."""
         n, full = max(1, self.batches), self.kv_bytes_full_precision
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "requests": self.requests,
             "packed_requests": self.packed_requests,
             "tokens": self.tokens,
@@ -65,5 +65,5 @@ class Usage:
             "tokens_per_second": (self.generated or self.tokens) / self.seconds if self.seconds else None,
         }
         if self.scored:
-            return {**found, "scored": self.scored, "scored_through_packed": self.scored_through_packed}
-        return {**found, "generated": self.generated}
+            return {**data, "scored": self.scored, "scored_through_packed": self.scored_through_packed}
+        return {**data, "generated": self.generated}

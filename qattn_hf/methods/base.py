@@ -1,4 +1,4 @@
-"""What every method offers: the settings that act on any format, and the step from settings to a layer's spec."""
+"""Base classes of methods: settings that every method has, and the conversion from settings to a layer's spec."""
 
 from __future__ import annotations
 
@@ -15,62 +15,70 @@ Arithmetic = Literal["int8", "model"]
 
 Select = Literal["smallest_key", "largest_key", "attention", "random"]
 PARTS = ("k", "v", "prefill", "decode")  # `k_bits` is for K alone what `bits` is for both sides
-SMOOTH_K = "keys are coded around a row's mean key (SageAttention2)"
+SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
 
 
 class Method(BaseModel):
-    """Base of all methods; a subclass adds its settings and names its formats.
+    """Base of all methods. A subclass adds its settings as fields and defines `formats`.
 
-    Fields are the keys of a YAML recipe and the keywords of `patch`. Types are strict, unknown keys are refused.
+    Field names are the keys of a YAML recipe and the keywords of `patch`. Types are strict, unknown keys are refused.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    # what the conformance suite checks beside the defaults
+    # settings that the conformance suite checks in addition to the defaults
     variants: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     compute: Arithmetic | None = Field(
         None,
-        description="arithmetic of prefill and decode; sets both; int8 where a method has model: reference only",
+        description="sets prefill_compute and decode_compute; int8 in a method whose default is model: reference only",
     )
     prefill_compute: Arithmetic | None = Field(
-        None, description="INT8 products, or floating point over the dequantized format"
+        None,
+        description="calls of more than 32 tokens: INT8 products of codes, or dequantized in the model's precision",
     )
-    decode_compute: Arithmetic | None = Field(None, description="the same for calls of at most 32 tokens")
+    decode_compute: Arithmetic | None = Field(
+        None, description="calls of at most 32 tokens, as decode steps: INT8 products or the model's precision"
+    )
     softmax: Literal["exact", "sas"] = Field(
-        "exact", description="exponential, or TurboAttention's approximation, of which no gain in speed is recorded"
+        "exact",
+        description="exponential, or SAS, TurboAttention's approximation, of which no gain in speed is recorded",
     )
-    sas_threshold: float = Field(-6.0, lt=0, description="SAS gives 0 below this")
-    sparse_v_tau: float = Field(0.0, ge=0, lt=1, description="decode skips values whose weight is below; 0 is off")
+    sas_threshold: float = Field(-6.0, lt=0, description="SAS takes exp(x) as 0 for x below this")
+    sparse_v_tau: float = Field(
+        0.0, ge=0, lt=1, description="sparse V: decode skips values whose attention weight is below this; 0 is off"
+    )
     sparse_v_budget: float = Field(
-        1e-4, gt=0, description="a row drops at most this share of its weights; .inf is the paper"
+        1e-4, gt=0, description="sparse V: largest share of a query's weights that may be skipped; .inf as in the paper"
     )
-    crop_horizon: int = Field(64, ge=32, le=4096, description="tokens that crop takes back bit for bit")
+    crop_horizon: int = Field(64, ge=32, le=4096, description="newest tokens that crop removes bit for bit")
     decode: Literal["auto", "graph", "compile", "eager"] = Field(
-        "auto", description="how generate runs its decode steps; auto is graph on a GPU where it can be"
+        "auto",
+        description="how generate runs decode steps; auto is graph (CUDA graph) on a GPU where the model allows it",
     )
     impl: Literal["auto", "reference", "triton"] = Field(
-        "auto", description="who computes; auto takes Triton where it can, else the reference"
+        "auto",
+        description="Triton kernels or the PyTorch reference; auto is triton on a GPU where kernels know the settings",
     )
 
     @classmethod
     def name(cls) -> str:
-        """Name of the method: its file's."""
+        """Name of the method: that of its file."""
         return cls.__module__.rsplit(".", 1)[-1]
 
     @classmethod
     def covered(cls, key: str, value: Any) -> set[str]:
-        """Settings of one part that this one sets for all: of `bits` they are `k_bits` and `v_bits`. None sets none."""
+        """Settings of one side or phase that this one sets too: `k_bits` and `v_bits` for `bits`; none for a null."""
         return set() if value is None else {f"{part}_{key}" for part in PARTS} & cls.model_fields.keys()
 
     @classmethod
-    def left_of(cls, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-        """Those of the settings `below` that hold with `above` on top: what `above` neither sets nor covers."""
-        gone = set(above).union(*(cls.covered(key, value) for key, value in above.items()))
-        return {key: value for key, value in below.items() if key not in gone}
+    def not_overridden(cls, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+        """The settings of `below` that remain with `above` on top: those that `above` neither sets nor covers."""
+        overridden = set(above).union(*(cls.covered(key, value) for key, value in above.items()))
+        return {key: value for key, value in below.items() if key not in overridden}
 
     @classmethod
     def default_compute(cls) -> Arithmetic:
-        """Arithmetic where no setting says otherwise."""
+        """Arithmetic of prefill and decode without `compute`: `int8` or `model`."""
         return "int8"
 
     @model_validator(mode="after")
@@ -84,23 +92,30 @@ class Method(BaseModel):
         return self
 
     def packs(self) -> bool:
-        """Whether keys and values are packed; else transformers' own caches hold them and only attention is ours."""
+        """Whether keys and values are packed; else they stay in transformers' own caches."""
         return True
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
-        """The formats of K and of V of one layer with `heads` KV heads; ValueError if a setting does not fit."""
+        """Formats of keys and of values of one layer.
+
+        Args:
+            layer: index of the layer, of `layers` in all. heads: KV heads of the model.
+
+        Raises:
+            ValueError: a setting does not fit the number of layers or heads.
+        """
         raise NotImplementedError
 
     def window(self) -> Window:
-        """What surrounds the packed blocks."""
+        """Block size, ring of open tokens and residual window."""
         return Window(horizon=self.crop_horizon)
 
     def sink_pool(self, layer: int) -> SinkPool:
-        """The pool of sinks beside the window of a layer; none unless the method has one."""
+        """Pool of attention sinks of a layer; empty unless the method has one."""
         return SinkPool()
 
     def arithmetic(self) -> Compute:
-        """How attention computes."""
+        """Arithmetic of prefill and decode: products, softmax, scales, smoothing, rotation."""
         both = self.compute or self.default_compute()
         return Compute(
             prefill=self.prefill_compute or both,
@@ -110,19 +125,36 @@ class Method(BaseModel):
         )
 
     def layer_spec(self, layer: int, layers: int, heads: int) -> LayerSpec:
-        """The four choices of one layer, computed by the reference until somebody chooses (`chosen_impl`)."""
+        """Spec of one layer; `impl` is `reference` until `chosen_impl` decides.
+
+        Args:
+            layer: index of the layer, of `layers` in all. heads: KV heads of the model.
+
+        Raises:
+            ValueError: a setting does not fit the number of layers or heads.
+        """
         k, v = self.formats(layer, layers, heads)
         sparsity = Sparsity(self.sparse_v_tau, self.sparse_v_budget)
         return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity, self.sink_pool(layer))
 
     def last_layer_spec(self, heads: int) -> LayerSpec:
-        """`layer_spec` of a last layer, which no setting spares, where there is no model to ask."""
+        """Spec of the last layer of a model with `heads` KV heads, for benches and tests without a model.
+
+        The last layer, since some settings leave out the first ones.
+        """
         lists = [getattr(self, f"{side}_low_heads", None) for side in "kv"]
-        layers = max(len(found) if found is not None else 0 for found in lists) or 8
+        layers = max(len(heads_of_layers or ()) for heads_of_layers in lists) or 8
         return self.layer_spec(layers - 1, layers, heads)
 
     def chosen_impl(self, device_type: str, reason: str | None) -> str:
-        """Who computes a layer, given why Triton cannot (None: it can); ValueError if `impl` asks for what is not."""
+        """`triton` or `reference`, for one layer.
+
+        Args:
+            device_type: `cuda` or `cpu`. reason: why no kernel can compute the layer; None: kernels can.
+
+        Raises:
+            ValueError: `impl` is `triton` and there is a reason against it.
+        """
         if self.impl == "triton" and reason is not None:
             raise ValueError(f"impl = 'triton': {reason}; use impl='auto' or 'reference'")
         wanted = self.impl == "triton" or (self.impl == "auto" and device_type == "cuda")
@@ -130,15 +162,21 @@ class Method(BaseModel):
 
 
 class WindowedMethod(Method):
-    """Base of methods whose tokens stand open before their block closes: there sinks can be kept out of it."""
+    """Base of methods with a ring of open tokens. When a block closes, attention sinks can be kept out of it."""
 
-    sink_num: int = Field(0, ge=0, le=8, description="sinks a head keeps out of its packed blocks; 0 is none")
-    sink_window: int = Field(0, ge=0, le=128, description="evicted sinks that stay out of them too")
-    sink_skip_layers: int = Field(0, ge=0, description="first layers that have no pool")
-    sink_select: Select = Field(
-        "smallest_key", description="which tokens are sinks; others, to compare: reference only"
+    sink_num: int = Field(
+        0, ge=0, le=8, description="attention sinks of each head that stay out of the packed blocks; 0 is none"
     )
-    sink_exclude: bool = Field(True, description="sinks leave the statistics of their block too; false: reference only")
+    sink_window: int = Field(
+        0, ge=0, le=128, description="tokens that left the sink pool and still stay out of the blocks"
+    )
+    sink_skip_layers: int = Field(0, ge=0, description="first layers that have no sink pool")
+    sink_select: Select = Field(
+        "smallest_key", description="which tokens are sinks; all but smallest_key, for comparison: reference only"
+    )
+    sink_exclude: bool = Field(
+        True, description="leave sinks out of their block's statistics too; false: reference only"
+    )
     sink_prefill: Literal["group", "whole"] = Field(
         "group",
         description="the pool competes with each block, or (whole: reference only) with the first call at once as in "

@@ -1,4 +1,4 @@
-"""FP8 a token: the other safe default."""
+"""FP8 keys and values with one scale a token."""
 
 from __future__ import annotations
 

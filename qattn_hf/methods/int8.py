@@ -1,4 +1,4 @@
-"""INT8 a token, the safe default to try first."""
+"""INT8 keys and values with one scale a token, the method to try first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Int8(Method):
     smooth_k: bool = Field(False, description=SMOOTH_K)
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
-        """Smoothed keys wait for their mean in a ring, and then values do too."""
+        """INT8 by token; with `smooth_k` both sides have a ring, since the first keys wait for their mean."""
         if not self.smooth_k:
             return Int8Format(), Int8Format(transposed=True)
         keys, values = (IntGroupFormat(granularity="token", per_token=side) for side in (False, True))

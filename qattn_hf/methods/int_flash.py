@@ -1,4 +1,4 @@
-"""INT-FlashAttention: attention in INT8 from keys to values (papers: INT-FlashAttention, Chen et al.)."""
+"""INT-FlashAttention: attention in INT8 from keys to values (paper: INT-FlashAttention, Chen et al.)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ class IntFlash(Method):
         description="a scale a block of 64 values, or (tensor: reference only) the paper's one, fixed by a row's first "
         "block, others clamped",
     )
-    rotate: Literal["none", "hadamard"] = Field("none", description="of queries and keys, which spreads outliers")
+    rotate: Literal["none", "hadamard"] = Field(
+        "none", description="rotation of queries and keys, which spreads outliers over channels"
+    )
     smooth_k: bool = Field(False, description=SMOOTH_K)
     bits: Literal[8, 4] = Field(
-        8, description="of queries and keys; values and weights stay as they are, and with smooth_k a decode's queries"
+        8, description="of queries and keys; values and weights stay INT8, and with smooth_k a decode's queries"
     )
 
     @model_validator(mode="after")
@@ -47,7 +49,7 @@ class IntFlash(Method):
         return self
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
-        """A side that closes blocks has a ring, and then both have one; smoothed keys wait there for their mean."""
+        """Formats of K and V; if one side closes blocks, both have a ring of open tokens."""
         if self.smooth_k:
             k = SmoothedFormat(inner=IntGroupFormat(bits=self.bits, granularity="token"))
             return k, ModelRingFormat() if self.mode == "half" else Int8BlockFormat(granularity=self.v_granularity)
@@ -56,7 +58,7 @@ class IntFlash(Method):
         return Int8RingFormat() if self.bits == 8 else Int4Format(), Int8BlockFormat(granularity=self.v_granularity)
 
     def arithmetic(self) -> Compute:
-        """A scale a query, weights in 127 steps and row sums of what they were rounded to (section 3.2)."""
+        """One scale a query, INT8 weights with 127 levels, and row sums of the rounded weights (section 3.2)."""
         return dataclasses.replace(
             super().arithmetic(),
             q_scale="token",

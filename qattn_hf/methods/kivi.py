@@ -1,4 +1,4 @@
-"""KIVI: keys quantized by channel, values by token, the newest tokens as they are (papers: KIVI, Liu et al.)."""
+"""KIVI: keys quantized by channel, values by token, the newest tokens as they are (paper: KIVI, Liu et al.)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values as the model made them, in the packed cache's own frame."""
+"""Keys and values in model precision, in the packed cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qattn_kernels.formats.model.reference import ModelFormat
 
 
 class Unpacked(Method):
-    """Model precision in the same cache and attention: the control beside every method, for judging the rest alone."""
+    """Model precision in the same cache and kernels: the control that shows what quantization alone changes."""
 
     @classmethod
     def default_compute(cls) -> Arithmetic:

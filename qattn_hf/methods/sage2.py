@@ -1,4 +1,4 @@
-"""SageAttention2: smoothed INT8 or INT4 queries and keys, FP8 values (papers: SageAttention2, Zhang et al.)."""
+"""SageAttention2: smoothed INT8 or INT4 queries and keys, FP8 values (paper: SageAttention2, Zhang et al.)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ SAGE1 = {"bits": 8, "granularity": "block", "smooth_q": "none", "smooth_v": Fals
 
 
 class Sage2(Method):
-    """SageAttention2: INT8 or INT4 keys around their mean, FP8 values, and a prefill that multiplies both.
+    """SageAttention2: INT8 or INT4 keys with their mean subtracted, FP8 values, and a prefill in INT8 and FP8.
 
-    `cache: model` is the paper's plug-in: transformers' own caches stay, and a call of more than 32 tokens makes the
-    codes it multiplies from what they hold. Shorter calls are torch's attention in the model's precision, since codes
-    that are not stored would gain a decode nothing. `smooth_k` is then around the mean of all that a call sees.
+    `cache: model` is the paper's plug-in: keys and values stay in transformers' own caches, and a call of more than 32
+    tokens quantizes them for its products. Shorter calls use torch's attention in the model's precision, since
+    quantizing without storing the codes would save a decode step nothing. `smooth_k` then subtracts the mean of all
+    keys that the call attends to.
 
-    The paper's Algorithm 1 smooths queries whatever their bits; here those of 8 bits stay as they are by default.
-    `smooth_q: tensor` is the paper's, for one more product: of the mean query with every key.
+    The paper's Algorithm 1 always smooths queries; here 8-bit queries are not smoothed by default. `smooth_q: tensor`
+    does as the paper, for one more product: of the mean query with every key.
     """
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -39,7 +40,7 @@ class Sage2(Method):
     )
 
     version: Literal[2, 1] = Field(
-        2, description="1 is SageAttention: INT8 by block, weights and values in 16 bits; it sets what 2 leaves open"
+        2, description="1 is SageAttention: INT8 by block, weights and values in 16 bits; it sets the settings below"
     )
     bits: Literal[8, 4] = Field(8, description="of queries and keys; Hopper multiplies 4 bits as 8")
     granularity: Literal["token", "thread", "block", "tensor"] = Field(
@@ -48,10 +49,9 @@ class Sage2(Method):
     smooth_k: bool = Field(True, description=SMOOTH_K)
     smooth_q: Smoothing | None = Field(
         None,
-        description="prefill takes queries around their mean; default tensor with 4 bits, none with 8, where the paper "
-        "has tensor too",
+        description="prefill subtracts the mean query; default tensor with 4 bits, none with 8 (tensor in the paper)",
     )
-    smooth_v: bool = Field(False, description="prefill takes values around their mean")
+    smooth_v: bool = Field(False, description="prefill subtracts the mean value")
     pv: Literal["e4m3", "e5m2", "int8", "model"] = Field(
         "e4m3",
         description="weights and values of a prefill; model is 16 bits, for GPUs without FP8; e5m2 and int8: reference "
@@ -64,12 +64,12 @@ class Sage2(Method):
     )
 
     cache: Literal["quantized", "model"] = Field(
-        "quantized", description="model is transformers' own cache: only the attention of long calls is ours"
+        "quantized", description="model keeps transformers' own cache: only the attention of long calls is replaced"
     )
 
     @classmethod
     def covered(cls, key: str, value: Any) -> set[str]:
-        """Version 1 sets all that version 2 leaves open."""
+        """Settings that `key` sets too: `version=1` sets all of `SAGE1`."""
         return set(SAGE1) if key == "version" and value == 1 else super().covered(key, value)
 
     @model_validator(mode="after")
@@ -79,19 +79,19 @@ class Sage2(Method):
                 if getattr(self, key) != SAGE1[key]:
                     raise ValueError(f"{key}={getattr(self, key)!r} clashes with version=1, which has {SAGE1[key]!r}")
         if not self.packs():
-            self._check_over()
+            self._check_stock_cache()
         elif self._of("granularity") == "tensor":
             raise ValueError(
                 "granularity='tensor' clashes with cache='quantized', whose blocks are written one by one: "
                 "take granularity='block', or cache='model'"
             )
         if self._of("smooth_v") and self._of("pv") not in ("e4m3", "e5m2"):
-            raise ValueError(f"smooth_v clashes with pv={self.pv!r}: only FP8 values are taken around their mean")
+            raise ValueError(f"smooth_v clashes with pv={self.pv!r}: only FP8 values are smoothed")
         if self._of("pv") == "model" and self.v_scale != "block":
             raise ValueError(f"v_scale={self.v_scale!r} clashes with pv='model', whose values have no scale")
         return self
 
-    def _check_over(self) -> None:
+    def _check_stock_cache(self) -> None:
         for key in PACKED_ONLY:
             value = getattr(self, key)
             if value != type(self).model_fields[key].default:
@@ -107,7 +107,7 @@ class Sage2(Method):
         return self.cache == "quantized"
 
     def _of(self, key: str) -> Any:
-        """A setting, or what version 1 has in its place."""
+        """Value of a setting; with `version=1` that of SageAttention."""
         return SAGE1[key] if self.version == 1 and key in SAGE1 else getattr(self, key)
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
@@ -121,10 +121,10 @@ class Sage2(Method):
         bits, smooth_q = self._of("bits"), self._of("smooth_q")
         if smooth_q is None:
             smooth_q = "tensor" if bits == 4 else "none"
-        made = super().arithmetic()
+        base = super().arithmetic()
         return dataclasses.replace(
-            made,
-            decode=made.decode if self.packs() else "model",
+            base,
+            decode=base.decode if self.packs() else "model",
             pv=self._of("pv"),
             block_q=QUERY_BLOCK,
             q_scale=self._of("granularity"),

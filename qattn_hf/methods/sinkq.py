@@ -1,4 +1,4 @@
-"""SinkQ: KIVI with the attention sinks of each head kept out of the codes (papers: SinkQ)."""
+"""SinkQ: KIVI with the attention sinks of each head kept out of the packed blocks (paper: SinkQ)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qattn_hf.methods.kivi import Kivi
 
 
 class SinkQ(Kivi):
-    """SinkQ: KIVI whose tokens of the smallest keys, the attention sinks, stay in model precision."""
+    """SinkQ: KIVI with attention sinks, the tokens with the smallest keys, kept in model precision."""
 
     variants = (
         {"group_size": 32, "residual_length": 20, "sink_window": 2, "sink_select": "attention", "sink_skip_layers": 0},
@@ -18,9 +18,13 @@ class SinkQ(Kivi):
 
     group_size: Literal[32, 64, 128] = Field(128, description="tokens of a key's group, channels of a value's")
     residual_length: int = Field(32, ge=0, le=128, description="newest tokens that are never packed")
-    sink_num: int = Field(3, ge=0, le=8, description="sinks a head keeps out of its packed blocks; 0 is none")
-    sink_window: int = Field(32, ge=0, le=128, description="evicted sinks that stay out of them too")
-    sink_skip_layers: int = Field(2, ge=0, description="first layers that have no pool")
+    sink_num: int = Field(
+        3, ge=0, le=8, description="attention sinks of each head that stay out of the packed blocks; 0 is none"
+    )
+    sink_window: int = Field(
+        32, ge=0, le=128, description="tokens that left the sink pool and still stay out of the blocks"
+    )
+    sink_skip_layers: int = Field(2, ge=0, description="first layers that have no sink pool")
 
 
 METHOD = SinkQ

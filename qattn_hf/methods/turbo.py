@@ -1,4 +1,4 @@
-"""TurboAttention: FlashQ storage, INT8 attention, SAS softmax (papers: TurboAttention, Kang et al.)."""
+"""TurboAttention: FlashQ storage, INT8 attention, SAS softmax (paper: TurboAttention, Kang et al.)."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class Turbo(WindowedMethod):
         if self.buffer_size % self.block_kv:
             raise ValueError(f"buffer_size={self.buffer_size} must be a multiple of block_kv={self.block_kv}")
         lists = (self.k_low_heads, self.v_low_heads)
-        if self.n_h is not None and any(given is not None for given in lists):
+        if self.n_h is not None and any(heads is not None for heads in lists):
             raise ValueError("n_h clashes with k_low_heads, v_low_heads: the lists say how many heads get 2 bits")
         if self.scope == "joint" and None in lists:
             raise ValueError(
                 "scope='joint' needs k_low_heads and v_low_heads: counts of K and V would vary from row to row"
             )
-        for side, given in zip("kv", lists, strict=True):
-            if given is not None and self._side_bits(side) != "mixed":
+        for side, low_heads in zip("kv", lists, strict=True):
+            if low_heads is not None and self._side_bits(side) != "mixed":
                 raise ValueError(f"{side}_low_heads needs {side}_bits='mixed', which is {self._side_bits(side)!r}")
         if self.n_h is not None and "mixed" not in (self._side_bits("k"), self._side_bits("v")):
             raise ValueError("n_h acts in bits='mixed' only")
@@ -99,25 +99,25 @@ class Turbo(WindowedMethod):
             raise ValueError(f"{side}_low_heads has {len(lists)} layers, the model has {layers}")
         chosen = tuple(sorted(set(lists[layer])))
         if len(chosen) != len(lists[layer]) or any(not 0 <= head < heads for head in chosen):
-            given = shown(lists[layer])
-            raise ValueError(f"{side}_low_heads, layer {layer} = {given}: heads are 0 to {heads - 1}, each once")
+            heads_text = shown(lists[layer])
+            raise ValueError(f"{side}_low_heads, layer {layer} = {heads_text}: heads are 0 to {heads - 1}, each once")
         return len(chosen), chosen
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
-        made = []
+        formats = []
         for side in "kv":
-            low, chosen = self._low(side, layer, layers, heads)
-            made.append(
+            n_low, low_heads = self._low(side, layer, layers, heads)
+            formats.append(
                 FlashQFormat(
                     bits=self._side_bits(side),
-                    n_low=low,
+                    n_low=n_low,
                     priority=self.priority,
-                    low_heads=chosen,
+                    low_heads=low_heads,
                     transposed=side == "v",
                     buffer_scale=self.buffer_scale,
                 )
             )
-        return SmoothedFormat(inner=made[0]) if self.smooth_k else made[0], made[1]
+        return SmoothedFormat(inner=formats[0]) if self.smooth_k else formats[0], formats[1]
 
     def window(self) -> Window:
         return Window(block=self.block_kv, span=self.buffer_size, horizon=self.crop_horizon)

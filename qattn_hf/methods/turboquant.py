@@ -1,4 +1,4 @@
-"""TurboQuant: rotated vectors, a norm and a codebook (papers: Attention-Gated Value Dequantization, Turney)."""
+"""TurboQuant: rotated vectors, a norm and a codebook (paper: Attention-Gated Value Dequantization, Turney)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ class TurboQuant(Method):
     variants = ({"k_format": "turbo3", "v_format": "q4", "norm_block": None},)
 
     k_format: FormatName = Field("q8", description="of K: turbo2 to turbo4, llama.cpp's q4 and q8, or model precision")
-    v_format: FormatName = Field("turbo4", description="of V, which takes fewer bits more lightly")
+    v_format: FormatName = Field("turbo4", description="of V, which needs fewer bits than K")
     norm_block: Literal[16, 32, 64, 128] | None = Field(
         32,
         description="channels that share a norm in turbo formats, at most those rotated together; null: all these; 16: "
         "reference only",
     )
-    rotate: Literal["hadamard", "none"] = Field("hadamard", description="of sides in a turbo format; none to compare")
+    rotate: Literal["hadamard", "none"] = Field(
+        "hadamard", description="rotation of the sides in a turbo format; none for comparison"
+    )
 
     @classmethod
     def default_compute(cls) -> Arithmetic:
@@ -39,7 +41,7 @@ class TurboQuant(Method):
         return self._format(self.k_format, False), self._format(self.v_format, True)
 
     def _format(self, name: FormatName, for_values: bool) -> Format:
-        """Each has a ring, so any two fit together."""
+        """Format by its name; each has a ring of open tokens, so any two can be combined."""
         if name == "model":
             return ModelRingFormat()
         bits = int(name[-1])

@@ -20,17 +20,13 @@ from qattn_hf.cli import app
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_kernels.layer.spec import SHORT_CALL
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 TOKENS, NEW = 100, 6
 OVER = {"method": "sage2", "cache": "model"}
 EXACT = {**OVER, "prefill_compute": "model"}  # nothing is rounded to codes: what is left is rounding of fp32
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 NOISE = 0.03  # of logits, root mean square: 0.011 with INT8 and E4M3, of which E4M3 has most
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 def noise(got: torch.Tensor, want: torch.Tensor) -> float:

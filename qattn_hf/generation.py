@@ -1,0 +1,168 @@
+"""What a patched model does in `generate` in place of transformers' own methods: caches, masks, decode steps.
+
+All are module-level functions, so that a patched model can be copied and pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.masking_utils import create_masks_for_generate
+
+from qattn_hf.attention import check_prompt_mask, mask
+from qattn_hf.cache import QAttnCache
+from qattn_hf.cuda_graph.capture import python_hook
+from qattn_hf.cuda_graph.graph import GraphedCall
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.patched import Patched, patch_of
+from qattn_hf.window import check_reach
+
+
+def check_cache(cache: Any, layers: int) -> None:
+    """Refuse a cache that a patched model with so many layers cannot use.
+
+    Raises:
+        UnsupportedError: no `QAttnCache`, or one with another number of layers.
+    """
+    if not isinstance(cache, QAttnCache):
+        raise UnsupportedError(
+            f"a patched model needs its own cache, not a {type(cache).__name__}: pass QAttnCache.for_model(model), "
+            "or no past_key_values, or unpatch(model)"
+        )
+    if len(cache.layers) != layers:
+        raise UnsupportedError(
+            f"the cache has {len(cache.layers)} layers and the model {layers}: pass QAttnCache.for_model(model)"
+        )
+
+
+def prepare_cache(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+    *args: Any,
+) -> None:
+    """Override of `_prepare_cache_for_generation`: a packed cache of the capacity that `generate` will need.
+
+    Raises:
+        UnsupportedError: another kind of cache is asked for, or none; a prompt mask that is not left padding; more
+            tokens than a sliding window shows.
+    """
+    implementation, default = generation_config.cache_implementation, model.generation_config.cache_implementation
+    if implementation is not None and implementation != default:
+        raise UnsupportedError(
+            f"cache_implementation={implementation!r} asks for another cache than the patched model's: leave it out, "
+            "or unpatch(model)"
+        )
+    generation_config.cache_implementation = None  # of this call: what the checkpoint has is for stock caches
+    if generation_config.use_cache is False:
+        raise UnsupportedError("a patched model generates through its cache: use_cache=True, or unpatch(model)")
+    drafted = _drafted(generation_config, generation_mode)
+    if model._qattn.window is not None:
+        check_reach(model._qattn.window, max_cache_length + drafted)
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 2:
+        check_prompt_mask(mask, generation_config)
+    cache, last = model_kwargs.get("past_key_values"), model._qattn.last
+    last.skip_next(False)
+    if cache is None:
+        cache = model_kwargs["past_key_values"] = model._qattn.new_cache()
+    else:
+        check_cache(cache, len(model._qattn.specs))
+        cache.check_whole()
+        cache._is_user_defined = True
+        last.record(cache)
+    last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
+    cache.ran("eager", _why_eager(model._qattn, generation_mode))
+    if drafted:
+        cache.raise_horizon(drafted)
+    if not generation_config.is_assistant:  # an assistant's cache serves many short calls: it grows instead
+        model._qattn.pool.allocate(cache.plan, max_cache_length + drafted)
+
+
+def prepare_stock_cache(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+    *args: Any,
+) -> Any:
+    """Override of `_prepare_cache_for_generation` over transformers' own caches: refuse texts beyond the window.
+
+    Raises:
+        UnsupportedError: more tokens than the model's sliding window shows.
+    """
+    check_reach(model._qattn.window, max_cache_length + _drafted(generation_config, generation_mode))
+    return type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
+    )
+
+
+def _drafted(generation_config: GenerationConfig, generation_mode: GenerationMode) -> int:
+    """Tokens by which drafts may exceed the longest length, before verification rolls them back; 0 without drafts."""
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        return 0
+    return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+
+
+def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
+    """Reason, for the report, why this `generate` runs eagerly if it never asks for the compiled call."""
+    if patched.decode == "eager":
+        return patched.decode_reason
+    if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return f"{generation_mode.value.replace('_', ' ')} is not captured"
+    return "transformers did not ask for a compiled call"
+
+
+def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) -> Callable:
+    """Override of `get_compiled_call`: the callable that runs decode steps, by the recipe's `decode`.
+
+    A CUDA graph of the eager step (`GraphedCall`), the eager model, or transformers' own compiled call where the recipe
+    or the caller asks for it.
+
+    Without this, `generate` on a GPU would compile by itself, since the capacity is fixed.
+    """
+    patched = patch_of(model)
+    cache, strict = patched.last.cache, patched.recipe.settings.decode == "graph"
+    how, why = patched.decode, patched.decode_reason
+    if compile_config is not None:
+        how, why = "compile", None
+    elif how == "graph" and not strict and (hook := python_hook(model)) is not None:
+        how, why = "eager", f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does"
+    if cache is not None:  # a graph says so when it runs
+        cache.ran(*("eager", "no two decode steps had the same kind of inputs") if how == "graph" else (how, why))
+    if how == "compile":
+        return type(model).get_compiled_call(model, compile_config)
+    return GraphedCall(model, patched.pool, strict) if how == "graph" else model.__call__
+
+
+def generate_masks(
+    kinds: tuple[str, ...],
+    *,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Any,
+    **kwargs: Any,
+) -> Any:
+    """Override of `create_masks_for_generate`: the mask of a step of one token, built directly.
+
+    transformers' own function has the same result and takes 0.2 ms a token of host time, while the device waits.
+
+    Args:
+        kinds: the layer types by which the model looks its mask up; empty if it takes the mask as it is.
+        inputs_embeds: `[B, T, hidden]`. attention_mask: int64 `[B, S]`, cached tokens included, or None.
+    """
+    if inputs_embeds.shape[1] == 1 and isinstance(past_key_values, QAttnCache):
+        offset = past_key_values.get_seq_length().to(inputs_embeds.device)
+        step_mask = mask(inputs_embeds.shape[0], 1, 0, offset, attention_mask, inputs_embeds.device)
+        return dict.fromkeys(kinds, step_mask) if kinds else step_mask
+    cached = dict(inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values)
+    return create_masks_for_generate(**cached, **kwargs)

@@ -1,0 +1,112 @@
+"""What a patched model carries: its recipe, its memory, and overrides that do not keep it alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from qattn_hf import attention, stock_cache
+from qattn_hf.cache import LastCache, QAttnCache
+from qattn_hf.cuda_graph.pool import Pool
+from qattn_hf.errors import QAttnError
+from qattn_hf.recipe import Recipe, check_packs
+from qattn_kernels.layer.spec import LayerSpec
+
+
+@dataclass
+class Patched:
+    """State that `patch` attaches to a model and its decoder as `_qattn`: recipe, layer specs, how to undo the patch.
+
+    Attributes:
+        specs: one `LayerSpec` a layer.
+        device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
+        attn_implementations: each config of the model and the attention that it named before.
+        decode, decode_reason: how `generate` runs its decode steps, and why not as a CUDA graph (`resolve_decode`).
+        window: tokens that the model's narrowest sliding window shows, none of which hides a position (`window.py`).
+        hook_ids: ids of the forward hooks, of both modules.
+        marked: how many modules carry this state: 2, the model and its decoder, or 1 where they are the same.
+        last, pool: the last cache, and memory kept for the next one.
+    """
+
+    recipe: Recipe
+    specs: list[LayerSpec]
+    device_type: str
+    attn_implementations: list[tuple[PretrainedConfig, str | None]]
+    decode: str
+    decode_reason: str | None
+    window: int | None = None
+    hook_ids: list[int] = field(default_factory=list)
+    marked: int = 0
+    last: LastCache = field(default_factory=LastCache)
+    pool: Pool = field(default_factory=Pool)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore from a pickle, and register the attention: nothing may be patched yet in this process."""
+        self.__dict__.update(state)
+        self.register()
+
+    def register(self) -> str:
+        """Register this patch's attention and mask functions with transformers and return their name."""
+        return attention.register() if self.recipe.settings.packs() else stock_cache.register(self.specs[0])
+
+    def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
+        """A new, empty cache by this patch's recipe, recorded as the model's last one.
+
+        Args:
+            max_cache_len: fixed capacity in tokens a row; None lets the cache grow.
+
+        Raises:
+            UnsupportedError: the recipe packs nothing (`cache="model"`).
+        """
+        check_packs(self.recipe)
+        cache = QAttnCache(self.specs, self.recipe, max_cache_len, self.device_type, self.pool)
+        self.last.record(cache)
+        return cache
+
+    def release(self) -> None:
+        """Free the memory kept for later calls: the last cache, idle arenas and captured decode steps."""
+        self.last.clear()
+        self.pool.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def patch_of(module: torch.nn.Module) -> Patched:
+    """The state that `patch` attached to this module."""
+    patched: Any = module._qattn
+    return patched
+
+
+class BoundMethod:
+    """A function bound to one model by a weak reference, as an attribute of that model.
+
+    A strong reference would be a cycle, and the model's memory would stay until Python looks for cycles. Copies and
+    pickles of the model get a method of their own.
+
+    Raises:
+        QAttnError: when called after the model was freed, as in `patch(load()).save_pretrained(folder)`: Python frees a
+            model that no variable holds before it calls an attribute of it.
+    """
+
+    def __init__(self, function: Callable, model: PreTrainedModel):
+        self.function, self._model = function, weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (model := self._model()) is None:
+            raise QAttnError(
+                f"{self.function.__name__} was called on a patched model that no variable holds, so it is freed: "
+                f"keep it in a variable, as in model = patch(...); model.{self.function.__name__}(...)"
+            )
+        return self.function(model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundMethod:
+        model: Any = self._model()
+        return BoundMethod(self.function, memo.get(id(model), model))
+
+    def __reduce__(self) -> Any:
+        return BoundMethod, (self.function, self._model())
