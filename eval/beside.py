@@ -20,14 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import DECODE_METHODS, PREFILL_METHODS
+from qattn_hf.methods import measured_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DECODE_POINTS = [(16, 32768), (64, 4096), (16, 4096), (1, 32768), (1, 131072)]
-METHODS = {
-    "decode": (*DECODE_METHODS, "turbo:bits=mixed", "turbo:bits=2", "turbo:softmax=sas", "kivi"),
-    "prefill": (*PREFILL_METHODS, "turbo:softmax=sas"),
-}
+METHODS = {bench: measured_settings(bench) + measured_settings(f"beside-{bench}") for bench in ("decode", "prefill")}
 WORKER = """
 import json, sys
 from functools import partial

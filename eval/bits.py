@@ -16,33 +16,11 @@ from transformers import LlamaConfig
 
 from qattn_hf import QAttnCache, report
 from qattn_hf.bench.layers import fill
+from qattn_hf.methods import measured_settings
 from qattn_hf.recipe import find_recipe
+from qattn_hf.spelling import split_method
 
 KV_HEADS, LAYERS = 8, 8
-METHODS: list[tuple[str, dict[str, Any]]] = [
-    ("none", {}),
-    ("int8", {}),
-    ("fp8", {}),
-    ("int_flash", {}),
-    ("int_flash", {"mode": "half"}),
-    ("int_flash", {"bits": 4}),
-    ("sage2", {}),
-    ("sage2", {"bits": 4}),
-    ("turbo", {}),
-    ("turbo", {"sink_num": 3}),
-    ("turbo", {"bits": "mixed"}),
-    ("turbo", {"bits": 2}),
-    ("kivi", {"bits": 4}),
-    ("kivi", {"bits": 2}),
-    ("kivi", {"bits": 2, "group_size": 128, "residual_length": 32}),
-    ("sinkq", {}),
-    ("sinkq", {"group_size": 32}),
-    ("turboquant", {}),
-    ("turboquant", {"k_format": "turbo4"}),
-    ("turboquant", {"k_format": "turbo3", "v_format": "turbo3"}),
-    ("turboquant", {"k_format": "turbo2", "v_format": "turbo2"}),
-    ("turboquant", {"k_format": "turbo3", "v_format": "turbo3", "norm_block": None}),
-]
 
 
 def filled_cache(method: str, settings: dict[str, Any], head_dim: int, tokens: int) -> QAttnCache:
@@ -64,8 +42,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Print the bits of a cached value, one JSON row a case.")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096, 32768])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--method", action="append", metavar="METHOD", help="such as turbo:bits=2, may be repeated")
     options = parser.parse_args(arguments)
-    for method, settings in METHODS:
+    for method, settings in map(split_method, options.method or measured_settings("bits")):
         for head_dim in options.head_dims:
             for tokens in options.tokens:
                 data = report(filled_cache(method, settings, head_dim, tokens)).to_dict()

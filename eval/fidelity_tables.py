@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from recorded import load, markdown
 
+READING = ("model", "rows", "tokens", "scored_from", "at_tokens")  # rows with these alike stand in one table
+
 
 def compare_table(results: Path) -> str:
-    """Methods beside full precision, end to end and layer by layer: the table that the command shows."""
+    """Methods beside full precision, end to end and layer by layer: the table that the command shows, of all records of
+    the same reading of a model together. A setting that was recorded twice has the row of the first by name."""
     from qattn_hf.compare import table
+    from qattn_hf.fidelity.metrics import pareto
 
+    readings: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in (row for result in load(results, "compare-") for row in result["rows"]):
+        readings.setdefault(tuple(row[key] for key in READING), {}).setdefault(row["method"], row)
     parts = []
-    for result in load(results, "compare-"):
-        header, lines = table(result["rows"])
+    for (model, *_), found in readings.items():
+        best = pareto([(row["effective_bits_total"], row["kl"]) for row in found.values()])
+        header, lines = table([{**row, "pareto": i in best} for i, row in enumerate(found.values())])
         flat = [[cell.replace("\n", " ") for cell in line] for line in (header, *lines)]
-        title = f"**{result['rows'][0]['model']}**"
-        parts.append(f"{title}\n\n{markdown(flat[0], flat[1:])}")
+        parts.append(f"**{model}**\n\n{markdown(flat[0], flat[1:])}")
     return "\n\n".join(parts) or "Not measured yet."
 
 

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from gpu_parts import QUALITY_METHODS, RESULTS, Part, parts
+from gpu_parts import RESULTS, Part, families, parts
 
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = ("tests", "recipes", "quality", "tasks", "tables", "tune", "compare", "decode", "prefill", "generate")
@@ -67,15 +67,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--yardstick", type=Path, help=f"folder with check/yardstick.py, models/ and data/, for {', '.join(TRAINED)}"
     )
+    every = ", ".join(families())
     parser.add_argument(
-        "--families",
-        default=",".join(QUALITY_METHODS),
-        help=f"of quality and tasks: some of {', '.join(QUALITY_METHODS)}",
+        "--families", default=every.replace(" ", ""), help=f"records of quality and tasks: some of {every}"
     )
     options = parser.parse_args(arguments)
     options.families = options.families.split(",")
-    if strange := set(options.families) - set(QUALITY_METHODS):
-        parser.error(f"--families {', '.join(sorted(strange))}: there are {', '.join(QUALITY_METHODS)}")
+    if strange := set(options.families) - set(families()):
+        parser.error(f"--families {', '.join(sorted(strange))}: there are {every}")
     chosen = [name for name in options.only.split(",") if name]
     options.only = chosen or [name for name in KNOWN if name not in TRAINED or options.yardstick]
     if unknown := set(options.only) - set(KNOWN):

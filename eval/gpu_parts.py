@@ -1,4 +1,4 @@
-"""What `eval/gpu.py` measures: the settings, and the command of each part."""
+"""What `eval/gpu.py` measures: the command of each part, with the settings that methods call worth measuring."""
 
 from __future__ import annotations
 
@@ -8,59 +8,40 @@ from pathlib import Path
 
 import yaml
 
+from qattn_hf.methods import measured, measured_settings
 from qattn_hf.spelling import split_methods
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Settings whose quality is recorded, by the yardstick and in lm-eval's tasks: a result for each family and model, so
-# that a new method needs no run of all.
-QUALITY_METHODS = {
-    "8bit": "fp,int8,fp8",
-    "kivi": "kivi:bits=4,kivi:bits=2,kivi:bits=2,group_size=128,residual_length=32",
-    "turbo": "turbo,turbo:bits=mixed,turbo:bits=2,turbo:softmax=sas",
-    "sinkq": "sinkq,sinkq:sink_skip_layers=0",
-    "turbo_sink": "turbo:sink_num=3,sink_window=8,turbo:bits=mixed,sink_num=3,sink_window=8",
-    "sage2": "sage2,sage2:bits=4,sage2:bits=4,smooth_q=none,sage2:bits=4,smooth_k=false,sage2:version=1",
-    "turboquant": (
-        "turboquant,turboquant:k_format=turbo4,turboquant:k_format=q4,v_format=q4,"
-        "turboquant:k_format=turbo3,v_format=turbo3,turboquant:k_format=turbo2,v_format=turbo2"
-    ),
-    "int_flash": "int_flash,int_flash:mode=half,int_flash:bits=4,int_flash:bits=4,rotate=hadamard",
-}
-DECODE_METHODS = (
-    "turbo",
-    "int8",
-    "fp8",
-    "int_flash",
-    "none",
-    "kivi:bits=4,group_size=128",
-    "kivi:bits=2,group_size=128,residual_length=32",
-    "sinkq",
-    "turbo:sink_num=3",
-    "turboquant",
-    "turboquant:k_format=turbo4",
-    "turboquant:k_format=turbo3,v_format=turbo3",
-    "sage2",
-    "sage2:bits=4",
-)
-PREFILL_METHODS = ("turbo", "int8", "none", "int_flash", "turboquant", "sinkq", "sage2", "sage2:bits=4")
+FULL_PRECISION = "8bit"  # the record of quality and tasks that holds full precision itself, once for all
 TASKS = ("sums", "recall_10", "recall_40", "recall_100", "qattn_wikitext")  # each read through the packed cache
-COMPARED = (
-    "none,int8,fp8,int_flash,sage2,sage2:bits=4,kivi:bits=4,kivi:bits=2,sinkq,turbo,turbo:bits=mixed,turbo:bits=2,"
-    "turbo_sink,turbo_sink_k4v2,turboquant,turboquant:k_format=turbo4"
-)
 TUNED_BITS = "3.25"
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
 Part = tuple[str, list[str]]
+
+
+def families() -> dict[str, str]:
+    """Settings whose quality is recorded, comma between, by record: one for each method or group of settings, so that a
+    new method needs no run of all."""
+    found: dict[str, list[str]] = {FULL_PRECISION: ["fp"]}
+    for one in measured("quality"):
+        found.setdefault(one.record or one.setting.partition(":")[0], []).append(one.setting)
+    return {record: ",".join(settings) for record, settings in found.items()}
 
 
 def bench(name: str, *options: str) -> list[str]:
     return ["python", "-m", "qattn_hf", "bench", name, "--json", *options]
 
 
-def parts(options: list[str], yardstick: Path | None, families: list[str], kept: Path) -> dict[str, list[Part]]:
-    """What each part records: names of results, with the commands that print their rows; `kept` is for files."""
+def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: Path) -> dict[str, list[Part]]:
+    """What each part records: names of results, with the commands that print their rows.
+
+    Args:
+        chosen: some of `families()`.
+        kept: a folder for files that commands read.
+    """
     methods, prefilled = (
-        [text for method in found for text in ("--method", method)] for found in (DECODE_METHODS, PREFILL_METHODS)
+        [text for setting in measured_settings(purpose) for text in ("--method", setting)]
+        for purpose in ("decode", "prefill")
     )
     found = {
         "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", str(TEST_PROCESSES)])],
@@ -70,7 +51,7 @@ def parts(options: list[str], yardstick: Path | None, families: list[str], kept:
     }
     if yardstick is not None:
         models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
-        pairs = [(family, model) for family in families for model in models]
+        pairs = [(family, model) for family in chosen for model in models]
         found["recipes"] = [("recipes", ["python", "eval/recipes.py", str(yardstick)])]
         found["quality"] = [quality(yardstick, model, family) for family, model in pairs]
         found["tasks"] = [tasks(yardstick, model, family) for family, model in pairs]
@@ -84,13 +65,13 @@ def parts(options: list[str], yardstick: Path | None, families: list[str], kept:
 def quality(yardstick: Path, model: Path, family: str) -> Part:
     """The full run of the yardstick over one model, for one family of settings."""
     script, data = yardstick / "check" / "yardstick.py", yardstick / "data"
-    command = ["python", str(script), str(model), str(data), "--methods", QUALITY_METHODS[family]]
+    command = ["python", str(script), str(model), str(data), "--methods", families()[family]]
     return f"quality-full-{model.name}-{family}", command
 
 
 def tasks(yardstick: Path, model: Path, family: str) -> Part:
     """Tasks that the small models were trained for, and perplexity, through lm-eval and the packed cache."""
-    settings = ("full" if text == "fp" else text for text in split_methods([QUALITY_METHODS[family]]))
+    settings = ("full" if text == "fp" else text for text in split_methods([families()[family]]))
     chosen = [text for name in TASKS for text in ("--task", name)]
     chosen += [text for name in settings for text in ("--method", name)]
     data = ["--data-dir", str(yardstick / "data"), "--dtype", "float32", "--batch-size", "50"]
@@ -130,7 +111,7 @@ def tune(model: Path, text: Path, kept: Path) -> Part:
 
 def compare(model: Path, text: Path, kept: Path) -> Part:
     """Methods beside full precision, and the recipe that was tuned for this model, if that is recorded."""
-    methods, recorded = COMPARED, RESULTS / f"tune-{model.name}.json"
+    methods, recorded = ",".join(measured_settings("compare")), RESULTS / f"tune-{model.name}.json"
     if recorded.is_file():
         recipe = kept / f"tuned-{model.name}.yaml"
         row = next(row for row in json.loads(recorded.read_text(encoding="utf-8"))["rows"] if row["method"] == "tuned")

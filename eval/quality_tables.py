@@ -95,42 +95,38 @@ def quality_table(results: Path) -> str:
 
 def bits_table(results: Path) -> str:
     """Bits of one cached value: in closed blocks, and of the whole cache (open tokens and spare room counted)."""
-    parts = []
-    for result in load(results, "bits"):
-        lengths = sorted({row["tokens"] for row in result["rows"]})
-        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
-        for row in result["rows"]:
-            groups.setdefault((label(row), row["head_dim"]), {})[row["tokens"]] = row
-        header = ["cache", "head dim", "closed blocks", *(f"all, {length} tokens" for length in lengths)]
-        rows = [
-            [
-                name,
-                str(head_dim),
-                f"{by_length[max(by_length)]['effective_bits']:.3f}",
-                *(f"{by_length[n]['effective_bits_total']:.3f}" if n in by_length else "" for n in lengths),
-            ]
-            for (name, head_dim), by_length in groups.items()
+    rows = [row for result in load(results, "bits") for row in result["rows"]]
+    lengths = sorted({row["tokens"] for row in rows})
+    groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((label(row), row["head_dim"]), {})[row["tokens"]] = row
+    header = ["cache", "head dim", "closed blocks", *(f"all, {length} tokens" for length in lengths)]
+    lines = [
+        [
+            name,
+            str(head_dim),
+            f"{by_length[max(by_length)]['effective_bits']:.3f}",
+            *(f"{by_length[n]['effective_bits_total']:.3f}" if n in by_length else "" for n in lengths),
         ]
-        parts.append(markdown(header, rows))
-    return "\n\n".join(parts) or "Not measured yet."
+        for (name, head_dim), by_length in groups.items()
+    ]
+    return markdown(header, lines) if lines else "Not measured yet."
 
 
 def claimed_table(results: Path) -> str:
     """How many times smaller than with 16 bits a value: what papers claim, and ours by what the tensors hold."""
-    parts = []
-    for result in load(results, "bits"):
-        found = {(label(row), row["tokens"]): row for row in result["rows"] if row["head_dim"] == 128}
-        lengths = sorted({tokens for _, tokens in found if tokens >= 4096})  # the claims are of long contexts
-        header = ["paper", "claimed", "of", "ours", "closed blocks", *(f"all, {n} tokens" for n in lengths)]
-        rows = [
-            [
-                *claim,
-                f"{16 / found[claim[3], lengths[-1]]['effective_bits']:.2f}x",
-                *(f"{16 / found[claim[3], n]['effective_bits_total']:.2f}x" for n in lengths),
-                why,
-            ]
-            for *claim, why in CLAIMS
-            if lengths and (claim[3], lengths[-1]) in found
+    rows = [row for result in load(results, "bits") for row in result["rows"] if row["head_dim"] == 128]
+    found = {(label(row), row["tokens"]): row for row in rows}
+    lengths = sorted({tokens for _, tokens in found if tokens >= 4096})  # the claims are of long contexts
+    header = ["paper", "claimed", "of", "ours", "closed blocks", *(f"all, {n} tokens" for n in lengths)]
+    lines = [
+        [
+            *claim,
+            f"{16 / found[claim[3], lengths[-1]]['effective_bits']:.2f}x",
+            *(f"{16 / found[claim[3], n]['effective_bits_total']:.2f}x" for n in lengths),
+            why,
         ]
-        parts.append(markdown([*header, "why they differ"], rows))
-    return "\n\n".join(parts) or "Not measured yet."
+        for *claim, why in CLAIMS
+        if lengths and (claim[3], lengths[-1]) in found
+    ]
+    return markdown([*header, "why they differ"], lines) if rows else "Not measured yet."

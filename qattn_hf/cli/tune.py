@@ -15,22 +15,6 @@ from qattn_hf.loading import load, short_name
 if TYPE_CHECKING:
     from qattn_hf.tune import Tuned
 
-# what a layer may be given; those that nothing speaks for in a layer are sorted out before they cost time
-CANDIDATES = (
-    "turbo:bits=mixed",
-    "turbo:bits=mixed,sink_num=3,sink_window=8",
-    "turboquant:k_format=turbo2,v_format=turbo2,norm_block=null",
-    "turboquant:k_format=turbo3,v_format=turbo2,norm_block=null",
-    "turboquant:k_format=turbo3,v_format=turbo3,norm_block=null",
-    "turboquant:k_format=turbo4,v_format=turbo4,norm_block=null",
-    "kivi:bits=2,group_size=128,residual_length=32",
-    "kivi:bits=4",
-    "sinkq",
-    "int_flash:bits=4,rotate=hadamard",
-    "sage2:bits=4",
-    "int8",
-    "fp8",
-)
 REFERENCE = "turbo:bits=mixed"
 
 
@@ -79,6 +63,7 @@ def tune(
     if output.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--output {output}: a recipe is a .yaml file")
     from qattn_hf.compare import find_recipes, made_text, parted, read_as, rows_of
+    from qattn_hf.methods import measured_settings
     from qattn_hf.tune import Budget, draw_sensitivity
     from qattn_hf.tune import tune as find
 
@@ -87,7 +72,8 @@ def tune(
         from qattn_hf.bench.picture import need_matplotlib
 
         need_matplotlib("--picture")  # before the work, not after it
-    candidates = find_recipes(candidate or CANDIDATES)
+    # formats that nothing speaks for in a layer are sorted out before they cost time
+    candidates = find_recipes(candidate or measured_settings("tune"))
     name, lm, tokenizer = load(model, device)
     own_dtype = measured_in(lm, dtype)
     content = made_text(8 * (rows + check_rows) * tokens) if text is None else text.read_text(encoding="utf-8")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from qattn_hf.methods.base import Method
+from qattn_hf.methods.base import PURPOSES, Measured, Method
 
-__all__ = ["Method", "get_method", "list_methods"]
+__all__ = ["PURPOSES", "Measured", "Method", "get_method", "list_methods", "measured", "measured_settings"]
 
 
 def list_methods() -> list[str]:
@@ -18,3 +18,19 @@ def list_methods() -> list[str]:
 def get_method(name: str) -> type[Method]:
     """The settings class of a method, a pydantic model: `METHOD` of `qattn_hf/methods/NAME.py`."""
     return importlib.import_module(f"qattn_hf.methods.{name}").METHOD
+
+
+def measured(purpose: str) -> list[Measured]:
+    """The settings of all methods that are worth measuring for one of `PURPOSES`, in the order of the methods' names.
+
+    Raises:
+        ValueError: `purpose` is none of them.
+    """
+    if purpose not in PURPOSES:
+        raise ValueError(f"nothing is measured for {purpose!r}; the purposes are {', '.join(PURPOSES)}")
+    return [one for name in list_methods() for one in get_method(name).measured if purpose in one.purposes.split()]
+
+
+def measured_settings(purpose: str) -> tuple[str, ...]:
+    """The same, spelled as commands take them: `("fp8", "int8", "kivi:bits=4", ...)`."""
+    return tuple(one.setting for one in measured(purpose))

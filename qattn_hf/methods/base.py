@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,6 +16,23 @@ Arithmetic = Literal["int8", "model"]
 Select = Literal["smallest_key", "largest_key", "attention", "random"]
 PARTS = ("k", "v", "prefill", "decode")  # `k_bits` is for K alone what `bits` is for both sides
 SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
+PURPOSES = ("quality", "compare", "bits", "tune", "decode", "prefill", "beside-decode", "beside-prefill")
+
+
+class Measured(NamedTuple):
+    """A setting of a method that is worth measuring: `qattn tune` and the lists of settings in `eval/` are of these.
+
+    Attributes:
+        setting: as commands spell it, `turbo:bits=2`, or a recipe of the package that takes the method.
+        purposes: some of `PURPOSES`, a space between them. `quality`: KL and tasks of the trained models; `compare`:
+            `qattn compare`; `bits`: the size of a cached value; `tune`: what `qattn tune` may give a layer; `decode`,
+            `prefill`: speed; `beside-...`: speed, only where `eval/beside.py` compares two checkouts.
+        record: name of the record of quality and of tasks that holds it; if empty, the setting's up to the colon.
+    """
+
+    setting: str
+    purposes: str
+    record: str = ""
 
 
 class Method(BaseModel):
@@ -27,6 +44,8 @@ class Method(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     # settings that the conformance suite checks in addition to the defaults
     variants: ClassVar[tuple[dict[str, Any], ...]] = ()
+    # settings worth measuring; a subclass of another method gives its own
+    measured: ClassVar[tuple[Measured, ...]] = ()
 
     compute: Arithmetic | None = Field(
         None,

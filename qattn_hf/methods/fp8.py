@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from qattn_hf.methods.base import Arithmetic, Method
+from qattn_hf.methods.base import Arithmetic, Measured, Method
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.fp8.reference import Fp8Format
 
 
 class Fp8(Method):
     """FP8 E4M3 keys and values with one scale a token: half the memory of bf16, append only."""
+
+    measured = (Measured("fp8", "quality compare bits tune decode", record="8bit"),)
 
     @classmethod
     def default_compute(cls) -> Arithmetic:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qattn_hf.methods.base import SMOOTH_K, Method
+from qattn_hf.methods.base import SMOOTH_K, Measured, Method
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.int4.reference import Int4Format
 from qattn_kernels.formats.int8.reference import LEVELS, Int8Format
@@ -24,6 +24,12 @@ class IntFlash(Method):
     """INT-FlashAttention: queries and keys INT8 by token, values and weights INT8, or in model precision (half)."""
 
     variants = ({"mode": "half"}, {"bits": 4, "rotate": "hadamard"})
+    measured = (
+        Measured("int_flash", "quality compare bits decode prefill"),
+        Measured("int_flash:mode=half", "quality bits"),
+        Measured("int_flash:bits=4", "quality bits"),
+        Measured("int_flash:bits=4,rotate=hadamard", "quality tune"),
+    )
 
     mode: Literal["full", "half"] = Field("full", description="half leaves values and weights in model precision")
     v_granularity: Literal["block", "tensor"] = Field(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from qattn_hf.methods.base import Arithmetic, WindowedMethod
+from qattn_hf.methods.base import Arithmetic, Measured, WindowedMethod
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.kivi.reference import KiviFormat
 from qattn_kernels.layout import Window
@@ -20,6 +20,13 @@ class Kivi(WindowedMethod):
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": 4, "group_size": 64, "residual_length": 32},
         {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "softmax": "sas"},
+    )
+    measured: ClassVar[tuple[Measured, ...]] = (
+        Measured("kivi:bits=4", "quality compare bits tune"),
+        Measured("kivi:bits=2", "quality compare bits"),
+        Measured("kivi:bits=2,group_size=128,residual_length=32", "quality bits tune decode"),
+        Measured("kivi:bits=4,group_size=128", "decode"),
+        Measured("kivi", "beside-decode"),
     )
 
     bits: Bits = Field(2, description="of K and V; 3: reference only")

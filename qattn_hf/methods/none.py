@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from qattn_hf.methods.base import Arithmetic, Method
+from qattn_hf.methods.base import Arithmetic, Measured, Method
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.model.reference import ModelFormat
 
 
 class Unpacked(Method):
     """Model precision in the same cache and kernels: the control that shows what quantization alone changes."""
+
+    measured = (Measured("none", "compare bits decode prefill"),)
 
     @classmethod
     def default_compute(cls) -> Arithmetic:

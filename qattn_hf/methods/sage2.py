@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from qattn_hf.methods.base import SMOOTH_K, Method
+from qattn_hf.methods.base import SMOOTH_K, Measured, Method
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.fp8_channel.reference import Fp8ChannelFormat
 from qattn_kernels.formats.granularity import QUERY_BLOCK
@@ -37,6 +37,13 @@ class Sage2(Method):
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True},
+    )
+    measured = (
+        Measured("sage2", "quality compare bits decode prefill"),
+        Measured("sage2:bits=4", "quality compare bits tune decode prefill"),
+        Measured("sage2:bits=4,smooth_q=none", "quality"),
+        Measured("sage2:bits=4,smooth_k=false", "quality"),
+        Measured("sage2:version=1", "quality"),
     )
 
     version: Literal[2, 1] = Field(

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from qattn_hf.methods.base import Measured
 from qattn_hf.methods.kivi import Kivi
 
 
@@ -14,6 +15,11 @@ class SinkQ(Kivi):
 
     variants = (
         {"group_size": 32, "residual_length": 20, "sink_window": 2, "sink_select": "attention", "sink_skip_layers": 0},
+    )
+    measured = (
+        Measured("sinkq", "quality compare bits tune decode prefill"),
+        Measured("sinkq:sink_skip_layers=0", "quality"),
+        Measured("sinkq:group_size=32", "bits"),
     )
 
     group_size: Literal[32, 64, 128] = Field(128, description="tokens of a key's group, channels of a value's")

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from qattn_hf.messages import shown
-from qattn_hf.methods.base import SMOOTH_K, WindowedMethod
+from qattn_hf.methods.base import SMOOTH_K, Measured, WindowedMethod
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.flashq.reference import FlashQFormat
 from qattn_kernels.formats.smoothed.reference import SmoothedFormat
@@ -27,6 +27,17 @@ class Turbo(WindowedMethod):
         {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3},
         {"block_kv": 32, "buffer_size": 64, "p_scale": "tile", "smooth_k": True},
         {"compute": "model", "sparse_v_tau": 1e-3},
+    )
+    measured = (
+        Measured("turbo", "quality compare bits decode prefill"),
+        Measured("turbo:bits=mixed", "quality compare bits tune beside-decode"),
+        Measured("turbo:bits=2", "quality compare bits beside-decode"),
+        Measured("turbo:softmax=sas", "quality beside-decode beside-prefill"),
+        Measured("turbo:sink_num=3", "bits decode"),
+        Measured("turbo:sink_num=3,sink_window=8", "quality", record="turbo_sink"),
+        Measured("turbo:bits=mixed,sink_num=3,sink_window=8", "quality tune", record="turbo_sink"),
+        Measured("turbo_sink", "compare"),
+        Measured("turbo_sink_k4v2", "compare"),
     )
 
     bits: Bits = Field(4, description="of K and V: 4, 2, or mixed, where the least sensitive heads get 2")

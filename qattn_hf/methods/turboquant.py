@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from qattn_hf.methods.base import Arithmetic, Method
+from qattn_hf.methods.base import Arithmetic, Measured, Method
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.model_ring.reference import ModelRingFormat
 from qattn_kernels.formats.quant_block.reference import QuantBlockFormat
@@ -21,6 +21,17 @@ class TurboQuant(Method):
     """TurboQuant: rotated keys and values in a 2- to 4-bit codebook, each side its own; or q8, q4, model precision."""
 
     variants = ({"k_format": "turbo3", "v_format": "q4", "norm_block": None},)
+    measured = (
+        Measured("turboquant", "quality compare bits decode prefill"),
+        Measured("turboquant:k_format=turbo4", "quality compare bits decode"),
+        Measured("turboquant:k_format=q4,v_format=q4", "quality"),
+        Measured("turboquant:k_format=turbo3,v_format=turbo3", "quality bits decode"),
+        Measured("turboquant:k_format=turbo2,v_format=turbo2", "quality bits"),
+        Measured("turboquant:k_format=turbo2,v_format=turbo2,norm_block=null", "tune"),
+        Measured("turboquant:k_format=turbo3,v_format=turbo2,norm_block=null", "tune"),
+        Measured("turboquant:k_format=turbo3,v_format=turbo3,norm_block=null", "bits tune"),
+        Measured("turboquant:k_format=turbo4,v_format=turbo4,norm_block=null", "tune"),
+    )
 
     k_format: FormatName = Field("q8", description="of K: turbo2 to turbo4, llama.cpp's q4 and q8, or model precision")
     v_format: FormatName = Field("turbo4", description="of V, which needs fewer bits than K")

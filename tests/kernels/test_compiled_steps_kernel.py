@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICE, Case, case_id, make_layer
-from test_fused_kernels import CASES, inputs
+from kernel_cases import CASES
+from test_fused_kernels import inputs
 
 from qattn_hf import CapacityError
 from qattn_hf.layer import QAttnLayer

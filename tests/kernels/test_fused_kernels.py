@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from helpers import DEVICE, Case, case_id, make_layer
+from kernel_cases import BY_CHANNELS, CASES, FORMATS, INT8, KIVI, LONG, MORE_CASES, NONE, SMOOTHED, TURBO, TWO_BITS
 
 from qattn_hf.layer import QAttnLayer
 from qattn_kernels.formats.fp8.jit import open as open_fp8
@@ -29,53 +30,6 @@ from qattn_kernels.step.reference import reference_step
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU: too large for the interpreter")
-CASES: list[Case] = [
-    ("turbo", {}),
-    ("turbo", {"bits": "mixed"}),
-    ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9}),
-    ("turbo", {"compute": "model", "buffer_size": 128}),
-    ("int8", {}),
-    ("none", {}),
-    ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0}),
-    ("kivi", {"k_bits": 2, "v_bits": 4, "residual_length": 20}),
-    ("fp8", {}),
-    ("sinkq", {"group_size": 64, "residual_length": 0, "sink_num": 2, "sink_window": 1}),
-    ("turbo", {"bits": "mixed", "sink_num": 2}),
-    ("turboquant", {}),
-    ("turboquant", {"k_format": "turbo3", "v_format": "turbo2", "norm_block": None}),
-    ("int_flash", {}),
-    ("int_flash", {"mode": "half", "bits": 4}),
-    ("sage2", {}),
-    ("sage2", {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True}),
-    ("turbo", {"smooth_k": True}),
-]
-MORE_CASES: list[Case] = [
-    ("turbo", {"bits": 2}),
-    ("turbo", {"block_kv": 128, "buffer_size": 128}),
-    ("turbo", {"bits": "mixed", "k_low_heads": [[1]], "v_low_heads": [[0]]}),
-    ("turbo", {"bits": "mixed", "priority": "min_max"}),
-    ("turbo", {"bits": "mixed", "priority": "variation", "n_h": 1}),
-    ("int8", {"compute": "model"}),
-    ("none", {"softmax": "sas", "sas_threshold": -1e9}),
-    ("int_flash", {"bits": 4, "softmax": "sas", "sas_threshold": -1e9}),
-    ("int_flash", {"mode": "half"}),
-    ("int_flash", {"compute": "model"}),
-    ("kivi", {"group_size": 128, "residual_length": 32}),
-    ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
-    ("sinkq", {"group_size": 32}),
-    ("turbo", {"sink_num": 3, "sink_window": 1}),
-    ("turboquant", {"k_format": "turbo4", "v_format": "q8"}),
-    ("turboquant", {"k_format": "turbo2", "v_format": "turbo3", "norm_block": 64}),
-    ("turboquant", {"k_format": "q4", "v_format": "q4"}),
-    ("turboquant", {"k_format": "model", "v_format": "turbo4"}),
-    ("turboquant", {"k_format": "turbo4", "v_format": "model"}),
-    ("sage2", {"version": 1}),
-    ("sage2", {"bits": 4, "granularity": "token", "smooth_k": False, "pv": "model"}),
-    ("int8", {"smooth_k": True}),
-    ("int_flash", {"bits": 4, "smooth_k": True}),
-    ("turbo", {"smooth_k": True, "block_kv": 128, "buffer_size": 128, "v_bits": 2}),
-    ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0, "prefill_compute": "int8"}),
-]
 ROUNDING = 0.04  # kernels and reference round queries and weights to 8 bits, or queries to 4, each in its own way
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -145,7 +99,7 @@ def test_state_is_the_references_bit_for_bit(case: Case):
     assert torch.equal(got[0][0, :, :5], torch.zeros_like(got[0][0, :, :5]))
 
 
-@pytest.mark.parametrize("case", CASES[-2:], ids=case_id)
+@pytest.mark.parametrize("case", SMOOTHED, ids=case_id)
 @pytest.mark.parametrize("cuts", [[2], [63, 64], [64]], ids=["not yet", "step", "prefill"])
 def test_a_block_that_closes_again_leaves_nothing_of_the_first_time(case: Case, cuts: list[int]):
     """After a crop the block has other tokens, a masked one where a finite one stood, and the other way round."""
@@ -163,7 +117,7 @@ def test_a_block_that_closes_again_leaves_nothing_of_the_first_time(case: Case, 
     assert differing(one, other) == []
 
 
-@pytest.mark.parametrize("case", CASES[:1] + CASES[4:], ids=case_id)
+@pytest.mark.parametrize("case", FORMATS, ids=case_id)
 @pytest.mark.parametrize("tokens", [2, 31] if ON_GPU else [2])
 def test_several_queries_are_single_steps(case: Case, tokens: int):
     """Drafted tokens, across the end of a block, in one call: the numbers of one by one."""
@@ -190,8 +144,8 @@ def test_zero_points_of_256_biased_channels():
     """The largest sum of zero points that there can be: all channels at one end of INT8, met by equal queries."""
     q, k, v = inputs(1, 66, heads=1, dim=256)
     qkv = (torch.ones_like(q), 5 + 0.05 * k.sign() * torch.rand_like(k), v)
-    want = feed(reference_step, make_layer(CASES[0], 128, 1), qkv, [65, 66])[1]
-    got = feed(fused_step, make_layer(CASES[0], 128, 1), qkv, [65, 66])[1]
+    want = feed(reference_step, make_layer(TURBO, 128, 1), qkv, [65, 66])[1]
+    got = feed(fused_step, make_layer(TURBO, 128, 1), qkv, [65, 66])[1]
     assert error(got, want) < 0.04
 
 
@@ -205,10 +159,10 @@ def test_mixed_heads_may_all_have_one_width(n_h: int):
 
 
 HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (256, 2)]
-DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else CASES[:1]) for sizes in HEAD_DIMS]
+DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else [TURBO]) for sizes in HEAD_DIMS]
 if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
-    DIMS_OF += [(case, *((96, 1) if case[0] == "turboquant" else (80, 3))) for case in CASES[-7:]]
-    DIMS_OF += [(case, 256, 2) for case in CASES[-7:]]
+    DIMS_OF += [(case, *((96, 1) if case[0] == "turboquant" else (80, 3))) for case in BY_CHANNELS]
+    DIMS_OF += [(case, 256, 2) for case in BY_CHANNELS]
 
 
 @pytest.mark.parametrize(("case", "dim", "group"), DIMS_OF, ids=lambda x: str(x) if isinstance(x, int) else case_id(x))
@@ -226,7 +180,7 @@ def test_head_dims_and_groups(case: Case, dim: int, group: int):
 @pytest.mark.parametrize(
     "scores", [{"softcap": 5.0}, {"window": 40}, {"sinks": (0.5, 2.0)}], ids=["softcap", "window", "sinks"]
 )
-@pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=case_id)
+@pytest.mark.parametrize("case", [TURBO, NONE], ids=case_id)
 def test_softcap_window_and_sinks(case: Case, scores: dict):
     qkv = inputs(1, 130)
     if "sinks" in scores:
@@ -292,11 +246,10 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
 
 
 LENGTHS = [1, 2, 31, 63, 64, 65, 129]
-FORMATS = [CASES[0], *CASES[4:]]
 if ON_GPU:
     POINTS = [(case, kind, n) for case in FORMATS for kind in ("normal", "peaked", "outlier") for n in (*LENGTHS, 4096)]
 else:  # every length with and without open tokens, every format over open tokens alone, a block, and both
-    POINTS = [(case, "normal", n) for case in CASES[:5:4] for n in LENGTHS]
+    POINTS = [(case, "normal", n) for case in (TURBO, INT8) for n in LENGTHS]
     POINTS += [(case, *point) for case in FORMATS for point in (("outlier", 31), ("peaked", 64), ("outlier", 129))]
 
 
@@ -309,12 +262,12 @@ def test_error_against_fp64(case: Case, kind: str, tokens: int):
 
 @needs_gpu
 @pytest.mark.parametrize("kind", ["normal", "peaked", "outlier"])
-@pytest.mark.parametrize("case", [*CASES, MORE_CASES[0], *MORE_CASES[-2:]], ids=case_id)
+@pytest.mark.parametrize("case", [*CASES, TWO_BITS, *LONG], ids=case_id)
 def test_error_at_32k(case: Case, kind: str):
     check_errors(case, kind, 32768)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[6]], ids=case_id)
+@pytest.mark.parametrize("case", [TURBO, INT8, KIVI], ids=case_id)
 def test_unused_blocks_are_never_read(case: Case):
     qkv = inputs(1, 70, heads=1)
     clean, dirty = make_layer(case, 256, 1), make_layer(case, 256, 1)

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from helpers import DEVICE, Case, case_id, make_layer
-from test_fused_kernels import CASES, MORE_CASES, feed, inputs
+from kernel_cases import CASES, MORE_CASES
+from test_fused_kernels import feed, inputs
 
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec

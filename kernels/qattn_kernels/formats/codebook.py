@@ -8,32 +8,35 @@ in the lower and in the upper ones of a byte, or, where they are looked up, in t
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.lloyd_max import codebook
 from qattn_kernels.jit.tile_order import part_order
 
 
-def _words(bits: int) -> list[int]:
-    """The levels of all codes, four to an int32, the first in its lowest byte."""
-    table = struct.pack(f"{2**bits}b", *codebook(bits))
-    return list(struct.unpack(f"<{len(table) // 4}i", table))
+def words(levels: Sequence[int]) -> tuple[int, ...]:
+    """The INT8 levels of all codes, four to an int32, the first in its lowest byte; the last word again where there are
+    fewer than four."""
+    table = struct.pack(f"{len(levels)}b", *levels)
+    found = struct.unpack(f"<{len(table) // 4}i", table)
+    return found + found[-1:] * (4 - len(found))
 
 
-def _lookup(bits: int) -> str:
-    """Assembly: a word of eight codes to the levels of those in its lower and in its upper half.
+def lookup(levels: Sequence[int]) -> str:
+    """Assembly: a word of eight codes to the levels of those in its lower and in its upper half; 4, 8 or 16 levels.
 
     A permutation takes its indices from the four bits at a time of half a word. Its index knows eight bytes; the fourth
     bit of a code, spread over a byte, chooses between two tables.
     """
-    words = [f"0x{word & 0xFFFFFFFF:08x}" for word in _words(bits)]
-    pairs = [(words[i], words[min(i + 1, len(words) - 1)]) for i in range(0, len(words), 2)]
-    lines = ["and.b32 s, $2, 0x77777777;" if bits == 4 else "mov.b32 s, $2;", "shr.b32 t, s, 16;"]
+    several = len(levels) > 8
+    table = [f"0x{word & 0xFFFFFFFF:08x}" for word in words(levels)]
+    pairs = [(table[0], table[1]), (table[2], table[3])] if several else [(table[0], table[1])]
+    lines = ["and.b32 s, $2, 0x77777777;" if several else "mov.b32 s, $2;", "shr.b32 t, s, 16;"]
     for i, (one, other) in enumerate(pairs):
         lines += [f"mov.b32 u, {one};", f"mov.b32 v, {other};", f"prmt.b32 l{i}, u, v, s;", f"prmt.b32 h{i}, u, v, t;"]
-    if bits == 4:
+    if several:
         lines += ["shl.b32 s, $2, 4;", "prmt.b32 t, s, $2, 0xd9c8;", "prmt.b32 s, s, $2, 0xfbea;"]
         lines += ["lop3.b32 $0, t, l1, l0, 0xca;", "lop3.b32 $1, s, h1, h0, 0xca;"]
     else:
@@ -41,44 +44,24 @@ def _lookup(bits: int) -> str:
     return "{.reg .b32 s, t, u, v, l0, h0, l1, h1; " + " ".join(lines) + "}"
 
 
-WORDS_2, WORDS_3, WORDS_4 = (tl.constexpr(tuple(_words(bits))) for bits in (2, 3, 4))
-LOOKUP_2, LOOKUP_3, LOOKUP_4 = (tl.constexpr(_lookup(bits)) for bits in (2, 3, 4))
-
-
 @triton.jit
-def _from_words(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
+def levels_of(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
+    """int8 levels of int32 codes by the four `words` of a table, in plain arithmetic."""
     low = tl.where(code < 4, tl.full(code.shape, FIRST, tl.int32), tl.full(code.shape, SECOND, tl.int32))
     high = tl.where(code < 12, tl.full(code.shape, THIRD, tl.int32), tl.full(code.shape, FOURTH, tl.int32))
     return (tl.where(code < 8, low, high) >> ((code % 4) * 8)).to(tl.int8)
 
 
 @triton.jit
-def levels(code, BITS: tl.constexpr):
-    """int8 levels of int32 codes, in plain arithmetic."""
-    if BITS == 2:
-        return _from_words(code, WORDS_2[0], WORDS_2[0], WORDS_2[0], WORDS_2[0])
-    elif BITS == 3:
-        return _from_words(code, WORDS_3[0], WORDS_3[1], WORDS_3[1], WORDS_3[1])
-    else:
-        return _from_words(code, WORDS_4[0], WORDS_4[1], WORDS_4[2], WORDS_4[3])
-
-
-@triton.jit
-def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
+def half_levels_of(x, LEVELS: tl.constexpr, LOOKUP: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
     """int8 levels of the codes in the lower and in the upper halves of words, whose bytes are neighbours in the last
-    dimension."""
+    dimension: by the assembly `lookup`, or, `PLAIN`, by the function `LEVELS` of int32 codes and their bits."""
     if PLAIN:
-        words = tl.reshape(x.to(tl.int32), (x.shape[0], x.shape[1] // 4, 2, 2))
-        low, high = tl.split(tl.permute(words, (0, 1, 3, 2)))
+        pairs = tl.reshape(x.to(tl.int32), (x.shape[0], x.shape[1] // 4, 2, 2))
+        low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         low, high = tl.join(low & 15, low >> 4), tl.join(high & 15, high >> 4)
-        return levels(tl.reshape(low, x.shape), BITS), levels(tl.reshape(high, x.shape), BITS)
-    if BITS == 2:
-        asm: tl.constexpr = LOOKUP_2
-    elif BITS == 3:
-        asm: tl.constexpr = LOOKUP_3
-    else:
-        asm: tl.constexpr = LOOKUP_4
-    return tl.inline_asm_elementwise(asm, "=&r,=&r,r", [x], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
+        return LEVELS(tl.reshape(low, x.shape), BITS), LEVELS(tl.reshape(high, x.shape), BITS)
+    return tl.inline_asm_elementwise(LOOKUP, "=&r,=&r,r", [x], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
@@ -91,3 +93,41 @@ class ChannelBlockFormat(OpenFormat):
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]
+
+
+@dataclass(frozen=True)
+class CodebookFormat(ChannelBlockFormat):
+    """Base: codes of 2 to 4 bits count the levels of a table from the lowest. Levels are INT8, of which each counts
+    `unit`, so that products of integers are exact about them."""
+
+    unit: ClassVar[float]
+
+    def table(self) -> tuple[int, ...]:
+        """The INT8 level of each code."""
+        raise NotImplementedError
+
+    def integers(self, code: torch.Tensor) -> torch.Tensor:
+        """INT8 levels of codes, in fp32."""
+        return _on_device(self.table(), code.device)[code.long()]
+
+    def levels(self, code: torch.Tensor) -> torch.Tensor:
+        return self.integers(code) * self.unit
+
+    def laid(self, packed: torch.Tensor) -> torch.Tensor:
+        """Of four neighbouring bytes the lower halves come first, then the upper ones: what a table looks up at once
+        are the four codes in half a word (`formats/codebook.py`)."""
+        one, other = packed[..., 0::2], packed[..., 1::2]
+        halves = torch.stack(((one & 15) | (other & 15) << 4, (one >> 4) | (other & 240)), -2)
+        return halves.unflatten(-1, (-1, 2)).transpose(-2, -3).flatten(-3)
+
+    def taken(self, codes: torch.Tensor) -> torch.Tensor:
+        low, high = codes.unflatten(-1, (-1, 2, 2)).transpose(-2, -3).flatten(-2).unbind(-2)
+        one, other = (low & 15) | (high & 15) << 4, (low >> 4) | (high & 240)
+        return torch.stack((one, other), -1).flatten(-2)
+
+
+@lru_cache(maxsize=64)
+def _on_device(table: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Levels in fp32, made once: a captured step copies nothing from the host."""
+    with torch.inference_mode(False):
+        return torch.tensor(table, dtype=torch.float32, device=device)

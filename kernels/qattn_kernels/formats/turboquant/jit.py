@@ -6,13 +6,37 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block, to_half
-from qattn_kernels.formats.codebook import half_levels, levels
+from qattn_kernels.formats.codebook import half_levels_of, levels_of, lookup, words
 from qattn_kernels.formats.lloyd_max import UNIT as LEVEL
-from qattn_kernels.formats.lloyd_max import midpoints
+from qattn_kernels.formats.lloyd_max import codebook, midpoints
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 
 UNIT = tl.constexpr(LEVEL)
 MIDPOINTS_2, MIDPOINTS_3, MIDPOINTS_4 = (tl.constexpr(tuple(midpoints(bits))) for bits in (2, 3, 4))
+WORDS_2, WORDS_3, WORDS_4 = (tl.constexpr(words(codebook(bits))) for bits in (2, 3, 4))
+LOOKUP_2, LOOKUP_3, LOOKUP_4 = (tl.constexpr(lookup(codebook(bits))) for bits in (2, 3, 4))
+
+
+@triton.jit
+def levels(code, BITS: tl.constexpr):
+    """int8 levels of int32 codes, in plain arithmetic."""
+    if BITS == 2:
+        return levels_of(code, WORDS_2[0], WORDS_2[1], WORDS_2[2], WORDS_2[3])
+    elif BITS == 3:
+        return levels_of(code, WORDS_3[0], WORDS_3[1], WORDS_3[2], WORDS_3[3])
+    else:
+        return levels_of(code, WORDS_4[0], WORDS_4[1], WORDS_4[2], WORDS_4[3])
+
+
+@triton.jit
+def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
+    """int8 levels of the codes in the lower and in the upper halves of words."""
+    if BITS == 2:
+        return half_levels_of(x, levels, LOOKUP_2, BITS, PLAIN)
+    elif BITS == 3:
+        return half_levels_of(x, levels, LOOKUP_3, BITS, PLAIN)
+    else:
+        return half_levels_of(x, levels, LOOKUP_4, BITS, PLAIN)
 
 
 @triton.jit

@@ -1,0 +1,77 @@
+"""Settings with which the tests run kernels: a choice for methods that are named here, since the interpreter is slow;
+of every other method that is found, its defaults and variants, as far as kernels compute them."""
+
+from __future__ import annotations
+
+from helpers import Case, cases
+
+from qattn_hf.settings import known
+
+TURBO: Case = ("turbo", {})
+INT8: Case = ("int8", {})
+NONE: Case = ("none", {})
+KIVI: Case = ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0})
+OF_TURBO: list[Case] = [  # the same formats in other arithmetic
+    ("turbo", {"bits": "mixed"}),
+    ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9}),
+    ("turbo", {"compute": "model", "buffer_size": 128}),
+]
+SMOOTHED: list[Case] = [
+    ("sage2", {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True}),
+    ("turbo", {"smooth_k": True}),
+]
+BY_CHANNELS: list[Case] = [  # groups of channels, or several arrangements of them: each head dim is a case of its own
+    ("turboquant", {}),
+    ("turboquant", {"k_format": "turbo3", "v_format": "turbo2", "norm_block": None}),
+    ("int_flash", {}),
+    ("int_flash", {"mode": "half", "bits": 4}),
+    ("sage2", {}),
+    *SMOOTHED,
+]
+FORMATS: list[Case] = [
+    TURBO,
+    INT8,
+    NONE,
+    KIVI,
+    ("kivi", {"k_bits": 2, "v_bits": 4, "residual_length": 20}),
+    ("fp8", {}),
+    ("sinkq", {"group_size": 64, "residual_length": 0, "sink_num": 2, "sink_window": 1}),
+    ("turbo", {"bits": "mixed", "sink_num": 2}),
+    *BY_CHANNELS,
+]
+NAMED = {method for method, _ in FORMATS}
+FOUND = [case for case in cases() if case[0] not in NAMED and known(case[0], **case[1])]  # of every other method
+FORMATS += FOUND
+BY_CHANNELS += FOUND
+CASES: list[Case] = [*FORMATS, *OF_TURBO]
+TWO_BITS: Case = ("turbo", {"bits": 2})
+LONG: list[Case] = [
+    ("turbo", {"smooth_k": True, "block_kv": 128, "buffer_size": 128, "v_bits": 2}),
+    ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0, "prefill_compute": "int8"}),
+]
+MORE_CASES: list[Case] = [
+    TWO_BITS,
+    ("turbo", {"block_kv": 128, "buffer_size": 128}),
+    ("turbo", {"bits": "mixed", "k_low_heads": [[1]], "v_low_heads": [[0]]}),
+    ("turbo", {"bits": "mixed", "priority": "min_max"}),
+    ("turbo", {"bits": "mixed", "priority": "variation", "n_h": 1}),
+    ("int8", {"compute": "model"}),
+    ("none", {"softmax": "sas", "sas_threshold": -1e9}),
+    ("int_flash", {"bits": 4, "softmax": "sas", "sas_threshold": -1e9}),
+    ("int_flash", {"mode": "half"}),
+    ("int_flash", {"compute": "model"}),
+    ("kivi", {"group_size": 128, "residual_length": 32}),
+    ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
+    ("sinkq", {"group_size": 32}),
+    ("turbo", {"sink_num": 3, "sink_window": 1}),
+    ("turboquant", {"k_format": "turbo4", "v_format": "q8"}),
+    ("turboquant", {"k_format": "turbo2", "v_format": "turbo3", "norm_block": 64}),
+    ("turboquant", {"k_format": "q4", "v_format": "q4"}),
+    ("turboquant", {"k_format": "model", "v_format": "turbo4"}),
+    ("turboquant", {"k_format": "turbo4", "v_format": "model"}),
+    ("sage2", {"version": 1}),
+    ("sage2", {"bits": 4, "granularity": "token", "smooth_k": False, "pv": "model"}),
+    ("int8", {"smooth_k": True}),
+    ("int_flash", {"bits": 4, "smooth_k": True}),
+    *LONG,
+]
