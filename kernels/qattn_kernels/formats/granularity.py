@@ -1,4 +1,4 @@
-"""Which tokens share a scale: the granularities of SageAttention2 (section 3.2).
+"""Which tokens share a scale: the granularities of SageAttention2 (section 3.3).
 
 `token`: each has its own. `thread`: those whose products one thread of a tensor core holds; keys of a block whose
 places `n` agree in `(n % 8) // 2`, queries of 32 that agree in `n % 8`. `block`: all keys of a block of 64, all queries

@@ -54,7 +54,7 @@ def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Te
 
 
 def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kind: str) -> torch.Tensor:
-    """fp64 priority `[B, H]` of the heads of one block `X1` `[B, H, block, D]`; the lowest get 2 bits (section 3.3).
+    """fp64 priority `[B, H]` of the heads of one block `X1` `[B, H, block, D]`; the lowest get 2 bits (section 3.2).
 
     `priority` = gap of the head times the deviation of its channels' gaps; `min_max` and `variation` are its factors;
     `entropy` of a 256-bin histogram; `random` ranks by a fixed shuffle.

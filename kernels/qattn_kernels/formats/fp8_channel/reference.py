@@ -1,6 +1,6 @@
 """FP8 E4M3 values with one scale a channel of a block, or of all of a row, behind a ring in the model's precision.
 
-SageAttention2, section 3.3: its V has a scale a channel, since values differ more between channels than tokens.
+SageAttention2, section 3.5: its V has a scale a channel, since values differ more between channels than tokens.
 """
 
 from __future__ import annotations
