@@ -4,8 +4,8 @@
 
 These have the mark `gpu`: tests that need one, and tests of kernels, which run compiled on a GPU and in Triton's
 interpreter elsewhere. CI has no GPU, so what they showed is kept in `eval/results/gpu-tests.json`. Fails if one fails,
-if none ran, or without a GPU. Other arguments go to pytest: `-n 8` runs them in eight processes, those of one group
-(`xdist_group`, as of tests that need much memory) in one of these.
+if none ran, or without a GPU. Arguments go to pytest: files, in place of all; `-n 8` runs tests in eight processes,
+those of one group (`xdist_group`, as of tests that need much memory) in one of these.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def main(arguments: list[str]) -> None:
         sys.exit("gpu_tests: these tests need a CUDA GPU")
     rows = Rows()
     options = ["-q", "-p", "no:cacheprovider", "-m", "gpu", "--dist", "loadgroup"]
-    code = pytest.main([*options, *map(str, gpu_tests(TESTS)), *arguments], plugins=[rows])
+    files = [] if any(".py" in text for text in arguments) else map(str, gpu_tests(TESTS))
+    code = pytest.main([*options, *files, *arguments], plugins=[rows])
     if not code and "passed" not in rows.outcomes:
         sys.exit("gpu_tests: no test ran")
     sys.exit(code)
