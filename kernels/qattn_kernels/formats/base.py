@@ -301,8 +301,8 @@ def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack`: bytes `[..., n, D]` to codes `[..., block, D]`. In 4 bits 0x95 as byte 0 is code 5 of token 0
-    and code 9 of token `n`."""
+    """The inverse of `pack`: bytes `[..., n, D]` to codes `[..., block, D]`. In 4 bits 0x95 in byte 0 is code 5 of
+    token 0 and code 9 of token `n`."""
     if bits == 3:
         low, high = packed.split([packed.shape[-2] * 2 // 3, packed.shape[-2] // 3], dim=-2)
         return unpack(low, 2) | unpack(high, 1) << 2

@@ -1,5 +1,7 @@
-"""Codes of 2 to 4 bits as INT8 levels, looked up without memory: a table of eight is one permutation of bytes for four
-codes, one of sixteen two and a choice between them.
+"""Dequantize codes of 2 to 4 bits to the INT8 levels of a codebook, looked up in registers.
+
+PTX's `prmt` makes a word of four bytes, each chosen from eight by four bits of a third word. So a table of eight levels
+is one instruction for four codes; one of sixteen is two, and a choice between their results.
 
 A tile of packed codes is taken as its two halves of tokens, whose codes stand in four bits each whatever their width:
 in the lower and in the upper ones of a byte, or, where they are looked up, in the lower and the upper half of a word.
@@ -17,16 +19,27 @@ from qattn_kernels.jit.tile_order import part_order
 
 
 def _words(bits: int) -> list[int]:
-    """The levels of all codes, four to an int32, the first in its lowest byte."""
+    """The levels of all codes, four to an int32, the first in its lowest byte.
+
+    3 bits: -127, -79, -45, -14 are the bytes 0x81, 0xb1, 0xd3, 0xf2, the word 0xf2d3b181; 14, 45, 79, 127 the word
+    0x7f4f2d0e.
+    """
     table = struct.pack(f"{2**bits}b", *codebook(bits))
     return list(struct.unpack(f"<{len(table) // 4}i", table))
 
 
 def _lookup(bits: int) -> str:
-    """Assembly: a word of eight codes to the levels of those in its lower and in its upper half.
+    """Assembly: the eight codes in a word `$2`, four bits each, to the levels of those in its lower half, `$0`, and in
+    its upper half, `$1`.
 
-    A permutation takes its indices from the four bits at a time of half a word. Its index knows eight bytes; the fourth
-    bit of a code, spread over a byte, chooses between two tables.
+    3 bits, `$2 = 0x00007052`: the lower half has codes 2, 5, 0 and 7 from the lowest bits on. `prmt l0, u, v, s` with
+    the table in `u = 0xf2d3b181` and `v = 0x7f4f2d0e` takes bytes 2, 5, 0 and 7 of the two: 0xd3, 0x2d, 0x81 and 0x7f,
+    the levels -45, 45, -127 and 127. `$0` is 0x7f812dd3; `$1` is 0x81818181, four times code 0.
+
+    4 bits: the index of a byte has three bits, so `l0` is looked up among codes 0 to 7 and `l1` among 8 to 15, both by
+    the codes less their fourth bit. Where a selector's fourth bit is set, `prmt` fills a byte with the sign of the one
+    it names: 0xd9c8 and 0xfbea so spread the fourth bits of four codes over four bytes each. By these `lop3` with the
+    table 0xca, which is `a ? b : c` bit by bit, takes `l1` or `l0`.
     """
     words = [f"0x{word & 0xFFFFFFFF:08x}" for word in _words(bits)]
     pairs = [(words[i], words[min(i + 1, len(words) - 1)]) for i in range(0, len(words), 2)]
@@ -47,6 +60,7 @@ LOOKUP_2, LOOKUP_3, LOOKUP_4 = (tl.constexpr(_lookup(bits)) for bits in (2, 3, 4
 
 @triton.jit
 def _from_words(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
+    """Levels of int32 codes 0 to 15 from four words of four levels each: code 6 is byte 2 of `SECOND`."""
     low = tl.where(code < 4, tl.full(code.shape, FIRST, tl.int32), tl.full(code.shape, SECOND, tl.int32))
     high = tl.where(code < 12, tl.full(code.shape, THIRD, tl.int32), tl.full(code.shape, FOURTH, tl.int32))
     return (tl.where(code < 8, low, high) >> ((code % 4) * 8)).to(tl.int8)
@@ -54,7 +68,7 @@ def _from_words(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.const
 
 @triton.jit
 def levels(code, BITS: tl.constexpr):
-    """int8 levels of int32 codes, in plain arithmetic."""
+    """int8 levels of int32 codes, in plain arithmetic: as the interpreter needs it, and where no word is full."""
     if BITS == 2:
         return _from_words(code, WORDS_2[0], WORDS_2[0], WORDS_2[0], WORDS_2[0])
     elif BITS == 3:
@@ -65,8 +79,8 @@ def levels(code, BITS: tl.constexpr):
 
 @triton.jit
 def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 levels of the codes in the lower and in the upper halves of words, whose bytes are neighbours in the last
-    dimension."""
+    """int8 levels of the codes in the lower and in the upper halves of the words that four bytes make, which are
+    neighbours in the last dimension of uint8 `x`; both like `x`. `PLAIN`: without assembly, for the interpreter."""
     if PLAIN:
         words = tl.reshape(x.to(tl.int32), (x.shape[0], x.shape[1] // 4, 2, 2))
         low, high = tl.split(tl.permute(words, (0, 1, 3, 2)))
@@ -83,8 +97,12 @@ def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """The same for codes of 4 bits that are levels raised by 8: sixteen times those, since so a code becomes an INT8
-    number in its place."""
+    """int8 numbers of the codes in the lower and in the upper four bits of uint8 `x`, of formats whose codes are whole
+    numbers raised by 8: sixteen times `code - 8`, which needs no shift down.
+
+    0x95: code 5 moved to the upper bits is 0x50, whose highest bit turned is 0xd0, -48 = 16 * (5 - 8); code 9 is 0x90
+    and then 0x10, 16 = 16 * (9 - 8).
+    """
     if PLAIN:
         return ((x << 4) ^ 128).to(tl.int8, bitcast=True), ((x & 240) ^ 128).to(tl.int8, bitcast=True)
     asm: tl.constexpr = "{.reg .b32 s, t; shl.b32 s, $2, 4; and.b32 s, s, 0xf0f0f0f0; and.b32 t, $2, 0xf0f0f0f0; xor.b32 $0, s, 0x80808080; xor.b32 $1, t, 0x80808080;}"  # noqa: E501
@@ -93,8 +111,8 @@ def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _bytes(codes, at, byte, there, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Bytes of a block where they are `there`, zeros elsewhere, for channels `d`: `[n, channels]` of keys, `[channels,
-    n]` of values."""
+    """Bytes `byte` `[n]` of block `at` for channels `d`: `[n, channels]` of keys, `[channels, n]` of values. Zeros
+    where `there` `[n]` is false."""
     inside = d < C.D
     if VALUES:
         where, mask = at * (ROWS * C.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & there[None, :]
@@ -105,8 +123,14 @@ def _bytes(codes, at, byte, there, d, ROWS: tl.constexpr, VALUES: tl.constexpr, 
 
 @triton.jit
 def half_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Both halves of a block's codes, for channels `d`: that of token `t` in the lower four bits, that of the token
-    half a block later in the upper ones."""
+    """A block's codes in four bits each, whatever their width: the code of token `t` in the lower bits of a byte, that
+    of the token half a block later in the upper ones. Of channels `d`: `[BLOCK / 2, channels]` of keys, `[channels,
+    BLOCK / 2]` of values.
+
+    2 bits, 64 tokens: a byte in memory has tokens `t`, `t + 16`, `t + 32` and `t + 48`, 0x39 codes 1, 2, 3 and 0. For
+    tokens 0 to 15 it gives 0x39 & 0x33 = 0x31, code 1 of `t` and code 3 of `t + 32`; for tokens 16 to 31, shifted by
+    two, 0x0e & 0x33 = 0x02, code 2 of `t + 16` and code 0 of `t + 48`.
+    """
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     FOURTH: tl.constexpr = C.BLOCK // 4
     EIGHTH: tl.constexpr = C.BLOCK // 8
