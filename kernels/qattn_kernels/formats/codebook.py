@@ -5,6 +5,16 @@ is one instruction for four codes; one of sixteen is two, and a choice between t
 
 A tile of packed codes is taken as its two halves of tokens, whose codes stand in four bits each whatever their width:
 in the lower and in the upper ones of a byte, or, where they are looked up, in the lower and the upper half of a word.
+
+Worked, 3 bits: the levels -127, -79, -45, -14, 14, 45, 79, 127 are the words 0xf2d3b181 and 0x7f4f2d0e, first level in
+the lowest byte. Of the codes 0x00007052 the lower half holds 2, 5, 0 and 7 from the lowest bits on; `prmt` by it takes
+bytes 2, 5, 0 and 7 of the two words: 0x7f812dd3, the levels -45, 45, -127 and 127. The upper half holds four times code
+0 and gives 0x81818181.
+
+4 bits: the index of a byte has three bits, so codes 0 to 7 are looked up in one pair of words and 8 to 15 in the other,
+both by the code less its fourth bit. Where the fourth bit of a selector is set, `prmt` fills a byte with the sign of the
+one it names; 0xd9c8 and 0xfbea so spread the fourth bits of four codes over four bytes, and `lop3` with the table 0xca,
+`a ? b : c` bit by bit, takes one result or the other.
 """
 
 from __future__ import annotations
@@ -19,27 +29,16 @@ from qattn_kernels.jit.tile_order import part_order
 
 
 def _words(bits: int) -> list[int]:
-    """The levels of all codes, four to an int32, the first in its lowest byte.
-
-    3 bits: -127, -79, -45, -14 are the bytes 0x81, 0xb1, 0xd3, 0xf2, the word 0xf2d3b181; 14, 45, 79, 127 the word
-    0x7f4f2d0e.
-    """
+    """The levels of all codes, four to an int32, the first in its lowest byte."""
     table = struct.pack(f"{2**bits}b", *codebook(bits))
     return list(struct.unpack(f"<{len(table) // 4}i", table))
 
 
 def _lookup(bits: int) -> str:
-    """Assembly: the eight codes in a word `$2`, four bits each, to the levels of those in its lower half, `$0`, and in
-    its upper half, `$1`.
+    """Assembly: a word of eight codes to the levels of those in its lower and in its upper half.
 
-    3 bits, `$2 = 0x00007052`: the lower half has codes 2, 5, 0 and 7 from the lowest bits on. `prmt l0, u, v, s` with
-    the table in `u = 0xf2d3b181` and `v = 0x7f4f2d0e` takes bytes 2, 5, 0 and 7 of the two: 0xd3, 0x2d, 0x81 and 0x7f,
-    the levels -45, 45, -127 and 127. `$0` is 0x7f812dd3; `$1` is 0x81818181, four times code 0.
-
-    4 bits: the index of a byte has three bits, so `l0` is looked up among codes 0 to 7 and `l1` among 8 to 15, both by
-    the codes less their fourth bit. Where a selector's fourth bit is set, `prmt` fills a byte with the sign of the one
-    it names: 0xd9c8 and 0xfbea so spread the fourth bits of four codes over four bytes each. By these `lop3` with the
-    table 0xca, which is `a ? b : c` bit by bit, takes `l1` or `l0`.
+    A permutation takes its indices from the four bits at a time of half a word. Its index knows eight bytes; the fourth
+    bit of a code, spread over a byte, chooses between two tables.
     """
     words = [f"0x{word & 0xFFFFFFFF:08x}" for word in _words(bits)]
     pairs = [(words[i], words[min(i + 1, len(words) - 1)]) for i in range(0, len(words), 2)]
@@ -60,7 +59,6 @@ LOOKUP_2, LOOKUP_3, LOOKUP_4 = (tl.constexpr(_lookup(bits)) for bits in (2, 3, 4
 
 @triton.jit
 def _from_words(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
-    """Levels of int32 codes 0 to 15 from four words of four levels each: code 6 is byte 2 of `SECOND`."""
     low = tl.where(code < 4, tl.full(code.shape, FIRST, tl.int32), tl.full(code.shape, SECOND, tl.int32))
     high = tl.where(code < 12, tl.full(code.shape, THIRD, tl.int32), tl.full(code.shape, FOURTH, tl.int32))
     return (tl.where(code < 8, low, high) >> ((code % 4) * 8)).to(tl.int8)
@@ -68,7 +66,7 @@ def _from_words(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.const
 
 @triton.jit
 def levels(code, BITS: tl.constexpr):
-    """int8 levels of int32 codes, in plain arithmetic: as the interpreter needs it, and where no word is full."""
+    """int8 levels of int32 codes, in plain arithmetic."""
     if BITS == 2:
         return _from_words(code, WORDS_2[0], WORDS_2[0], WORDS_2[0], WORDS_2[0])
     elif BITS == 3:
@@ -79,8 +77,8 @@ def levels(code, BITS: tl.constexpr):
 
 @triton.jit
 def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 levels of the codes in the lower and in the upper halves of the words that four bytes make, which are
-    neighbours in the last dimension of uint8 `x`; both like `x`. `PLAIN`: without assembly, for the interpreter."""
+    """int8 levels of the codes in the lower and in the upper halves of words, whose bytes are neighbours in the last
+    dimension."""
     if PLAIN:
         words = tl.reshape(x.to(tl.int32), (x.shape[0], x.shape[1] // 4, 2, 2))
         low, high = tl.split(tl.permute(words, (0, 1, 3, 2)))

@@ -41,11 +41,8 @@ class TurboQuantFormat(ChannelBlockFormat):
         return min(self.norm_block or dim, dim & -dim)
 
     def laid(self, packed: torch.Tensor) -> torch.Tensor:
-        """Packed codes shuffled for memory: of four neighbouring bytes the lower halves come first, then the upper
-        ones, since a table looks up the four codes in half a word at once (`formats/codebook.py`).
-
-        0x21, 0x43, 0x65 and 0x87 become 0x31, 0x75, 0x42 and 0x86.
-        """
+        """Of four neighbouring bytes the lower halves come first, then the upper ones: what a table looks up at once
+        are the four codes in half a word (`formats/codebook.py`)."""
         one, other = packed[..., 0::2], packed[..., 1::2]
         halves = torch.stack(((one & 15) | (other & 15) << 4, (one >> 4) | (other & 240)), -2)
         return halves.unflatten(-1, (-1, 2)).transpose(-2, -3).flatten(-3)
