@@ -12,9 +12,9 @@ bytes 2, 5, 0 and 7 of the two words: 0x7f812dd3, the levels -45, 45, -127 and 1
 0 and gives 0x81818181.
 
 4 bits: the index of a byte has three bits, so codes 0 to 7 are looked up in one pair of words and 8 to 15 in the other,
-both by the code less its fourth bit. Where the fourth bit of a selector is set, `prmt` fills a byte with the sign of the
-one it names; 0xd9c8 and 0xfbea so spread the fourth bits of four codes over four bytes, and `lop3` with the table 0xca,
-`a ? b : c` bit by bit, takes one result or the other.
+both by the code less its fourth bit. Where the fourth bit of a selector is set, `prmt` fills a byte with the sign of
+the one it names; 0xd9c8 and 0xfbea so spread the fourth bits of four codes over four bytes, and `lop3` with the table
+0xca, `a ? b : c` bit by bit, takes one result or the other.
 """
 
 from __future__ import annotations
