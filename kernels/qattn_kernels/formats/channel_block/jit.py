@@ -19,7 +19,7 @@ LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     scale: Any
@@ -74,7 +74,7 @@ def get_block(
 
 @triton.jit
 def _scales(S, at, g: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
-    """Of the tokens, for group `g` of channels."""
+    """Scales fp32 `[BLOCK]` of a block's tokens for group `g` of channels."""
     COUNT: tl.constexpr = (C.D + GROUP - 1) // GROUP
     return tl.load(S.scale + at * (COUNT * C.BLOCK) + g * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
 

@@ -44,7 +44,7 @@ def open(x):
 
 @triton.jit
 def seen(code, scale, keep):
-    """Undone, as a prefill in the model's precision reads it."""
+    """Tokens dequantized, as a prefill in the model's precision reads them."""
     return code * scale[:, None], scale
 
 

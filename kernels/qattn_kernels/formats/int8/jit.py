@@ -19,7 +19,7 @@ LEVELS = tl.constexpr(127)
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     scale: Any
@@ -33,7 +33,8 @@ def quantize(x, LEVELS: tl.constexpr):
 
 @triton.jit
 def quantize_to(x, top, LEVELS: tl.constexpr):
-    """The same for scales that are not the tokens' own: `top` `[n]` is what the largest code stands for."""
+    """Tokens `[n, D]` as symmetric codes up to `LEVELS` with scales that need not be their own: `top` `[n]` is the
+    number that the largest code stands for."""
     scale = tl.div_rn(top, tl.full(top.shape, LEVELS, tl.float32))
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
@@ -121,8 +122,8 @@ def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query
 def token_values(
     codes, scales, stride, d, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr
 ):
-    """The same for values, whose channels, taken in the order of `d`, lie `stride` apart: a scale is multiplied into
-    its token's weight before the weights, which come in `token_order`, are rounded."""
+    """Sums of values that lie `[D, tokens]`, channels `stride` apart and taken in the order of `d`, by weights that
+    come in `token_order`: a value's scale is multiplied into its weight before the weights are rounded."""
     t = tl.arange(0, TOKENS)
     v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < C.D)[:, None], other=0))
     w = p * by_token(tl.load(scales + t), PARTS)[:, None]

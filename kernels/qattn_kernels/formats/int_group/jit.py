@@ -16,7 +16,7 @@ from qattn_kernels.jit.tile_order import token_order
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     scale: Any
@@ -102,7 +102,7 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    """Of 8 bits, with a scale a token."""
+    """Weighs a block of values of 8 bits with a scale a token."""
     codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
     return token_values(codes, scales, C.BLOCK, channels(C), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
 

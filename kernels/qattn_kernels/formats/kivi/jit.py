@@ -24,7 +24,7 @@ LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     step: Any

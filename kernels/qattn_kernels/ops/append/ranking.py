@@ -13,7 +13,7 @@ from qattn_kernels.jit.tokens import chosen_bits, new_tokens, row_before, with_r
 @triton.jit
 def _priority(S, code, scale, keep, pos, old, bh, SEEN: tl.constexpr, KIND: tl.constexpr,
               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """TurboAttention section 3.3 in fp64, as `formats.flashq.reference.head_priority`."""
+    """TurboAttention section 3.2 in fp64, as `formats.flashq.reference.head_priority`."""
     code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
     code, scale = SEEN(code, scale, keep)
     x = code.to(tl.float64) * tl.max(scale, 0).to(tl.float64)
