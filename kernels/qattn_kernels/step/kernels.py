@@ -9,7 +9,7 @@ from qattn_kernels.launch.panel import Panel
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layout import State
-from qattn_kernels.ops.append.launch import append, append_long, center, finish, make_panel, rank, unpack_past
+from qattn_kernels.ops.append.launch import append, append_long, call_mean, finish, make_panel, rank, unpack_past
 from qattn_kernels.ops.decode.launch import decode
 from qattn_kernels.ops.prefill.launch import prefill
 from qattn_kernels.ops.sink_pool.launch import compete, restore
@@ -49,6 +49,6 @@ def write_long(call: Call, past: int) -> Panel:
     restore(call, panel, past)
     compete(call)
     rank(call)
-    center(call)
+    call_mean(call)
     append_long(call, panel)
     return panel

@@ -6,9 +6,10 @@ import torch
 from torch.nn.functional import pad
 
 from qattn_kernels.formats import Operand
-from qattn_kernels.launch.panel import ROW_FIELDS, Panel
+from qattn_kernels.launch.panel import Panel
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, LayerSpec, decode_spec
+from qattn_kernels.layout import ROW_FIELDS, Row
 from qattn_kernels.ops.prefill.reference import attend_all
 from qattn_kernels.reference.operands import fp8_values
 from qattn_kernels.reference.rows import columns_back, real_first
@@ -88,9 +89,9 @@ def _rows(key_mask: torch.Tensor, offset: torch.Tensor, tokens: int) -> torch.Te
     new = key_mask.gather(1, columns).int()
     first = new.argmax(1)
     count = (tokens - new.flip(1).argmax(1) - first) * new.amax(1)
-    rows = torch.zeros((len(offset), ROW_FIELDS), dtype=torch.int32, device=offset.device)
-    rows[:, 0], rows[:, 4], rows[:, 5] = offset + first, first, count
-    return rows
+    none = torch.zeros_like(first)
+    row = Row(offset + first, closed=none, open_start=none, closing=none, first=first, count=count)
+    return pad(torch.stack([x.int() for x in row], 1), (0, ROW_FIELDS - len(row)))
 
 
 def _panel(

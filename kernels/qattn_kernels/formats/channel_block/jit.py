@@ -12,6 +12,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.codebook import half_bytes
 from qattn_kernels.formats.packing import read_codes, write_codes
+from qattn_kernels.jit.math import TINY
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import by_part, by_token, in_line, part_order, stack, take_turns, unstack
 
@@ -109,8 +110,8 @@ def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.con
 def block_scores(S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
     """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels of `half_bytes`, which count
     `UNIT` each."""
-    s = group_scores(S, at, query[2], 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
-    return take_turns(s, C.PARTS) * (query[3] * UNIT)[None, :]
+    s = group_scores(S, at, query.operand, 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
+    return take_turns(s, C.PARTS) * (query.scale * UNIT)[None, :]
 
 
 @triton.jit
@@ -157,6 +158,6 @@ def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.cons
                  C: tl.constexpr):  # fmt: skip
     """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
     COUNT: tl.constexpr = C.DP // C.V_CHANNELS
-    top = tl.maximum(tl.max(p * by_token(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), 1e-30)
+    top = tl.maximum(tl.max(p * by_token(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), TINY)
     o = group_values(S, at, p * (1.0 / top * SPLIT_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
     return acc * alpha[None, :] + o * (beta * top * (UNIT / 127.0))[None, :], tl.sum(p, 0)

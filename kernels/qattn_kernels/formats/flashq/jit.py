@@ -175,10 +175,10 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     s = tl.load(S.s + at)
     LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the steps of codes that span [-119, 119]
     FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels stay in int32
-    x8 = split_int8(query[4] * (step.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
-    off = tl.sum((query[4] * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query[3]
+    x8 = split_int8(query.normalized * (step.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
+    off = tl.sum((query.normalized * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query.scale
     products = code_scores(S.codes4 if BITS == 4 else S.codes2, index, x8, BITS, C) * (s * LARGEST)
-    return products * query[3][None, :] + (off * (s * (1.0 / FINE)))[None, :]
+    return products * query.scale[None, :] + (off * (s * (1.0 / FINE)))[None, :]
 
 
 @triton.jit

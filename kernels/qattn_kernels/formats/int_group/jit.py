@@ -94,10 +94,10 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     if BITS == 8:
         d = tl.arange(0, C.DP)
         codes = S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
-        s = join_split(dot_split(tl.load(codes, mask=(d < C.D)[None, :], other=0), query[2]))
+        s = join_split(dot_split(tl.load(codes, mask=(d < C.D)[None, :], other=0), query.operand))
     else:  # the offset of the codes comes out as that many sums of the query
-        s = code_scores(S.codes, at, query[2], 4, C) - (tl.sum(query[4], 0) * OFFSET)[None, :]
-    return s * query[3][None, :] * scale[:, None]
+        s = code_scores(S.codes, at, query.operand, 4, C) - (tl.sum(query.normalized, 0) * OFFSET)[None, :]
+    return s * query.scale[None, :] * scale[:, None]
 
 
 @triton.jit

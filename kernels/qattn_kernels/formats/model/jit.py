@@ -48,7 +48,7 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
     """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
     k = _tokens(x, token_order(TOKENS, PARTS), C)
-    q = repeated_columns(query[0].to(k.dtype), C)
+    q = repeated_columns(query.raw.to(k.dtype), C)
     return unrepeated_columns(tl.dot(k, q, input_precision="ieee"), C) * query_scale
 
 
