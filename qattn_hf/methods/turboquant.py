@@ -1,4 +1,7 @@
-"""TurboQuant: rotated vectors, a norm and a codebook (paper: Attention-Gated Value Dequantization, Turney)."""
+"""TurboQuant: rotated vectors, a norm and a codebook (paper: Attention-Gated Value Dequantization, Turney).
+
+As in the authors' released code there is one stage: the residual is not quantized again (QJL).
+"""
 
 from __future__ import annotations
 
@@ -58,9 +61,11 @@ class TurboQuant(Method):
         bits = int(name[-1])
         if name.startswith("q"):
             return QuantBlockFormat(bits=bits, for_values=for_values)
+        # 0: all channels that are rotated together share a norm
         return TurboQuantFormat(bits=bits, for_values=for_values, norm_block=self.norm_block or 0)
 
     def arithmetic(self) -> Compute:
+        """The setting `rotate` is of both sides; in `Compute` it is of queries and keys, beside `rotate_v`."""
         k, v = (self.rotate if name.startswith("turbo") else "none" for name in (self.k_format, self.v_format))
         return dataclasses.replace(super().arithmetic(), rotate=k, rotate_v=v)
 

@@ -29,7 +29,9 @@ class JitFormat(NamedTuple):
             keep; for a prefill also of an unfinished block, where open tokens have no codes but the panel is INT8.
         place: where a head's codes go, decided when its row's first block closes.
         locate: where they are, and whether in 2 bits.
-        put: writes the codes of a block into the arenas.
+        put: `(S, code, scale, keep, write, t, ...)`: writes the codes of tokens `t` of a block into the arenas. Scales
+            that they share are those of the tokens in `keep`. A format with a ring gets full blocks and writes all of
+            each; one without writes the tokens in `write`.
         get: a block in panel form.
         scores: product of queries (`ops.decode.queries.QueryTile`) with one block of keys, whose tokens stand in
             `token_order`, since packed bytes hold several part tiles; None in a format of values alone.

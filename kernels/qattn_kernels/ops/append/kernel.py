@@ -1,6 +1,10 @@
 """Append and close in Triton: one program a block of the region (open and new tokens), KV head and row; `reference.py`
 specifies it.
 
+A short call has at most 32 tokens and is followed by a decode. After a long one comes a prefill, which reads past and
+new tokens from the panel, where they lie unpacked (`launch.panel.Panel`). A format without a ring (`C.RING == 0`) gives
+tokens their final form at once. `S` is the tensors of one side, keys or values; `C` a `launch.constants.Sizes`.
+
 Every kernel here makes codes, so it is launched with `enable_fp_fusion=False`: a product fused into a rounding would
 give other codes than the reference.
 """
@@ -20,8 +24,8 @@ from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
 
 
 class Codec(NamedTuple):
-    """Functions of a format, as `formats.contract.JitFormat` has them. Made in the call that takes it: a variable
-    inside a kernel can hold no functions."""
+    """Functions of a format; `formats.contract.JitFormat` says what each does. Made in the call that takes it: a
+    variable inside a kernel can hold no functions."""
 
     open: Any
     seen: Any
@@ -109,7 +113,7 @@ def _row_mean(S, K_MEAN, block, C: tl.constexpr):
     if block.row.closed == 0:
         t = tl.arange(0, C.BLOCK)
         code, scale = from_ring(S, block.start - block.index * C.BLOCK + t, t >= 0, bh, False, C)
-        mean = mean_key(dequantize(S, code, scale), slot_bits(block.flags, t) == 0, True)
+        mean = mean_key(dequantize(S, code, scale), slot_bits(block.flags, t) == 0, True)  # of a full block
         if block.index == 0:
             tl.store(K_MEAN + bh * C.D + d, mean, mask=d < C.D)
     else:
@@ -136,7 +140,7 @@ def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexp
             tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
             full, full_scale = from_ring(S, block.start + t, t >= 0, bh, VALUES, C)
             keep = slot_bits(block.flags, index * C.BLOCK + t) == 0
-            if C.ENTRIES > 0 and not VALUES:  # see `ops/sink_pool/reference.py`
+            if C.ENTRIES > 0 and not VALUES:  # values stay in: see `ops/sink_pool/reference.py`
                 keep = keep & (slot_bits(block.chosen, t) == 0)
             if C.SMOOTH_K and not VALUES:
                 mean = _row_mean(S, K_MEAN, block, C)
@@ -148,7 +152,8 @@ def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexp
 
 @triton.jit
 def _long_side(S, K_MEAN, x, tokens, panel, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
-    """Keys or values of one block of a long call: into the panel, and if it closes or is final into the arenas."""
+    """Keys or values of one block of a long call: into the panel, and into the arenas if it closes or the format has no
+    ring. `K_MEAN`: the mean that this call takes off its keys (`k_mean.mean_kernel`)."""
     b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.capacity, tokens.keep
     t = tl.arange(0, C.BLOCK)
     code, scale = codec.open(x)
@@ -214,7 +219,9 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
                  K, V, K_MEAN, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
                  K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
                  V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (block of the region, head, row) of a call of at most `NEW` tokens; lengths are committed later."""
+    """Program (block of the region, head, row) of a call of at most `NEW` tokens; the decode commits the lengths.
+    `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `CHOSEN`: bits of the
+    tokens that the sink pool took, of `regions` blocks a head."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row

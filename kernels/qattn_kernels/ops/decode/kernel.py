@@ -4,6 +4,9 @@ the open tokens; then a merge by the log-sum-exp of each.
 TurboAttention, Algorithm 2, with the key channel scale folded into the query and the value channel scale into the
 accumulator. `ops/decode/reference.py` is the specification; `parts.py` has the online softmax of each split. Queries
 are columns, scores are in log2 units.
+
+`C` is a `launch.constants.Sizes`, `row` a `layout.Row`. `K` and `V` are the tensors of one side of the layer, as the
+functions of its format take them: `formats.contract.JitFormat` says what each of those functions does.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def blocks_seen(row, NB, C: tl.constexpr):
 def blocks_per_split(blocks, splits, plan, C: tl.constexpr):
     """Packed blocks of one split, by the row's own length, whatever the capacity.
 
-    `plan`: splits of a context, and of a long one; blocks of a split from which a context is long; least blocks of one.
+    `plan`: (few, many, long, least). `few` splits share a context, `many` if each of the few would get `long` blocks or
+    more; none gets less than `least` blocks.
     """
     few, many, long, least = plan
     sharing = tl.minimum(tl.where(blocks < few * long, few, many), splits - C.OPEN)
@@ -106,6 +110,11 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
 
     The other splits share a row's blocks evenly, as `plan` says (`blocks_per_split`).
 
+    `ROWS` holds each row as it was before the call, so that `STATE` (`layout.RowState`) can take the new lengths here
+    while others still read; `BP`: a power of two that holds `B`. `DROPPED`: a bit for each masked token, and for each
+    that was in the sink pool before the call; `MOVED`: slots of the tokens that this call's close moved into the pool
+    or out of it.
+
     `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights; with sparse V
     3: what of that sum was dropped. `scoring`: the fields of a `Scoring`.
     `SKIP_COUNTS`, `skip_limits` (tau, budget): of sparse V.
@@ -141,7 +150,8 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
                 if split == 1:
                     sums, skips = sink_part(K_SINKS, V_SINKS, TABLE, program, sums, skips, RING_SCORES, RING_VALUES, C)
         else:
-            limits = SkipLimits(skip_limits[0], skip_limits[1], 1.0 / tl.cdiv(blocks, per_split))
+            share = 1.0 / tl.cdiv(blocks, per_split)
+            limits = SkipLimits(skip_limits[0], skip_limits[1], share)
             k_mean_scores = _k_mean_scores(K_MEAN, program, C)
             known = _sink_mass(K_SINKS, TABLE, program, RING_SCORES, C)
             packed = Blocks(begin, end, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, MOVED, k_mean_scores, limits, known)
@@ -154,7 +164,8 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
 def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, plan,
                  CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
-    `SINKS`: the model's learned logits; `TABLE`: of the sink pool.
+    `SINKS`: the model's learned logits, one a query head, which are no tokens; `TABLE`: of the sink pool, by which the
+    bits of `DROPPED` are brought up to date here, since every split has read the old ones.
 
     `RESULT` `[B, T, Hq, D]`, `LSE` fp32 `[B, Hq, T]`.
     """
@@ -196,7 +207,7 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
             tl.atomic_add(SKIP_COUNTS.queries + b * C.H + h, tl.full([], 1, tl.int64))
             tl.atomic_add(SKIP_COUNTS.dropped + b * C.H + h, share.to(tl.float64))
             tl.atomic_max(SKIP_COUNTS.worst + b * C.H + h, share)
-    spare = t - count
+    spare = t - count  # of the columns that are padding, before `first` and behind the row's tokens
     column = tl.where(t < count, first + t, tl.where(spare < first, spare, spare + count))
     result = tl.where(t < count, acc / tl.where(l == 0.0, 1.0, l), 0.0)
     lse = tl.where(t < count, m * LN2 + tl.log(l), 0.0)

@@ -1,4 +1,19 @@
-"""Weights of a tile of the prefill from its products of queries and keys; see `ops/prefill/kernel.py`."""
+"""Weights of a tile of the prefill from its products of queries and keys; see `ops/prefill/kernel.py`.
+
+What the functions take:
+
+- `x` `[BM, BN]`: the products. Integer sums come as floats `ROUNDER + sum`; the multiply-add that scales them takes
+  `ROUNDER` off. `unit`: what 1 of a product is worth in log2 units, one for all queries, or `[BM]` (`row_weights`,
+  `group_weights`).
+- `head`: the `kernel.HeadPanel`. Its `column` is the logarithm of a value's scale, -inf where the slot is masked, and
+  `inverse` is 1 / that scale.
+- `sums`: the `kernel.Sums` before the tile; its maxima start at `NOTHING`, which is finite.
+- `C`: a `launch.constants.PrefillSizes`.
+
+What those named `_weights` return: the weights `[BM, BN]`, and `[BM]` each their sum, the largest score of the tile, of
+all so far, and of all without the values' scales (`peak`, which SAS cuts against). For an INT8 product with values
+(`C.V_INT8`) weights and sum are against the largest score of the tile, otherwise against the largest so far.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +27,16 @@ LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than 
 LOG2_LEVELS = tl.constexpr(6.988684686772166)
 LARGEST = tl.constexpr(448.0)  # of E4M3, which weights are scaled by
 LOG2_LARGEST = tl.constexpr(8.807354922057604)
-# In log2, below a tile's largest values: rounded, too little is left of the weights of a block with values that small,
-# so that its part of a row sum is of those before rounding.
+# A block whose values' scale is this far (in log2) below the largest of the tile has small weights, since they contain
+# that scale: rounded they would be few levels or none. So its part of the row sum is of the weights before rounding.
 SMALL_VALUES = tl.constexpr(3.0)
 NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
 
 
 @triton.jit
 def factor(cap, C: tl.constexpr):
-    """From scores to log2 units, or to the exponent of their cap's tanh."""
+    """From scores to log2 units, or to the exponent `y` of their cap's tanh, `1 - 2 / (2^y + 1)` where `2^y` is
+    `exp(2 * score / cap)`. `cap` is in log2 units itself: hence the second `LOG2E`."""
     return 2.0 * LOG2E * LOG2E / cap if C.SOFTCAP else LOG2E
 
 
@@ -87,14 +103,14 @@ def token_scores(x, unit, head, n, cap, k_mean_scores, C: tl.constexpr):
 def row_weights(x, unit, sums, head, n, see, BN: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):
     """Weights of a tile from its integer sums `x` where keys have scales of their own: scores stay in units of their
     query until the exponent, where its scale costs nothing. FP8 weights are against the running maximum, times
-    `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have. `RAISED`: these come with
-    `ROUNDER` added, and the mass is of the rounded ones, but where a block's values are so small beside another's that
-    nothing would be left of its weights."""
+    `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have. `C.RAISED`: these come
+    with `ROUNDER` added, which rounds them and leaves each in the low byte of its float, and the mass is of the rounded
+    ones, but where a block's values are so small beside another's that nothing would be left of its weights."""
     k_scale, column, shift, top, peak = head.k_scale, head.column, head.shift, sums.m, sums.peak
     PARTS: tl.constexpr = BN // min(BN, C.BLOCK)
     b = tl.load(column + n)
     a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n))
-    if C.Q_LEVELS < LEVELS:
+    if C.Q_LEVELS < LEVELS:  # sums of 4-bit codes are small: `a * ROUNDER` must be exact
         a = short_scale(a)
     mask = tl.where(b == NEGATIVE, NEGATIVE, 0.0)
     if C.PLAIN:  # the interpreter rounds the product before it is summed
@@ -112,18 +128,18 @@ def row_weights(x, unit, sums, head, n, see, BN: tl.constexpr, MASK: tl.constexp
         p = tl.exp2(s * unit[:, None] - (new - LOG2_LARGEST)[:, None])
         mass = tl.sum(p, 1)
     else:
-        scale = tl.max(tl.reshape(b, (PARTS, BN // PARTS)), 1)
+        log_scale = tl.max(tl.reshape(b, (PARTS, BN // PARTS)), 1)  # of a block's values
         s = tl.reshape(s, (C.BM, PARTS, BN // PARTS))
-        here = tl.max(tl.max(s, 2) * unit[:, None] + scale[None, :], 1)
+        here = tl.max(tl.max(s, 2) * unit[:, None] + log_scale[None, :], 1)
         new = tl.maximum(top, here)
         base = tl.where(here == NEGATIVE, 0.0, here) - LOG2_LEVELS
-        p = tl.exp2(s * unit[:, None, None] + (scale[None, :] - base[:, None])[:, :, None])
+        p = tl.exp2(s * unit[:, None, None] + (log_scale[None, :] - base[:, None])[:, :, None])
         masses = tl.sum(p, 2)
         if C.RAISED:
             p += ROUNDER
-            small = scale < tl.max(scale, 0) - SMALL_VALUES
+            small = log_scale < tl.max(log_scale, 0) - SMALL_VALUES
             masses = tl.where(small[None, :], masses, tl.sum(p - ROUNDER, 2))
-        inverse = tl.where(scale == NEGATIVE, 0.0, tl.exp2(-scale))
+        inverse = tl.where(log_scale == NEGATIVE, 0.0, tl.exp2(-log_scale))
         mass = tl.sum(masses * inverse[None, :], 1)
         p = tl.reshape(p, (C.BM, BN))
     return p, mass, here, new, peak
@@ -134,8 +150,8 @@ def group_weights(x, unit, sums, head, n0, BN: tl.constexpr, C: tl.constexpr):
     """FP8 weights of a tile from its integer sums `x`, where keys share scales in groups and none is masked.
 
     The largest sum of a group gives its largest score, so that one multiply-add takes a sum to its exponent. A group is
-    one of `thread` (`formats.granularity`), four of 64 tokens. `_key_order` puts tokens into columns so that bits 3 and
-    1 of a column's number are the low and the high bit of its group:
+    one of `thread` (`formats.granularity`), four of 64 tokens. `kernel._key_order` puts tokens into columns so that
+    bits 3 and 1 of a column's number are the low and the high bit of its group:
 
         column    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15   | 16 ...
         token     0  1  4  5  8  9 12 13  2  3  6  7 10 11 14 15   | 16 ...
