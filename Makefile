@@ -32,8 +32,8 @@ test-all: ## Run all tests, the first tier first
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-slow
 
-test-oldest: $(OLDEST)/.ready ## Run the models of the conformance suite with the oldest supported transformers
-	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) tests/conformance/test_model.py $(ARGS)
+test-oldest: $(OLDEST)/.ready ## Run what depends on transformers, each behaviour once, with its oldest supported version
+	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow" tests/conformance/test_model.py tests/test_windows.py $(ARGS)
 
 docs: $(VENV)/.ready ## Build the documentation into site/, with a strict check of its links
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict  # --quiet would hide warnings from --strict too

@@ -31,7 +31,7 @@ def module(name: str, thing: Any) -> str:
 
 
 def entry(name: str, thing: Any) -> str:
-    """One name: signature, docstring, and what a class has beside what it inherits from elsewhere."""
+    """One name: signature, docstring, and of a class its own public methods."""
     parts = [f"## {name}", signature(name, thing), as_markdown(inspect.getdoc(thing) or "")]
     if inspect.isclass(thing):
         parts += [

@@ -1,4 +1,4 @@
-"""Table of families, made of `configs/families/*.yaml`; nothing recorded is needed."""
+"""Tables of model families, made of `configs/families/*.yaml`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HEADER = ["family", "`model_type`", "method", "in place of its defaults", "why",
 
 
 def families_table(results: Path) -> str:
-    """Families that run: what each has in place of a method's defaults, why, and whether that was measured."""
+    """Supported families: settings in place of a method's defaults, the reason, and whether they were measured."""
     return markdown(HEADER, [row for family in list_families() if not _refused(family) for row in _rows(family)])
 
 
 def refused_families_table(results: Path) -> str:
-    """Families of which every checkpoint is refused today: why, and what is kept for the day when they are not."""
+    """Families all of whose checkpoints are refused: the reason, and their settings for later."""
     return markdown(HEADER, [row for family in list_families() if _refused(family) for row in _rows(family)])
 
 
@@ -27,14 +27,14 @@ def _refused(family: Family) -> bool:
 
 
 def _rows(family: Family) -> list[list[str]]:
-    """A row a method; methods of which the same is said share one, and what is refused today comes last."""
+    """One row for each method; methods with equal entries share one, and the refusal comes last."""
     rows = []
     for section, same in groupby(family.methods.items(), key=lambda item: item[1]):
         settings = ", ".join(f"`{key}={value!r}`" for key, value in section.settings.items())
         why = " ".join(filter(None, [section.why, section.advice]))
         methods = ", ".join(f"`{method}`" for method, _ in same)
-        rows.append([methods, settings or "they stand", why, section.source, section.measured or "no"])
+        rows.append([methods, settings or "the defaults", why, section.source, section.measured or "no"])
     if family.waits is not None:
-        rows.append(["every one", "", family.waits, "", ""])
+        rows.append(["all", "", family.waits, "", ""])
     types = ", ".join(f"`{name}`" for name in family.model_types)
     return [[family.family, types, *row] if i == 0 else ["", "", *row] for i, row in enumerate(rows)]

@@ -33,7 +33,7 @@ def method_page(name: str, results: Path) -> str:
         "## Settings",
         fields_table(own) if own else "It has no settings of its own.",
         "Settings of [every method](../settings.md#settings-of-every-method) hold here too. "
-        f"`configs/{name}.yaml` has them all at their defaults.",
+        f"`configs/{name}.yaml` has them all at their defaults. Words: [glossary](../glossary.md).",
         "## Kernels",
         _kernels(name),
         *_section("## Recipes", recipes_of(name)),
@@ -44,7 +44,7 @@ def method_page(name: str, results: Path) -> str:
 
 
 def fields_table(fields: dict[str, FieldInfo]) -> str:
-    """Settings with what they may be, their default and what they are."""
+    """Table of settings: allowed values, default, description."""
     rows = [
         [f"`{key}`", allowed(field), f"`{as_written(field.default)}`", _escaped(field.description or "")]
         for key, field in fields.items()
@@ -71,27 +71,28 @@ def nav(results: Path) -> str:
 
 
 def recipes_of(name: str) -> str:
-    """Recipes of the package that take this method with other settings."""
+    """Table of the package's recipes that use this method with other settings."""
     rows = []
     for path in sorted(configs_dir().glob("*.yaml")):
-        held = read_yaml(path)
-        if path.stem != name and held.get("method") == name:
+        recipe = read_yaml(path)
+        if path.stem != name and recipe.get("method") == name:
             comment = path.read_text(encoding="utf-8").splitlines()
             why = " ".join(line.removeprefix("# ") for line in comment if line.startswith("# "))
-            given = ", ".join(f"`{key}={as_written(value)}`" for key, value in held.items() if key != "method")
-            rows.append([f"`{path.stem}`", given, _escaped(why)])
+            settings = ", ".join(f"`{key}={as_written(value)}`" for key, value in recipe.items() if key != "method")
+            rows.append([f"`{path.stem}`", settings, _escaped(why)])
     return markdown(["recipe", "settings", "why"], rows) if rows else ""
 
 
 def _kernels(name: str) -> str:
-    alone = reference_only(name)
-    if not alone:
+    without_kernels = reference_only(name)
+    if not without_kernels:
         return "Triton kernels compute every setting of this method on a GPU; see [kernels](../kernels.md)."
     listed = "\n".join(
-        f"- `{key}`: {', '.join(f'`{as_written(value)}`' for value in found)}" for key, found in alone.items()
+        f"- `{key}`: {', '.join(f'`{as_written(value)}`' for value in values)}"
+        for key, values in without_kernels.items()
     )
     return (
-        "Triton kernels compute this method on a GPU. These settings the PyTorch reference alone computes, on a GPU "
+        "Triton kernels compute this method on a GPU. Only the PyTorch reference computes these settings, on a GPU "
         f"too, where it is slower:\n\n{listed}"
     )
 
@@ -100,9 +101,9 @@ def _families(name: str) -> str:
     rows = []
     for family in list_families():
         if section := family.methods.get(name):
-            given = ", ".join(f"`{key}={as_written(value)}`" for key, value in section.settings.items())
+            settings = ", ".join(f"`{key}={as_written(value)}`" for key, value in section.settings.items())
             why = " ".join(filter(None, [section.why, section.advice]))
-            rows.append([family.family, given or "the defaults", _escaped(why), section.source])
+            rows.append([family.family, settings or "the defaults", _escaped(why), section.source])
     return markdown(["family", "settings", "why", "from"], rows) if rows else ""
 
 

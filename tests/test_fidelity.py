@@ -14,7 +14,7 @@ from qattn_hf import QAttnCache, QAttnError, patch
 from qattn_hf.assets import demo_model_dir
 from qattn_hf.chunks import feed
 from qattn_hf.cli import main
-from qattn_hf.fidelity.compare import Beside, compare, full_logits
+from qattn_hf.fidelity.compare import ShadowCaches, compare, full_logits
 from qattn_hf.fidelity.metrics import AttentionSums, over_layers, pareto, text_figures, token_figures
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.fidelity.sizes import size_of
@@ -127,7 +127,7 @@ def test_attention_is_judged_on_the_inputs_of_full_precision_and_changes_nothing
     reading = read_as(random_ids(1, 200), steps=3)
     recipes = find_recipes(["turbo:bits=2"])
     plain = full_logits(model, reading.ids, reading)
-    beside, outs = Beside(model, recipes, 0), []
+    beside, outs = ShadowCaches(model, recipes, 0), []
 
     def both(call: Call) -> None:
         beside(call)

@@ -92,17 +92,17 @@ def test_short_rows_and_several_rows_are_refused():
         inspect(tiny_llama(), recipe, random_ids(2, 100))
 
 
-def test_every_head_has_a_panel_at_most_eight_a_row_with_labels():
+def test_every_head_has_a_plot_at_most_eight_a_row_with_labels():
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     layer = Inspected({name: (-torch.rand(n, 4), torch.rand(n, 4)) for name, n in (("query", 20), ("key", 10))})
-    panels = [panel for panel in channel_ranges(layer, "a layer").axes if panel.axison]
-    assert [panel.get_title() for panel in panels] == [f"query, head {i}" for i in range(20)] + [
+    plots = [axes for axes in channel_ranges(layer, "a layer").axes if axes.axison]
+    assert [axes.get_title() for axes in plots] == [f"query, head {i}" for i in range(20)] + [
         f"key, head {i}" for i in range(10)
     ]
-    assert {panel.get_xlabel() for panel in panels} == {"channel"}
-    assert max(panel.get_subplotspec().colspan.stop for panel in panels) == 8
-    first = [panel for panel in panels if panel.get_subplotspec().is_first_col()]
-    assert len(first) == 5 and all("smallest to largest" in panel.get_ylabel() for panel in first)
+    assert {axes.get_xlabel() for axes in plots} == {"channel"}
+    assert max(axes.get_subplotspec().colspan.stop for axes in plots) == 8
+    first = [axes for axes in plots if axes.get_subplotspec().is_first_col()]
+    assert len(first) == 5 and all("minimum to maximum" in axes.get_ylabel() for axes in first)
 
 
 def test_the_command_draws_every_picture(tmp_path, capsys):

@@ -4,10 +4,55 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 State = dict[str, torch.Tensor]
+
+
+class Row(NamedTuple):
+    """A row as it was before a call, and what the call brings it. Scalars inside kernels, `[B]` outside.
+
+    Attributes:
+        length: tokens of the row.
+        closed: packed blocks.
+        open_start: row position of the first token that is in no packed block.
+        closing: blocks that the call closes.
+        first: first real column of the call's tokens.
+        count: real tokens of the call, of those that fit.
+    """
+
+    length: Any
+    closed: Any
+    open_start: Any
+    closing: Any
+    first: Any
+    count: Any
+
+
+class RowState(NamedTuple):
+    """The state tensors of all rows' lengths, by their names in the state; those without a row are one for all.
+
+    Attributes:
+        length, closed, open_start: int32 `[B]`, as in `Row`.
+        longest: int32 `[B]`, the most tokens that a row ever had.
+        seen: columns of all calls so far, padding included.
+        padded: columns up to the last padding.
+        overflow: `[B]`, tokens that did not fit.
+    """
+
+    length: Any
+    closed: Any
+    open_start: Any
+    longest: Any
+    seen: Any
+    padded: Any
+    overflow: Any
+
+
+ROW_OVERFLOW = len(Row._fields)  # the column behind: real tokens of the call that do not fit
+ROW_FIELDS = 8  # columns of the int32 tensor `[B, ROW_FIELDS]` that kernels hand a `Row` on in, a power of two
 
 
 @dataclass(frozen=True)

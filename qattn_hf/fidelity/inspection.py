@@ -33,7 +33,7 @@ class Inspected:
         key_norms: `[Hkv, S]`, L1 norm of each key, by which SinkQ selects sinks.
         held: for each KV head, the tokens that the recipe's sink pool keeps out of the packed blocks at the end,
             those in its window of evicted sinks included.
-        priorities: for `key` and `value` `[Hkv]`: TurboAttention's priority of each head (section 3.3).
+        priorities: for `key` and `value` `[Hkv]`: TurboAttention's priority of each head (section 3.2).
         bits: for `key` and `value`: bits of a code of each head, as the recipe chose them.
     """
 

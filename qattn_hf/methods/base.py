@@ -16,7 +16,7 @@ Arithmetic = Literal["int8", "model"]
 Select = Literal["smallest_key", "largest_key", "attention", "random"]
 PARTS = ("k", "v", "prefill", "decode")  # `k_bits` is for K alone what `bits` is for both sides
 SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
-PURPOSES = ("quality", "compare", "bits", "tune", "decode", "prefill", "beside-decode", "beside-prefill")
+PURPOSES = ("quality", "compare", "bits", "tune", "decode", "prefill", "trees-decode", "trees-prefill")
 
 
 class Measured(NamedTuple):
@@ -26,7 +26,7 @@ class Measured(NamedTuple):
         setting: as commands spell it, `turbo:bits=2`, or a recipe of the package that takes the method.
         purposes: some of `PURPOSES`, a space between them. `quality`: KL and tasks of the trained models; `compare`:
             `qattn compare`; `bits`: the size of a cached value; `tune`: what `qattn tune` may give a layer; `decode`,
-            `prefill`: speed; `beside-...`: speed, only where `eval/beside.py` compares two checkouts.
+            `prefill`: speed; `trees-...`: speed, only where `eval/compare_trees.py` compares two checkouts.
         record: name of the record of quality and of tasks that holds it; if empty, the setting's up to the colon.
     """
 

@@ -30,9 +30,9 @@ class Turbo(WindowedMethod):
     )
     measured = (
         Measured("turbo", "quality compare bits decode prefill"),
-        Measured("turbo:bits=mixed", "quality compare bits tune beside-decode"),
-        Measured("turbo:bits=2", "quality compare bits beside-decode"),
-        Measured("turbo:softmax=sas", "quality beside-decode beside-prefill"),
+        Measured("turbo:bits=mixed", "quality compare bits tune trees-decode"),
+        Measured("turbo:bits=2", "quality compare bits trees-decode"),
+        Measured("turbo:softmax=sas", "quality trees-decode trees-prefill"),
         Measured("turbo:sink_num=3", "bits decode"),
         Measured("turbo:sink_num=3,sink_window=8", "quality", record="turbo_sink"),
         Measured("turbo:bits=mixed,sink_num=3,sink_window=8", "quality tune", record="turbo_sink"),

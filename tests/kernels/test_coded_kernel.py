@@ -1,6 +1,6 @@
 """What a call makes codes of, against codes made by hand: who shares a scale, what is taken around which mean.
 
-SageAttention2, sections 3.1 to 3.3: reference and kernels, over keys and values as a stock cache has them. And queries
+SageAttention2, sections 3.1 to 3.5: reference and kernels, over keys and values as a stock cache has them. And queries
 of a decode.
 """
 
@@ -65,7 +65,7 @@ def shared(x: torch.Tensor, members: list, levels: int) -> torch.Tensor:
 
 
 def query_group(granularity: str, n: int) -> Any:
-    """Section 3.2: 128 queries are a block, 32 of them a warp's, and a thread has every eighth of these."""
+    """Section 3.3: 128 queries are a block, 32 of them a warp's, and a thread has every eighth of these."""
     return {"token": n, "thread": (n // 32, n % 8), "block": n // 128, "tensor": 0}[granularity]
 
 

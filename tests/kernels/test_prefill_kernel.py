@@ -14,10 +14,10 @@ from qattn_kernels.formats import Operand, get_format
 from qattn_kernels.formats.base import int8_tokens
 from qattn_kernels.formats.flashq.reference import stage_one
 from qattn_kernels.formats.int8_block.reference import Int8BlockFormat
-from qattn_kernels.launch.panel import ROW_FIELDS, Panel
+from qattn_kernels.launch.panel import Panel
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, LayerSpec, Sparsity
-from qattn_kernels.layout import Window
+from qattn_kernels.layout import ROW_FIELDS, Window
 from qattn_kernels.ops.prefill.launch import prefill
 from qattn_kernels.reference.attention import attend
 from qattn_kernels.reference.operands import operands

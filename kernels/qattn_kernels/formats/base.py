@@ -1,4 +1,8 @@
-"""The contract of a format: how keys or values of a layer stand in memory, closed in blocks or open in a ring."""
+"""The contract of a format: how keys or values of a layer are quantized, stand in memory, and are dequantized.
+
+A token is open, as a format holds it in its ring (or, without a ring, in the arena), until its block closes. `open`
+makes that form of new tokens, `write` closes a block, `read` dequantizes closed blocks as far as a product needs.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,10 @@ INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be dequan
 class Operand(NamedTuple):
     """Keys or values in the form that a product takes: `x * scale[..., None] + mean` are the numbers.
 
-    `x` is INT8, or FP8's numbers in fp16, with one fp32 `scale` a token; or floating point with `scale` None.
-    `mean` fp32 `[..., n, 1, D]` of blocks `[..., n, block, D]` is what smoothing took off, or None.
+    Attributes:
+        x: `[..., tokens, D]`: INT8 codes, FP8's numbers in fp16, or numbers in floating point.
+        scale: fp32 `[..., tokens]`, what one unit of a token's codes is worth; None where `x` are numbers.
+        mean: fp32 `[..., n, 1, D]` of blocks `[..., n, block, D]`, what smoothing took off; None without smoothing.
     """
 
     x: torch.Tensor
@@ -27,37 +33,45 @@ class Operand(NamedTuple):
 
     @property
     def scales(self) -> torch.Tensor:
-        """The token scales of an INT8 operand."""
+        """The scales `[..., tokens]` of an operand that has some."""
         assert self.scale is not None
         return self.scale
 
     def scaled(self) -> Operand:
-        """The same with scales, of one where there are none."""
+        """This operand with scales: of one where it has none."""
         return self if self.scale is not None else self._replace(scale=self.x.new_ones(self.x.shape[:-1]).float())
 
     def centered(self) -> Operand:
-        """The same with a mean, of zero where there is none."""
+        """This operand with a mean: of zero where it has none."""
         if self.mean is not None:
             return self
         return self._replace(mean=self.x.new_zeros((*self.x.shape[:-2], 1, self.x.shape[-1]), dtype=torch.float32))
 
     def dequantize(self) -> torch.Tensor:
-        """The numbers in fp32."""
+        """The numbers `[..., tokens, D]` in fp32: `code * scale + mean`."""
         x = self.x.float()
         x = x if self.scale is None else x * self.scale[..., None]
         return x if self.mean is None else x + self.mean
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Operand:
-        """Move codes, scales and means alike; `move` sees `[..., tokens, D]`, `[..., tokens, 1]` and `[..., 1, D]`."""
+        """This operand with its codes, scales and means moved alike, as by an index or a reshape.
+
+        `move` is called with `[..., tokens, D]`, `[..., tokens, 1]` and `[..., 1, D]`.
+        """
         scale = None if self.scale is None else move(self.scale[..., None])[..., 0]
         return Operand(move(self.x), scale, None if self.mean is None else move(self.mean))
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The new tokens of a call: real tokens first in each row, and what the row was before.
+    """The new keys or values of a call, and what each row was before it.
 
-    `x` fp32 `[B, H, T, D]` with zeros where `real` `[B, T]` is false; `length`, `count` `[B]`; `block` tokens a block.
+    Attributes:
+        x: fp32 `[B, H, T, D]`, real tokens first in each row; zeros behind them and for tokens that are not finite.
+        real: bool `[B, T]`, which tokens are no padding.
+        length: `[B]`, tokens of the row before the call.
+        count: `[B]`, new real tokens.
+        block: tokens of a block.
     """
 
     x: torch.Tensor
@@ -71,8 +85,11 @@ class Arrival:
 class Block:
     """One block of every row on its way into the arena.
 
-    `tokens` in open form `[B, H, block, D]`; `keep` `[B, H, block]` false for tokens that must not bend a scale;
-    `index` `[B]` block of the arena; `write` `[B]` rows in which it is written.
+    Attributes:
+        tokens: `[B, H, block, D]` as `Format.open` made them.
+        keep: bool `[B, H, block]`, false for tokens that must not widen a scale: masked ones and sinks.
+        index: `[B]`, the block's place in the arena.
+        write: bool `[B]`, rows in which it is written.
     """
 
     tokens: Operand
@@ -99,7 +116,6 @@ class Format:
 
     Attributes:
         integer: its operands are INT8 with a scale a token, fit for products of integers; else floating point.
-        coded: it holds codes of integers; by default where its operands are integers.
         fp8: its codes are FP8, which GPUs know from compute capability 8.9 on.
         block_scales: a prefill sees closed blocks with one scale each.
         row_weights: a prefill rounds the weights of a row once, since the values of a block share a scale.
@@ -119,16 +135,17 @@ class Format:
 
     @property
     def core(self) -> Format:
-        """The format that holds the codes: another one only where this one wraps it."""
+        """The format that holds the codes: itself, or the one that it wraps (`smoothed`)."""
         return self
 
     @property
     def smoothed(self) -> bool:
-        """Whether its tokens are taken around a row's mean."""
+        """Whether a row's mean is taken off before codes are made."""
         return self.core is not self
 
     @property
     def coded(self) -> bool:
+        """Whether it holds codes of integers: by default where its operands are integers."""
         return self.integer
 
     @property
@@ -148,7 +165,7 @@ class Format:
 
     @property
     def label(self) -> str:
-        """What a report calls it."""
+        """Its name in reports."""
         return self.name
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
@@ -156,28 +173,32 @@ class Format:
         raise NotImplementedError
 
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
-        """A ring of `slots` open tokens, for windowed formats: `ring`, and `ring_scale` if its codes have scales."""
+        """The tensors of a windowed format's ring of `slots` tokens: `ring`, and `ring_scale` if it holds INT8."""
         raise NotImplementedError
 
     def ring(self, state: State) -> Operand:
-        """The ring as it lies in memory, seen as `[B, H, slots, D]`."""
+        """The ring's tokens `[B, H, slots, D]`: views of the state, so that writing to them writes to the ring."""
         codes = state["ring"]
         return Operand(codes.transpose(-1, -2) if self.transposed else codes, state.get("ring_scale"))
 
     def open(self, new: Arrival, state: State) -> Operand:
-        """The open form of new tokens `[B, H, T, D]`; it may fix scales of the row in `state`."""
+        """Quantize new tokens one by one: `[B, H, T, D]` in the form that they have until their block closes.
+
+        It may fix scales of the row in `state`.
+        """
         raise NotImplementedError
 
     def reopen(self, x: torch.Tensor) -> Operand:
-        """Numbers in fp32 `[..., block, D]` that come from the ring, in open form as `write` takes it."""
+        """fp32 numbers `[..., block, D]`, from which a wrapping format took a mean, in the form that `open` makes."""
         raise NotImplementedError
 
     def seen(self, tokens: Operand, state: State) -> Operand:
-        """The form in which a prefill sees full blocks `[B, H, n, block, D]`: by default the open one."""
+        """The form in which a prefill multiplies full blocks of new tokens, `[B, H, n, block, D]`: by default as `open`
+        made them."""
         return tokens
 
     def write(self, state: State, block: Block) -> None:
-        """Store one block of every row for which `block.write` holds."""
+        """Quantize and store one block of every row for which `block.write` holds."""
         raise NotImplementedError
 
     def read(self, state: State, blocks: int) -> Operand:
@@ -185,7 +206,7 @@ class Format:
         raise NotImplementedError
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
-        """Code bits of each head, for each row: `[B][Hkv]`."""
+        """Bits of a code of each head, for each row: `[B][Hkv]`; 0 where that is not decided yet."""
         raise NotImplementedError
 
     def kernel_limits(self, side: str, dim: int) -> str | None:
@@ -226,7 +247,7 @@ class Format:
         return self
 
     def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
-        """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left."""
+        """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left of each row."""
 
 
 class OpenFormat(Format):
@@ -253,7 +274,7 @@ def int8_ring(geo: Geometry, slots: int, dim: int, transposed: bool = False) -> 
 def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
     """Symmetric INT8 with one scale a token: `scale = max|x| / levels`, `code = round(x / scale)`.
 
-    A token of zeros has scale 0, so that it never raises the scale of a block; zeros undo to zeros all the same.
+    A token of zeros has scale 0, so that it never raises the scale of a block; it dequantizes to zeros all the same.
     """
     top = x.abs().amax(-1)
     scale = top / torch.full_like(top, levels)  # by a number, CUDA would multiply by its rounded inverse
@@ -264,10 +285,11 @@ def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
 
 
 def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
-    """`[..., block, D]` to `[..., n, D]`, `n = block * bits / 8`: byte `t` holds tokens `t`, `t + n`, ...
+    """Codes `[..., block, D]` packed along the tokens: `[..., n, D]` bytes, `n = block * bits / 8`.
 
-    Tokens far apart share a byte, so that a kernel's masks and shifts yield whole part tiles, not interleaved ones.
-    3 bits lie as their lower two and, behind those, their highest.
+    Byte `t` holds tokens `t`, `t + n`, ..., the first in its lowest bits: of 64 tokens in 4 bits, code 5 of token 0 and
+    code 9 of token 32 make byte 0 0x95. Tokens far apart share a byte, so that a kernel's masks and shifts yield whole
+    part tiles, not interleaved ones. 3 bits lie as their lower two and, behind those, their highest.
     """
     if bits == 3:
         return torch.cat([pack(code & 3, 2), pack(code >> 2, 1)], dim=-2)
@@ -279,7 +301,8 @@ def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack`."""
+    """The inverse of `pack`: bytes `[..., n, D]` to codes `[..., block, D]`. In 4 bits 0x95 in byte 0 is code 5 of
+    token 0 and code 9 of token `n`."""
     if bits == 3:
         low, high = packed.split([packed.shape[-2] * 2 // 3, packed.shape[-2] // 3], dim=-2)
         return unpack(low, 2) | unpack(high, 1) << 2

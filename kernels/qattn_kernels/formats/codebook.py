@@ -1,8 +1,20 @@
-"""Codes of 2 to 4 bits as INT8 levels, looked up without memory: a table of eight is one permutation of bytes for four
-codes, one of sixteen two and a choice between them.
+"""Dequantize codes of 2 to 4 bits to the INT8 levels of a codebook, looked up in registers.
+
+PTX's `prmt` makes a word of four bytes, each chosen from eight by four bits of a third word. So a table of eight levels
+is one instruction for four codes; one of sixteen is two, and a choice between their results.
 
 A tile of packed codes is taken as its two halves of tokens, whose codes stand in four bits each whatever their width:
 in the lower and in the upper ones of a byte, or, where they are looked up, in the lower and the upper half of a word.
+
+Worked, 3 bits: the levels -127, -79, -45, -14, 14, 45, 79, 127 are the words 0xf2d3b181 and 0x7f4f2d0e, first level in
+the lowest byte. Of the codes 0x00007052 the lower half holds 2, 5, 0 and 7 from the lowest bits on; `prmt` by it takes
+bytes 2, 5, 0 and 7 of the two words: 0x7f812dd3, the levels -45, 45, -127 and 127. The upper half holds four times code
+0 and gives 0x81818181.
+
+4 bits: the index of a byte has three bits, so codes 0 to 7 are looked up in one pair of words and 8 to 15 in the other,
+both by the code less its fourth bit. Where the fourth bit of a selector is set, `prmt` fills a byte with the sign of
+the one it names; 0xd9c8 and 0xfbea so spread the fourth bits of four codes over four bytes, and `lop3` with the table
+0xca, `a ? b : c` bit by bit, takes one result or the other.
 """
 
 from __future__ import annotations
@@ -66,8 +78,12 @@ def half_levels_of(x, LEVELS: tl.constexpr, LOOKUP: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """The same for codes of 4 bits that are levels raised by 8: sixteen times those, since so a code becomes an INT8
-    number in its place."""
+    """int8 numbers of the codes in the lower and in the upper four bits of uint8 `x`, of formats whose codes are whole
+    numbers raised by 8: sixteen times `code - 8`, which needs no shift down.
+
+    0x95: code 5 moved to the upper bits is 0x50, whose highest bit turned is 0xd0, -48 = 16 * (5 - 8); code 9 is 0x90
+    and then 0x10, 16 = 16 * (9 - 8).
+    """
     if PLAIN:
         return ((x << 4) ^ 128).to(tl.int8, bitcast=True), ((x & 240) ^ 128).to(tl.int8, bitcast=True)
     asm: tl.constexpr = "{.reg .b32 s, t; shl.b32 s, $2, 4; and.b32 s, s, 0xf0f0f0f0; and.b32 t, $2, 0xf0f0f0f0; xor.b32 $0, s, 0x80808080; xor.b32 $1, t, 0x80808080;}"  # noqa: E501
@@ -76,8 +92,8 @@ def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _bytes(codes, at, byte, there, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Bytes of a block where they are `there`, zeros elsewhere, for channels `d`: `[n, channels]` of keys, `[channels,
-    n]` of values."""
+    """Bytes `byte` `[n]` of block `at` for channels `d`: `[n, channels]` of keys, `[channels, n]` of values. Zeros
+    where `there` `[n]` is false."""
     inside = d < C.D
     if VALUES:
         where, mask = at * (ROWS * C.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & there[None, :]
@@ -88,8 +104,14 @@ def _bytes(codes, at, byte, there, d, ROWS: tl.constexpr, VALUES: tl.constexpr, 
 
 @triton.jit
 def half_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Both halves of a block's codes, for channels `d`: that of token `t` in the lower four bits, that of the token
-    half a block later in the upper ones."""
+    """A block's codes in four bits each, whatever their width: the code of token `t` in the lower bits of a byte, that
+    of the token half a block later in the upper ones. Of channels `d`: `[BLOCK / 2, channels]` of keys, `[channels,
+    BLOCK / 2]` of values.
+
+    2 bits, 64 tokens: a byte in memory has tokens `t`, `t + 16`, `t + 32` and `t + 48`, 0x39 codes 1, 2, 3 and 0. For
+    tokens 0 to 15 it gives 0x39 & 0x33 = 0x31, code 1 of `t` and code 3 of `t + 32`; for tokens 16 to 31, shifted by
+    two, 0x0e & 0x33 = 0x02, code 2 of `t + 16` and code 0 of `t + 48`.
+    """
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     FOURTH: tl.constexpr = C.BLOCK // 4
     EIGHTH: tl.constexpr = C.BLOCK // 8

@@ -31,8 +31,8 @@ class JitFormat(NamedTuple):
         locate: where they are, and whether in 2 bits.
         put: writes the codes of a block into the arenas.
         get: a block in panel form.
-        scores: product of queries with one block of keys, whose tokens stand in `token_order`, since packed bytes hold
-            several part tiles; None in a format of values alone.
+        scores: product of queries (`ops.decode.queries.QueryTile`) with one block of keys, whose tokens stand in
+            `token_order`, since packed bytes hold several part tiles; None in a format of values alone.
         values: the same of weights with one block of values; None in a format of keys alone.
         channels: `(C)`: the channels of the rows of what `values` sums.
         ring_scores, ring_values: the two products over the ring, or over sinks, which stand as a ring of theirs would.

@@ -13,7 +13,8 @@ KEY_BLOCK, QUERY_BLOCK = 64, 128
 
 
 def key_groups(granularity: str, tokens: int, device: torch.device) -> torch.Tensor:
-    """int64 `[tokens]`: the group of each key of a block of so many."""
+    """The group, int64 `[tokens]`, of each key of a block of so many. By `thread` keys 0 and 1 have group 0, keys 2 and
+    3 group 1, keys 8 and 9 group 0 again."""
     n = torch.arange(tokens, device=device)
     if granularity == "thread":
         return n // KEY_BLOCK * 4 + n % 8 // 2
@@ -21,12 +22,13 @@ def key_groups(granularity: str, tokens: int, device: torch.device) -> torch.Ten
 
 
 def key_scales(granularity: str, tokens: int) -> int:
-    """How many groups a block of so many keys has."""
+    """How many scales a block of so many keys has, one a group."""
     return {"token": tokens, "thread": tokens // KEY_BLOCK * 4, "block": tokens // KEY_BLOCK, "tensor": 1}[granularity]
 
 
 def query_groups(granularity: str, tokens: int, device: torch.device, block: int = QUERY_BLOCK) -> torch.Tensor:
-    """int64 `[tokens]`: the group of each query; `block` of them share one if that is the granularity."""
+    """The group, int64 `[tokens]`, of each query: by `thread` queries 0, 8, 16 and 24 have group 0, queries 32, 40, ...
+    group 8. `block` of them share a group if that is the granularity."""
     n = torch.arange(tokens, device=device)
     if granularity == "thread":
         return n // 32 * 8 + n % 8
@@ -34,12 +36,12 @@ def query_groups(granularity: str, tokens: int, device: torch.device, block: int
 
 
 def grouped_maximum(top: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """The largest of each group `[tokens]`, for every member: `top` `[..., tokens]`."""
+    """The largest `top` `[..., tokens]` of each token's group; `groups` `[tokens]` are below the number of tokens."""
     most = torch.zeros_like(top)  # as many groups as tokens at most: no wait for a device
     index = groups.expand(top.shape)
     return most.scatter_reduce(-1, index, top, "amax").gather(-1, index)
 
 
 def shared_maximum(top: torch.Tensor, granularity: str) -> torch.Tensor:
-    """`grouped_maximum` of the keys of a block."""
+    """The largest `top` `[..., tokens]` of each key's group in a block of keys."""
     return grouped_maximum(top, key_groups(granularity, top.shape[-1], top.device))

@@ -13,10 +13,10 @@ UNIT = 1 / 64  # what an INT8 level counts: then a scale is about the deviation 
 
 
 def codebook(bits: int) -> list[int]:
-    """The INT8 levels of all codes, which count them from the lowest."""
+    """The INT8 level of each code, lowest first: of 2 bits -127, -38, 38 and 127."""
     return [-x for x in reversed(LEVELS[bits])] + list(LEVELS[bits])
 
 
 def midpoints(bits: int) -> list[float]:
-    """Between neighbouring positive levels, in deviations."""
+    """Where rounding changes from one positive level to the next, in standard deviations."""
     return [(a + b) * (LARGEST_LEVEL[bits] / 254) for a, b in pairwise(LEVELS[bits])]

@@ -1,6 +1,8 @@
-"""Codes of 4, 3 and 2 bits as they lie in memory: written, read back, and taken apart into the half tiles of a product.
+"""Packed codes of 4, 3 and 2 bits in kernels: written, read back, and multiplied as the part tiles of a product.
 
-Byte `t` of a block holds tokens `t`, `t + n`, ... of its `n` bytes, so that masks and shifts yield whole part tiles.
+`formats.base.pack` is the specification. Byte `t` of a block's `n` bytes holds tokens `t`, `t + n`, ..., the first in
+its lowest bits, so that one mask and one shift yield a part tile of neighbouring tokens: of 64 tokens in 4 bits the
+byte 0x95 in place 0 is code 5 of token 0, in the low half tile, and code 9 of token 32, in the high one.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ def _plane(codes, at, byte, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.c
 
 @triton.jit
 def _weave(x, VALUES: tl.constexpr):
-    """Bytes `[n, DP]` of which four neighbours in memory, along `DP` or along `n` of values, have brought the lower
-    halves to the front."""
+    """Bytes `[n, DP]` shuffled as `TurboQuantFormat.laid` has them: of four neighbours in memory, which lie along `DP`
+    or, of values, along `n`, the lower halves come first: 0x21, 0x43, 0x65, 0x87 become 0x31, 0x75, 0x42, 0x86."""
     if VALUES:
         fours = tl.permute(tl.reshape(x, (x.shape[0] // 4, 2, 2, x.shape[1])), (0, 3, 1, 2))
     else:
@@ -82,7 +84,7 @@ def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def read_codes(codes, at, BITS: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """The inverse: int32 `[BLOCK, DP]`."""
+    """int32 codes `[BLOCK, DP]` of block `at` as `write_codes` packed them, in the order of the tokens."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     if BITS == 3:
         low = _read_plane(codes, at, 2, 0, ROWS, WOVEN, VALUES, C)
@@ -93,7 +95,10 @@ def read_codes(codes, at, BITS: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.co
 
 @triton.jit
 def _nibbles(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
-    """Four bytes at a time: one half tile of a packed tile."""
+    """int8 codes of one half tile of bytes `x` with two codes of 4 bits each: of 0x95 code 5, or with `HIGH` code 9.
+
+    Assembly takes four bytes at a time; `PLAIN` is the same in plain arithmetic, for the interpreter.
+    """
     if PLAIN:
         return ((x >> (4 * HIGH)) & 15).to(tl.int8)
     if HIGH:
@@ -105,8 +110,11 @@ def _nibbles(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _crumbs(x, PART: tl.constexpr, PLAIN: tl.constexpr):
-    """The same for 2 bits and one quarter of the tokens: its codes, and four times those of an odd quarter, which so
-    need no shift of their own."""
+    """int8 codes of one quarter of the tokens, of bytes `x` with four codes of 2 bits each; of an odd `PART` four times
+    the codes, which so need no shift of their own.
+
+    0x39 has codes 1, 2, 3 and 0: parts 0 to 3 give 1, 8 = 4 * 2, 3 and 0.
+    """
     if PLAIN:
         return ((x >> (PART // 2 * 4)) & (12 if PART % 2 else 3)).to(tl.int8)
     if PART == 0:
@@ -133,8 +141,11 @@ def _packed(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.conste
 
 @triton.jit
 def _crumb_pairs(left, right, HIGH: tl.constexpr, PLAIN: tl.constexpr):
-    """2 bits of a half tile of two quarters: codes of the first in its left half, four times those of the second in its
-    right one. `left` and `right` hold the bytes there and nothing elsewhere."""
+    """int8 codes of a half tile of two quarters, 2 bits each: the codes of the first in its left half, four times those
+    of the second in its right half. `left` and `right` hold the bytes there and zeros elsewhere.
+
+    Of 0x39, codes 1, 2, 3 and 0: the first half tile has 1 in its left and 8 in its right half, with `HIGH` 3 and 0.
+    """
     if PLAIN:
         return ((left >> (4 * HIGH)) & 3 | (right >> (4 * HIGH)) & 12).to(tl.int8)
     if HIGH:

@@ -9,8 +9,12 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of a float
+ROUNDER_BITS = tl.constexpr(0x4B400000)  # of it
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # of fp32: by a smaller scale codes would overflow, so it is 0
+TINY = tl.constexpr(1e-30)  # in place of a largest number of 0, which nothing can be divided by
+NOTHING = tl.constexpr(-1e30)  # a maximum before any score, and the score of what is not seen: differences stay finite
 
 
 @triton.jit

@@ -5,12 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qattn_kernels import layout
+from qattn_kernels.layout import Row, RowState
+
+ROW_FIELDS, OVERFLOW = tl.constexpr(layout.ROW_FIELDS), tl.constexpr(layout.ROW_OVERFLOW)
+FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
+FIRST, COUNT = (tl.constexpr(Row._fields.index(name)) for name in ("first", "count"))
+
 
 @triton.jit
 def load_row(rows, b):
-    """A row as it was before the call, and what the call brings: six columns of `Panel.rows`."""
-    r = rows + b * 8
-    return tl.load(r), tl.load(r + 1), tl.load(r + 2), tl.load(r + 3), tl.load(r + 4), tl.load(r + 5)
+    """The `Row` of `b` from `rows` `[B, ROW_FIELDS]`."""
+    at = rows + b * ROW_FIELDS
+    return Row(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
+
+
+@triton.jit
+def store_row(rows, b, row):
+    """Write a `Row` to `rows`, for kernels after the append; the column `OVERFLOW` stays."""
+    at = rows + b * ROW_FIELDS
+    for i in tl.static_range(OVERFLOW):
+        tl.store(at + i, row[i])
 
 
 @triton.jit
@@ -30,22 +45,23 @@ def slot_bits(dropped, slot):
 @triton.jit
 def commit_row(ROWS, STATE, row, b, B, columns, BP: tl.constexpr, C: tl.constexpr):
     """The row's new lengths, once nobody reads the old ones: kernels after the append read `ROWS`."""
-    length, closed, open_start, closing, first, count = row
-    tl.store(STATE[0] + b, length + count)
-    tl.store(STATE[1] + b, closed + closing)
-    tl.store(STATE[2] + b, open_start + closing * C.BLOCK)
-    tl.store(STATE[3] + b, tl.maximum(tl.load(STATE[3] + b), length + count))
-    lost = tl.load(ROWS + b * 8 + 6)
-    if lost > 0:
-        tl.store(STATE[6] + b, tl.load(STATE[6] + b) + lost)
+    state = RowState(*STATE)
+    length = row.length + row.count
+    tl.store(state.length + b, length)
+    tl.store(state.closed + b, row.closed + row.closing)
+    tl.store(state.open_start + b, row.open_start + row.closing * C.BLOCK)
+    tl.store(state.longest + b, tl.maximum(tl.load(state.longest + b), length))
+    overflow = tl.load(ROWS + b * ROW_FIELDS + OVERFLOW)
+    if overflow > 0:
+        tl.store(state.overflow + b, tl.load(state.overflow + b) + overflow)
     if b == 0:
-        seen, n = tl.load(STATE[4]), tl.arange(0, BP)
-        tl.store(STATE[4], seen + columns)
-        starts = tl.load(ROWS + n * 8 + 4, mask=n < B, other=0)
-        counts = tl.load(ROWS + n * 8 + 5, mask=n < B, other=columns)
+        columns_seen, n = tl.load(state.seen), tl.arange(0, BP)
+        tl.store(state.seen, columns_seen + columns)
+        starts = tl.load(ROWS + n * ROW_FIELDS + FIRST, mask=n < B, other=0)
+        counts = tl.load(ROWS + n * ROW_FIELDS + COUNT, mask=n < B, other=columns)
         padding = tl.max(tl.where(starts + counts < columns, columns, starts), 0)  # to the end of the last one
         if padding > 0:
-            tl.store(STATE[5], seen + padding)
+            tl.store(state.padded, columns_seen + padding)
 
 
 @triton.jit
@@ -58,8 +74,8 @@ def flip_bits(flags, slot, where):
 @triton.jit
 def settle_sinks(TABLE, DROPPED, row, bh, NB, C: tl.constexpr):
     """End of a call: bits of `dropped` follow the table of sinks, once nobody reads the old ones."""
-    if row[3] > 0:
+    if row.closing > 0:
         e = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
-        changed = (tl.load(TABLE.born + e) > row[1]) ^ (tl.load(TABLE.written + e) > row[1])
+        changed = (tl.load(TABLE.born + e) > row.closed) ^ (tl.load(TABLE.written + e) > row.closed)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         flip_bits(flags, tl.load(TABLE.slot + e), changed)

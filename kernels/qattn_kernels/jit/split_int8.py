@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.math import ROUNDER
+from qattn_kernels.jit.math import ROUNDER, ROUNDER_BITS
 
 SPLIT_TOP = tl.constexpr(32512.0)  # the largest number that INT8 pairs are made of: 127 times 256
 
@@ -29,8 +29,8 @@ def split_int8(y, C: tl.constexpr):
 
 @triton.jit
 def split_weights(y, C: tl.constexpr):
-    """The same of weights `in_line`, of which a thread has neighbours: it writes four tokens of a column at once, and
-    so the product, whose threads want neighbours of one column, reads words instead of bytes."""
+    """`split_int8` of weights `in_line`. A thread has neighbours of these: it writes four tokens of a column at
+    once, and so the product, whose threads want neighbours of one column, reads words instead of bytes."""
     if C.PLAIN or not C.FOURS:
         return split_int8(y, C)
     else:
@@ -52,7 +52,7 @@ def split_weights(y, C: tl.constexpr):
 @triton.jit
 def dot_split(a, b):
     """Product of INT8 codes with INT8 pairs, for `join_split`: its sums start where their bits are those of a float."""
-    start = tl.full([a.shape[0], b.shape[1]], 0x4B400000, tl.int32)
+    start = tl.full([a.shape[0], b.shape[1]], ROUNDER_BITS, tl.int32)
     return tl.dot(a, b, acc=start, out_dtype=tl.int32)
 
 
@@ -76,7 +76,7 @@ def repeated_columns(x, C: tl.constexpr):
 
 @triton.jit
 def unrepeated_columns(x, C: tl.constexpr):
-    """The inverse: `[n, N]` of such a product to `[n, Q]`."""
+    """The inverse of `repeated_columns`: `[n, N]` of a product to `[n, Q]`."""
     if C.N > C.Q:
         one, _ = tl.split(tl.reshape(x, (x.shape[0], C.Q, 2)))
         return one

@@ -14,7 +14,7 @@ def stack(first, second):
 
 @triton.jit
 def unstack(x):
-    """The inverse."""
+    """The inverse of `stack`: both halves of `[2 n, Q]`."""
     return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
 
 
@@ -28,9 +28,9 @@ def part_order(n: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def token_order(n: tl.constexpr, PARTS: tl.constexpr):
-    """The same for a tile whose parts take turns, eight rows each. So the rows of a thread come in the order of those
-    that it has of an accumulator; in another the compiler would compute the softmax twice, once for the tile and once
-    for the accumulator."""
+    """The token of each row of a tile whose `PARTS` parts are interleaved, eight rows each. So the rows of a thread are
+    in the order of those that it has of an accumulator; in another the compiler would compute the softmax twice, once
+    for the tile and once for the accumulator."""
     row = tl.arange(0, n)
     return row // 8 % PARTS * (n // PARTS) + row % 8 * (n // (8 * PARTS)) + row // (8 * PARTS)
 
@@ -44,7 +44,7 @@ def by_part(x, PARTS: tl.constexpr):
 
 @triton.jit
 def by_token(x, PARTS: tl.constexpr):
-    """The same in `token_order`."""
+    """Numbers `[n]` of the tokens in `token_order`; as in `by_part` they are loaded in their own order."""
     return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (2, 0, 1)), (x.shape[0],))
 
 

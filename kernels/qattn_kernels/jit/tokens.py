@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import broken
+from qattn_kernels.layout import Row, RowState
 
 
 @triton.jit
@@ -64,9 +65,10 @@ def chosen_bits(CHOSEN, regions, bh, j, C: tl.constexpr):
 
 @triton.jit
 def row_before(STATE, SPANS, span_stride, b, NB, C: tl.constexpr):
-    """`load_row`'s six numbers, from the state and the call's mask; of its tokens no more than there is room for."""
-    length, closed, open_start = tl.load(STATE[0] + b), tl.load(STATE[1] + b), tl.load(STATE[2] + b)
+    """The `Row` of `b` from the state and the call's mask; of its tokens no more than there is room for."""
+    state = RowState(*STATE)
+    length, closed, open_start = tl.load(state.length + b), tl.load(state.closed + b), tl.load(state.open_start + b)
     first, count = tl.load(SPANS + b * span_stride), tl.load(SPANS + b * span_stride + 1)
     count = tl.minimum(count, (NB - closed) * C.BLOCK - (length - open_start))
     ready = tl.maximum(length + count - open_start - C.RESIDUAL, 0)
-    return length, closed, open_start, ready // C.SPAN * (C.SPAN // C.BLOCK), first, count
+    return Row(length, closed, open_start, ready // C.SPAN * (C.SPAN // C.BLOCK), first, count)

@@ -8,13 +8,10 @@ import torch
 
 from qattn_kernels.formats.contract import jit_of, side_tensors, sink_tensors
 from qattn_kernels.launch.constants import Sizes, sizes_of
-from qattn_kernels.launch.panel import ROW_FIELDS
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
-from qattn_kernels.layout import State
+from qattn_kernels.layout import ROW_FIELDS, RowState, State
 from qattn_kernels.reference.rows import region_blocks
-
-ROW_STATE = ("length", "closed", "open_start", "longest", "seen", "padded", "overflow")
 
 
 class Table(NamedTuple):
@@ -31,8 +28,8 @@ class Table(NamedTuple):
 class Call(NamedTuple):
     """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
     or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the region that it takes, `moved` the
-    slots that a short call moves. `center` fp32 `[B, H, D]`:
-    the mean around which a long call sees smoothed keys; else a tensor that nobody reads."""
+    slots that a short call moves. `call_mean`
+    fp32 `[B, H, D]`: the mean key that a long call takes off smoothed keys; else a tensor that nobody reads."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -50,12 +47,12 @@ class Call(NamedTuple):
     v_sinks: tuple | None
     chosen: torch.Tensor | None
     moved: torch.Tensor | None
-    center: torch.Tensor
+    call_mean: torch.Tensor
 
     @property
-    def mean(self) -> torch.Tensor:
+    def k_mean(self) -> torch.Tensor:
         """The rows' mean keys; where keys are not smoothed a tensor that nobody reads."""
-        return self.state.get("k.mean", self.center)
+        return self.state.get("k.mean", self.call_mean)
 
     @property
     def batch(self) -> int:
@@ -87,7 +84,8 @@ class Call(NamedTuple):
 
     @property
     def row_state(self) -> tuple:
-        return tuple(self.state[name] for name in ROW_STATE)
+        """A `RowState`, plain: Triton takes longer over a named tuple."""
+        return tuple(self.state[name] for name in RowState._fields)
 
 
 def make_call(
@@ -117,7 +115,7 @@ def make_call(
         chosen = torch.empty(shape, dtype=torch.uint8, device=key.device)
         moved = torch.empty((batch, heads, 2 * sizes.SINKS), dtype=torch.int32, device=key.device)
         sinks = table, sink_tensors(state, "k"), sink_tensors(state, "v"), chosen, moved
-    center = state["length"]
-    if sizes.SMOOTH:
-        center = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
-    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, center=center)
+    call_mean = state["length"]
+    if sizes.SMOOTH_K:
+        call_mean = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
+    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, call_mean=call_mean)

@@ -13,19 +13,31 @@ MOST_COLUMNS = 32  # of one program; more queries of a short call go to more pro
 
 
 class Sizes(NamedTuple):
-    """Attributes are compile-time constants inside kernels.
+    """What the kernels of a packed cache are compiled for: those of the append, the decode and the sink pool.
 
-    `H` KV heads, `G` query heads of each, `D` head dim, `DP` the power of two that holds it; `BLOCK`, `SPAN`,
-    `RESIDUAL`, `RING` of the window (`RING` 0: tokens get their final form at once); `K_LOW`, `V_LOW` which heads
-    have 2 bits (`Low`; how many is no constant, so that layers with other heads need no kernels of their own);
-    `K_BITS`, `V_BITS` bits of a code where all heads have as many; `K_CHANNELS`, `V_CHANNELS` how many of a token
-    share a scale in formats where not all do, else 0; `PARTS` of a packed block, which take turns in a tile of
-    scores, `FOURS` whether a thread has four neighbours of each; `OPEN` parts of a decode that are no packed blocks
-    (ring, sinks); `ENTRIES` of the table of sinks (0: there is none), `SINKS` in the pool, `EVICTED` in the window,
-    `UNDOABLE` blocks by a crop; `Q` queries of a decode program and their `N` columns, twice as many if they are
-    INT8 pairs, `ONE` a call of one token; `INT8` products of integers, `Q_LEVELS` of a query's codes; `SMOOTH`
-    keys are coded around a mean, `K_GROUP` which share a scale; `SAS`, `CAP`, `LOCAL`, `SPARSE` whether that
-    softmax, a soft cap, a local window, sparse V is used; `PLAIN` the interpreter runs, which knows no assembly.
+    Attributes are compile-time constants inside them; what `PrefillSizes` has too has the same name there.
+
+    Heads and dims:
+        H: KV heads. G: query heads of each. D: head dim. DP: the power of two that holds it.
+    The window (`layout.Window`):
+        BLOCK: tokens of a block. SPAN, RESIDUAL: of it. RING: slots; 0 where tokens get their final form at once.
+    Formats:
+        K_LOW, V_LOW: which heads have 2 bits (`formats.base.Low`); how many is no constant, so that layers with other
+            heads need no kernels of their own.
+        K_BITS, V_BITS: of a code where all heads have as many.
+        K_CHANNELS, V_CHANNELS: of a token that share a scale, in formats where not all do, else 0.
+        K_GROUP: which tokens' keys share a scale. SMOOTH_K: keys are coded around a mean.
+        PARTS: of a packed block, which take turns in a tile of scores (`jit/tile_order.py`).
+        FOURS: a thread has four neighbours of each part, which it writes as one word.
+    The sink pool:
+        ENTRIES: places of its table, 0 without a pool. SINKS: in the pool. EVICTED: in the window behind it.
+        UNDOABLE: blocks that a crop can reopen.
+    A decode:
+        OPEN: splits that are no packed blocks, but the ring or sinks.
+        Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
+        ONE_TOKEN: the call has one. INT8: products are of integers. Q_LEVELS: largest code of a query.
+        SAS, SOFTCAP, LOCAL, SPARSE_V: whether that softmax, a cap of scores, a local window, sparse V is used.
+    PLAIN: the interpreter runs, which knows no assembly.
     """
 
     H: int
@@ -42,24 +54,77 @@ class Sizes(NamedTuple):
     V_BITS: int
     K_CHANNELS: int
     V_CHANNELS: int
+    K_GROUP: str
+    SMOOTH_K: bool
     PARTS: int
     FOURS: bool
-    OPEN: int
     ENTRIES: int
     SINKS: int
     EVICTED: int
     UNDOABLE: int
+    OPEN: int
     Q: int
     N: int
-    ONE: bool
+    ONE_TOKEN: bool
     INT8: bool
-    SMOOTH: bool
-    K_GROUP: str
     Q_LEVELS: int
     SAS: bool
-    CAP: bool
+    SOFTCAP: bool
     LOCAL: bool
-    SPARSE: bool
+    SPARSE_V: bool
+    PLAIN: bool
+
+
+class PrefillSizes(NamedTuple):
+    """What the prefill kernel is compiled for. Attributes are compile-time constants inside it.
+
+    Heads and dims:
+        HQ: query heads. G: of each KV head. D, DV: head dims of K and V. DP, DVP: the powers of two that hold them.
+    Tiles:
+        BM: queries of a program. BN: slots of a tile of the main loop. TAIL: of the others. STAGES: of their pipelines.
+    The panel:
+        BLOCK: slots of a block. BLOCK_SCALES: the slots of a closed block share scales, in groups of K.
+        K_CODES, V_CODES: keys, values are INT8 there. V_FP8: values are FP8, there and in the product.
+    Products:
+        K_INT8, V_INT8: in INT8. Q_LEVELS: largest code of a query. Q_GROUP: which queries share a scale (`groups`;
+            `block` is the program's own).
+        BY_ROW: scores may stay in units of their query (`row_weights`). RAISED: INT8 weights are rounded at once there.
+    Means that were taken off:
+        SMOOTH_K: of keys. SMOOTH_Q: of which queries (`smooth_q`). SMOOTH_V: of values.
+    Scores:
+        SAS, SOFTCAP: whether that softmax, a cap is used. LOCAL_WINDOW: positions that a query sees back, 0 for all.
+        SINK_LOGITS: the model has learned ones.
+    PLAIN: the interpreter runs, which knows no assembly.
+    """
+
+    HQ: int
+    G: int
+    D: int
+    DV: int
+    DP: int
+    DVP: int
+    BM: int
+    BN: int
+    TAIL: int
+    STAGES: int
+    BLOCK: int
+    BLOCK_SCALES: bool
+    K_CODES: bool
+    V_CODES: bool
+    V_FP8: bool
+    K_INT8: bool
+    V_INT8: bool
+    Q_LEVELS: float
+    Q_GROUP: str
+    BY_ROW: bool
+    RAISED: bool
+    SMOOTH_K: bool
+    SMOOTH_Q: str
+    SMOOTH_V: bool
+    SAS: bool
+    SOFTCAP: bool
+    LOCAL_WINDOW: int
+    SINK_LOGITS: bool
     PLAIN: bool
 
 
@@ -100,14 +165,14 @@ def sizes_of(
         UNDOABLE=spec.sink_pool.undoable(at),
         Q=columns // 2 if int8 else columns,
         N=columns,
-        ONE=tokens == 1,
+        ONE_TOKEN=tokens == 1,
         INT8=int8,
-        SMOOTH=spec.k.smoothed,
+        SMOOTH_K=spec.k.smoothed,
         K_GROUP=spec.k.core.scale_group,
         Q_LEVELS=spec.compute.decode_levels if int8 else 127,
         SAS=spec.compute.softmax == "sas",
-        CAP=cap,
+        SOFTCAP=cap,
         LOCAL=local,
-        SPARSE=spec.sparsity.tau > 0,
+        SPARSE_V=spec.sparsity.tau > 0,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )

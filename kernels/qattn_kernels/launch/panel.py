@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-ROW_FIELDS = 8  # columns of `Panel.rows`, of which seven are used
 
 
 class Panel(NamedTuple):
@@ -16,9 +14,8 @@ class Panel(NamedTuple):
     `k`: INT8 `[B, Hkv, N, Dk]` with fp32 `k_scale` `[B, Hkv, N]`, or the model's dtype with None.
     `v`: INT8 TRANSPOSED `[B, Hkv, Dv, N]` with fp32 `v_scale` `[B, Hkv, N]`, or the model's dtype `[B, Hkv, N, Dv]`.
     `bias`: fp32 `[B, Hkv, N]`, added to every score: 0, or -inf for slots that hold no token or a masked one.
-    `pos`: int32 `[B, N]` row positions. `rows`: int32 `[B, ROW_FIELDS]`: length, closed, open_start, closing, first
-    real column and count of the new tokens, and how many more there were that do not fit. Slots past a row's end hold
-    anything but NaN, with bias -inf.
+    `pos`: int32 `[B, N]` row positions. `rows`: int32 `[B, ROW_FIELDS]`: the fields of a `layout.Row`, and behind them
+    `ROW_OVERFLOW`. Slots past a row's end hold anything but NaN, with bias -inf.
 
     What `ops.prefill.coded` makes codes of may have fewer slots than `bias`, where none beyond is seen, and any strides
     but the last: a cache's own tensors (`step/stock_cache.py`).
@@ -44,8 +41,20 @@ class Panel(NamedTuple):
     shift: torch.Tensor | None = None
 
 
+class PanelTensors(NamedTuple):
+    """What kernels that fill a panel take of it, in its shapes; any tensor stands for scales that it has not."""
+
+    k: Any
+    k_scale: Any
+    v: Any
+    v_scale: Any
+    bias: Any
+    pos: Any
+
+
 def tensors(panel: Panel) -> tuple:
-    """Pointers of a panel; a kernel that writes no scales gets another tensor in their place and leaves it alone."""
+    """The `PanelTensors` of a panel, plain: Triton takes longer over a named tuple. Where it has no scales its bias
+    stands, which kernels leave alone."""
     k_scale = panel.bias if panel.k_scale is None else panel.k_scale
     v_scale = panel.bias if panel.v_scale is None else panel.v_scale
     return panel.k, k_scale, panel.v, v_scale, panel.bias, panel.pos

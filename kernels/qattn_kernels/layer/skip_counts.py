@@ -31,12 +31,12 @@ TYPES = SkipCounts(torch.int64, torch.int64, torch.int64, torch.float64, torch.f
 
 
 def skip_count_tensors(geo: Geometry) -> dict[str, TensorSpec]:
-    """The counters by their names in a layer's state."""
+    """The tensors of `SkipCounts` by their names in a layer's state: `v_read`, `v_skipped` and so on."""
     return {f"v_{name}": TensorSpec((geo.batch, geo.heads), dtype) for name, dtype in TYPES._asdict().items()}
 
 
 def skip_counts_of(state: State) -> SkipCounts:
-    """The counters of a layer: the tensors themselves, not copies."""
+    """The `SkipCounts` of a layer's state: the tensors themselves, not copies."""
     return SkipCounts(*(state[f"v_{name}"] for name in SkipCounts._fields))
 
 

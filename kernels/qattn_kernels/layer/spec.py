@@ -24,18 +24,19 @@ class Compute:
         pv: the product with values where the one with keys is `int8`: that too, `model`, or in a prefill `e4m3` or
             `e5m2`: weights and values in FP8, values with a scale a channel of all that the call sees.
         softmax: `exact` or `sas` (algorithm SAS of TurboAttention, cut at `sas_threshold`).
-        p_scale: INT8 weights of a prefill are scaled by `row` of a block or by `tile` (the paper's).
-        q_scale: what shares the INT8 scale of queries in a prefill: `block` of `block_q`, or as `groups` says.
-        k_scale: the same of keys that have no codes.
-        smooth_k: such keys are taken around the mean of all that the call sees.
-        smooth_q: queries of a prefill around the mean of all, `tensor`, or of `QUERY_BLOCK`, `block`; or `none`.
-        smooth_v: values in FP8 are taken around the mean of all that the call sees.
+        p_scale: INT8 weights of a prefill have a scale a query and tile (`row`), or one that `block_q` queries share
+            (`tile`, TurboAttention's).
+        q_scale: what shares the INT8 scale of queries in a prefill: `block` of `block_q`, or as `granularity` says.
+        k_scale: what shares the scale of keys that have no codes, in a prefill: as `granularity` says.
+        smooth_k: from keys that have no codes a prefill takes off the mean of all that the call sees.
+        smooth_q: from queries a prefill takes off the mean of all (`tensor`) or of `QUERY_BLOCK` (`block`); or `none`.
+        smooth_v: from values in FP8 a prefill takes off the mean of all that the call sees.
         decode_levels: largest INT8 code of queries in a decode.
         qk_levels, pv_levels: largest INT8 code of queries in a prefill and of weights, and of keys and values that
             have no codes.
         round_sum: row sums are of the rounded INT8 weights, not of what they were rounded from.
-        rotate: `hadamard` turns queries and keys before anything else (`rotate/`), `none` does not.
-        rotate_v: the same for values, and the output is turned back.
+        rotate: `hadamard` rotates queries and keys before anything else (`ops/rotate`), `none` does not.
+        rotate_v: `hadamard` rotates values, and the output back; `none` does not.
     """
 
     prefill: str = "int8"
@@ -77,7 +78,7 @@ class Sparsity:
 @dataclass(frozen=True)
 class LayerSpec:
     """The four choices of one layer: format of K and of V, window with its sink pool, compute, sparsity; and who
-    computes it."""
+    computes it: `impl` is `reference` or `triton`."""
 
     k: Format
     v: Format
@@ -109,7 +110,7 @@ def _format(settings: dict[str, Any]) -> Format:
 
 @lru_cache(maxsize=1024)
 def decode_spec(text: str) -> LayerSpec:
-    """The inverse of `LayerSpec.encode`."""
+    """The layer that `LayerSpec.encode` wrote as `text`."""
     parts = json.loads(text)
     return LayerSpec(
         k=_format(parts["k"]),

@@ -10,15 +10,19 @@ from qattn_kernels.layout import Geometry, State, TensorSpec
 
 
 def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
-    """Bookkeeping that every layer has.
+    """The bookkeeping tensors that every layer has, whatever its formats.
 
-    `length` real tokens; `closed` blocks; `open_start` row position of the first open token; `origin` row position
-    where the present run of full blocks began (moved by far crops); `longest` length since then, for the horizon;
-    `ring_from` oldest row position that the ring is known to hold, if it is not too far back anyway;
-    `overflow` tokens that did not fit the capacity and were not written, which only a call can meet whose caller does
-    not ask the device first; `seen` columns, padding included; `padded` columns up to the end of the last padding;
-    `block_pos`, `block_len` first row position and tokens of each closed block;
-    `dropped` one bit a token slot whose score is masked; `nonfinite` how many there were; with sparse V a `SkipCounts`.
+    Of each row:
+    - `length`: real tokens. `closed`: closed blocks. `open_start`: row position of the first open token.
+    - `origin`: row position where the present run of full blocks began, which crops behind the horizon move; `longest`:
+      the largest length since then. `ring_from`: oldest row position that the ring is known to hold, unless the ring's
+      size says a later one.
+    - `overflow`: tokens that did not fit the capacity and were not written, where the caller could not ask before.
+    - `block_pos`, `block_len`: first row position and tokens of each closed block.
+    - `dropped`: one bit a token slot, set where its score is masked. `nonfinite`: how many tokens were not finite.
+    - with sparse V the counters of `SkipCounts`.
+
+    Of all rows together: `seen`: columns so far, padding included. `padded`: columns up to the end of the last padding.
     """
     i32, i64, u8 = torch.int32, torch.int64, torch.uint8
     names = ("length", "closed", "open_start", "origin", "longest", "ring_from", "overflow")
@@ -31,11 +35,13 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
 
 def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
-    """Of a layer with a sink pool: see `ops.sink_pool.table`. The tokens themselves are `sink` of each side.
+    """The table of a layer's sinks, `[B, Hkv, entries]` each (`ops.sink_pool.table`); a free place holds zeros.
 
-    `sink.pos` row position; `sink.slot` among those of the arenas; `sink.born`, `sink.evicted`, `sink.written` how many
-    blocks were closed when that happened; `sink.norm` the magnitude of the key by which sinks compete, fp64 so that no
-    order of summing decides. A free place holds zeros.
+    The sinks' keys and values are `k.sink` and `v.sink`.
+    - `sink.pos`: row position. `sink.slot`: the slot of the arenas that the token would have.
+    - `sink.born`, `sink.evicted`, `sink.written`: how many blocks were closed when the token entered the pool, when it
+      left it for the window of evicted sinks, and when it left that too, to be read from its block's codes.
+    - `sink.norm`: magnitude of the key, by which sinks compete; fp64, so that no order of summing decides.
     """
     shape = (geo.batch, geo.heads, spec.sink_pool.entries(spec.window))
     tensors = {f"sink.{name}": TensorSpec(shape, torch.int32) for name in ("pos", "slot", "born", "evicted", "written")}
@@ -62,5 +68,6 @@ def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
 
 def side_of(state: State, side: str) -> State:
-    """The tensors of one format: `k.codes` becomes `codes`. The tensors are the same objects, not copies."""
+    """The tensors of the format of one `side`, `k` or `v`: `k.codes` becomes `codes`. No copies: writing to them writes
+    to the state."""
     return {name.removeprefix(f"{side}."): t for name, t in state.items() if name.startswith(f"{side}.")}

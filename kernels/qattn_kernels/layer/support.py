@@ -49,7 +49,8 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
 
 
 def _no_fp8(spec: LayerSpec) -> str | None:
-    """Of GPUs: FP8 came with compute capability 8.9. The interpreter has it."""
+    """Why this GPU cannot compute a spec with FP8, which came with compute capability 8.9, or None. The interpreter
+    can."""
     fp8 = spec.compute.prefill == "int8" and spec.compute.pv == "e4m3"
     if not (fp8 or spec.k.core.fp8 or spec.v.core.fp8) or not torch.cuda.is_available():
         return None
@@ -72,7 +73,10 @@ def _unsupported_formats(spec: LayerSpec, dim: int) -> str | None:
 
 
 def _unsupported_product(spec: LayerSpec, side: str, fmt: Format) -> str | None:
-    """Of codes with what a call makes of queries and weights; a prefill makes codes where a format has none."""
+    """Why kernels cannot multiply the codes of one side with what a call makes of queries or weights, or None.
+
+    A prefill makes codes where a format has none.
+    """
     compute = spec.compute
     int8 = "int8" in (compute.prefill, compute.decode)
     if compute.decode == "int8" and not fmt.coded and (side == "k" or compute.pv == "int8"):

@@ -1,1 +1,1 @@
-"""Attention in plain PyTorch: the specification of what kernels compute."""
+"""Attention in plain PyTorch: the specification of what kernels compute; and each paper's own, in `papers/`."""

@@ -1,7 +1,8 @@
-"""Attention over tiles of stored tokens: the arithmetic that prefill and decode share.
+"""Attention over tiles of stored tokens with an online softmax: the arithmetic that prefill and decode share.
 
 A tile is a block of keys and values in the form of its format. Each stored token says which queries see it, so packed
-blocks, the ring and new tokens need no cases here.
+blocks, the ring and new tokens need no cases here. All heads, queries and tiles are computed at once; the papers'
+algorithms stand in `reference/papers/`, each as a loop over tiles in the paper's symbols, with the same numbers.
 """
 
 from __future__ import annotations
@@ -22,21 +23,53 @@ from qattn_kernels.reference.tiles import Tiles, visible
 
 
 class Attended(NamedTuple):
-    """`out` fp32 `[B, Hq, T, Dv]`, `lse` fp32 `[B, Hq, T]` (-inf: nothing seen); of sparse V its `skip_counts`. A query
-    that is not finite has an `out` of NaN, and the `lse` of a query of zeros."""
+    """What a call's attention gives.
+
+    Attributes:
+        out: fp32 `[B, Hq, T, Dv]`; NaN for a query that is not finite, zeros for one that sees no token.
+        lse: fp32 log-sum-exp `[B, Hq, T]`: -inf for a query that sees no token, that of a query of zeros for one that
+            is not finite.
+        skip_counts: what sparse V skipped; None where it is off.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
     skip_counts: SkipCounts | None = None
 
 
+class _Arithmetic(NamedTuple):
+    """Which of the forms that a `Compute` can ask for a call takes.
+
+    Attributes:
+        int8_values: weights are rounded to INT8 and multiplied with INT8 values.
+        fp8_values: weights are rounded to FP8; the values were before (`operands`).
+        tile: INT8 weights of `block_q` queries share a scale in each tile; else every query has its own there.
+        running: weights are taken against the running maximum of the tiles so far, in order, since what is cut (SAS),
+            what a scale is shared with (`tile`) and what is too small (FP8) depend on it; else against the tile's own.
+    """
+
+    int8_values: bool
+    fp8_values: bool
+    tile: bool
+    running: bool
+
+
+def _arithmetic(compute: Compute, prefill: bool) -> _Arithmetic:
+    int8 = (compute.prefill if prefill else compute.decode) == "int8"
+    fp8, tile = prefill and fp8_values(compute), prefill and compute.p_scale == "tile"
+    return _Arithmetic(int8 and compute.pv == "int8", fp8, tile, compute.softmax == "sas" or tile or fp8)
+
+
 def _integers(x: Operand, levels: int) -> Operand:
-    """`x` itself if it has codes, else INT8 of each token."""
+    """`x` itself if it has codes, else its INT8 codes up to `levels` with a scale a token."""
     return x if x.scale is not None else int8_tokens(x.x.float(), levels)
 
 
 def _scores(q: Queries, tiles: Tiles, scores: Scores, levels: int) -> torch.Tensor:
-    """fp32 `[B, Hkv, G, T, n, block]`, capped, not masked."""
+    """Scores fp32 `[B, Hkv, G, T, n, block]` of each query and token, soft-capped, not masked.
+
+    Means that smoothing took off queries and keys before they were quantized are added back.
+    """
     heads = tiles.k.x.shape[1]
 
     def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -59,8 +92,9 @@ def _scores(q: Queries, tiles: Tiles, scores: Scores, levels: int) -> torch.Tens
 def _rounded(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> Operand:
     """INT8 weights `[B, Hkv, G, T, n, block]` with fp32 scales `[B, Hkv, G, T, n]`.
 
-    A value's token scale is multiplied into its weight, then the weights of a row in a tile are scaled by their
-    maximum / `levels` and rounded; `tile_rows` > 1 shares that maximum among so many queries (the paper's tile).
+    A value's token scale is multiplied into its weight, then the weights of a query in a tile are divided by their
+    maximum / `levels` and rounded; with `tile_rows` > 1 so many queries of a head share that maximum (the tile of
+    TurboAttention's Algorithm 1).
     """
     w = p * v.scales[:, :, None, None]
     top = w.amax(-1)
@@ -73,14 +107,16 @@ def _rounded(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> Operan
 
 
 def _rounded_sums(p: torch.Tensor, v: Operand, levels: int, tile_rows: int) -> torch.Tensor:
-    """Row sums `[B, Hkv, G, T, n]` of the rounded weights; a weight of zeros, which have no scale, stays as it was."""
+    """Row sums `[B, Hkv, G, T, n]` of the rounded weights (INT-FlashAttention); the weight of a value of zeros, which
+    has no scale, counts as it was before it was rounded."""
     scale = v.scales[:, :, None, None]
     weights = _rounded(p, v, levels, tile_rows).dequantize() / torch.where(scale == 0, 1.0, scale)
     return torch.where(scale == 0, p, weights).sum(-1)
 
 
 def _weighted_values(p: torch.Tensor, v: Operand, int8: bool, levels: int, tile_rows: int) -> torch.Tensor:
-    """`sum_k p v` of each tile: `p` `[B, Hkv, G, T, n, block]` to fp32 `[B, Hkv, G, T, n, Dv]`; INT8: of `_rounded`."""
+    """`sum_k p v` of each tile, fp32 `[B, Hkv, G, T, n, Dv]`, of weights `p` `[B, Hkv, G, T, n, block]`; with `int8` of
+    the weights that `_rounded` makes of them."""
     if not int8:
         return torch.einsum("bhgtnk,bhnkd->bhgtnd", p, v.dequantize())
     weights = _rounded(p, v, levels, tile_rows)
@@ -105,46 +141,45 @@ def attend(
     sparsity: Sparsity,
     prefill: bool,
 ) -> Attended:
-    """Attention of queries at row positions `q_pos` `[B, T]` over tiles, in fp32.
+    """Attention of queries at row positions `q_pos` `[B, T]`, negative for padding, over tiles, in fp32.
 
-    Each tile's weights are taken against its own row maximum (`sas`, `p_scale: tile` and FP8: against the running one,
-    tiles in order, because the cut, the shared scale and what is too small depend on it) and merged by exact
-    exponentials, TurboAttention Algorithms 1 and 2. Row sums, and with them the log-sum-exp, are of the unrounded
-    weights, or of the rounded ones if `round_sum` says so.
+    Each tile has weights, row sums and products of its own (`_Arithmetic.running` says against which maximum), which
+    exact exponentials merge. Row sums, and with them the log-sum-exp, are of the weights before they are rounded, or
+    of the rounded ones where `compute.round_sum` says so. Sparse V acts in a decode alone.
     """
-    int8 = (compute.prefill if prefill else compute.decode) == "int8"
-    int8_values = int8 and compute.pv == "int8"
-    v = _integers(tiles.v, compute.pv_levels) if int8_values else tiles.v._replace(mean=None)
+    how, levels = _arithmetic(compute, prefill), compute.pv_levels
+    tile_rows = compute.block_q if how.tile else 1
+    v = _integers(tiles.v, levels) if how.int8_values else tiles.v._replace(mean=None)
     heads, group = tiles.k.x.shape[1], q.exact.shape[1] // tiles.k.x.shape[1]
     see = visible(tiles, q_pos, scores.window)[:, :, None]
     s = _scores(q, tiles, scores, compute.qk_levels).masked_fill(~see, -torch.inf)
-    top = s.amax(-1)
-    sas, fp8 = compute.softmax == "sas", prefill and fp8_values(compute)
-    tile = prefill and compute.p_scale == "tile"
-    top = top.cummax(-1).values if sas or tile or fp8 else top
-    base = torch.where(top.isneginf(), 0.0, top)
-    p = s - base[..., None]
-    p = sas_exp(p, compute.sas_threshold) if sas else torch.exp(p)
-    levels, tile_rows = compute.pv_levels, compute.block_q if tile else 1
-    sums = _rounded_sums(p, v, levels, tile_rows) if int8_values and compute.round_sum else p.sum(-1)
 
+    # the online softmax: maximum, weights and row sum of each tile `[B, Hkv, G, T, n]`
+    top = s.amax(-1)
+    top = top.cummax(-1).values if how.running else top
+    p = s - torch.where(top.isneginf(), 0.0, top)[..., None]
+    p = sas_exp(p, compute.sas_threshold) if compute.softmax == "sas" else torch.exp(p)
+    sums = _rounded_sums(p, v, levels, tile_rows) if how.int8_values and compute.round_sum else p.sum(-1)
+
+    # the last maximum and row sum `[B, Hkv, G, T]`, and what rescales each tile to them; a sink is a score, no value
     last = top.amax(-1)
     sinks = None if scores.sinks is None else scores.sinks.float().view(1, heads, group, 1)
     last = last if sinks is None else torch.maximum(last, sinks)
     last = torch.where(last.isneginf(), 0.0, last)
-    share = torch.exp(top - last[..., None])
-    total = (sums * share).sum(-1)
+    rescale = torch.exp(top - last[..., None])
+    total = (sums * rescale).sum(-1)
     total = total if sinks is None else total + torch.exp(sinks - last)
+
     skip_counts = None
     if sparsity.tau > 0 and not prefill:
-        weight = p * (share / torch.where(total == 0, 1.0, total)[..., None])[..., None]
+        weight = p * (rescale / torch.where(total == 0, 1.0, total)[..., None])[..., None]
         skip = _skip(weight, sparsity)
         skip_counts = count_skips(weight, skip, see, q_pos)
         p = torch.where(skip, 0.0, p)
-    if fp8:
+    if how.fp8_values:
         largest = torch.finfo(FP8[compute.pv]).max
         p = rounded(p * largest, compute.pv) / largest
-    out = (_weighted_values(p, v, int8_values, levels, tile_rows) * share[..., None]).sum(-2)
+    out = (_weighted_values(p, v, how.int8_values, levels, tile_rows) * rescale[..., None]).sum(-2)
     out = out / torch.where(total == 0, 1.0, total)[..., None]
     if tiles.v.mean is not None:  # what smoothing took off, once
         out = torch.where(total[..., None] == 0, 0.0, out + tiles.v.mean[:, :, None, None, 0, 0])

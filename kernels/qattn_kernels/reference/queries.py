@@ -1,4 +1,4 @@
-"""Queries as a product of integers takes them, for decode and prefill; plain PyTorch, the specification."""
+"""Queries quantized to INT8 for products with integer keys, in decode and prefill; plain PyTorch, the specification."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from qattn_kernels.layer.spec import Compute
 
 
 class Queries(NamedTuple):
-    """`exact` fp32 `[B, Hq, T, D]`, scaled; `coded` the same in INT8 with a scale a token, or None; `broken` bool
-    `[B, Hq, T]`, queries that are not finite: they stand as zeros, so that no other's scale or mean meets them, and
-    their own output is NaN; `mean` what smoothing took off before, like `exact`, or None."""
+    """Queries of a call.
+
+    Attributes:
+        exact: fp32 `[B, Hq, T, D]`, the softmax scale in them; zeros for padding.
+        coded: INT8 codes of `exact`, or of `exact - mean`, with a scale a token; None where no product is of integers.
+        broken: bool `[B, Hq, T]`, queries that are not finite. They stand as zeros, so that they enter no scale or mean
+            of others, and their own output is NaN.
+        mean: fp32 `[B, Hq, T, D]`, what smoothing took off before quantization; None where it is off.
+    """
 
     exact: torch.Tensor
     coded: Operand | None
@@ -23,39 +29,46 @@ class Queries(NamedTuple):
     mean: torch.Tensor | None = None
 
     def part(self, start: int, end: int) -> Queries:
-        """The queries `start` to `end`."""
+        """The queries from `start` to before `end`."""
         coded = None if self.coded is None else self.coded.map(lambda x: x[:, :, start:end])
         mean = None if self.mean is None else self.mean[:, :, start:end]
         return Queries(self.exact[:, :, start:end], coded, self.broken[:, :, start:end], mean)
 
 
 def _finite(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`exact` and `broken` of `q` `[B, Hq, T, D]`."""
+    """`Queries.exact` and `Queries.broken` of `q` `[B, Hq, T, D]`."""
     broken = ~q.isfinite().all(-1)
     return torch.where(broken[..., None], 0.0, q.float() * scale), broken
 
 
 def short_queries(q: torch.Tensor, scale: float, compute: Compute) -> Queries:
-    """Of a call that decodes: each has a scale of its own, and none is smoothed, since one alone is its own mean."""
+    """Queries `[B, Hq, T, D]` of a decode: each has an INT8 scale of its own, and none is smoothed, since one alone is
+    its own mean."""
     exact, broken = _finite(q, scale)
     return Queries(exact, int8_tokens(exact, compute.decode_levels) if compute.decode == "int8" else None, broken)
 
 
 def long_queries(q: torch.Tensor, scale: float, compute: Compute, real: torch.Tensor) -> Queries:
-    """Of a prefill, by `compute`; `real` bool `[B, T]` says which are, those first."""
+    """Queries `[B, Hq, T, D]` of a prefill, smoothed and quantized as `compute` says.
+
+    `real` bool `[B, T]` is false for padding, which stands behind the real queries of a row.
+    """
     exact, broken = _finite(q, scale)
     exact = torch.where(real[:, None, :, None], exact, 0.0)  # padding must not raise a scale
     if compute.prefill != "int8":
         return Queries(exact, None, broken)
     mean = query_mean(exact, compute.smooth_q, real)
     left_out = broken | ~real[:, None]
-    around = exact if mean is None else torch.where(left_out[..., None], 0.0, exact - mean)
-    return Queries(exact, quantize_queries(around, compute), broken, mean)
+    centered = exact if mean is None else torch.where(left_out[..., None], 0.0, exact - mean)
+    return Queries(exact, quantize_queries(centered, compute), broken, mean)
 
 
 def query_mean(q: torch.Tensor, smooth: str, real: torch.Tensor) -> torch.Tensor | None:
-    """The mean of all real queries of a head or of blocks of them, for each query: like `q` `[B, Hq, T, D]`, fp32,
-    rounded from fp64 so that it does not depend on the order of the sum."""
+    """Means that smoothing takes off queries `[B, Hq, T, D]`: fp32 of the same shape, for each query the mean of all
+    real ones of its head (`smooth` is `tensor`), or of its `QUERY_BLOCK` (`block`); None for `none`.
+
+    Rounded from fp64, so that it does not depend on the order of the sum.
+    """
     if smooth == "none":
         return None
     size = q.shape[2] if smooth == "tensor" else QUERY_BLOCK
@@ -67,7 +80,8 @@ def query_mean(q: torch.Tensor, smooth: str, real: torch.Tensor) -> torch.Tensor
 
 
 def quantize_queries(q: torch.Tensor, compute: Compute) -> Operand:
-    """INT8 queries `[B, Hq, T, D]` by `compute.q_scale`."""
+    """Symmetric INT8 codes up to `compute.qk_levels` of queries `[B, Hq, T, D]`, with the scales that `compute.q_scale`
+    says; a scale that a group shares is repeated for each of its queries."""
     own = int8_tokens(q, compute.qk_levels)
     if compute.q_scale == "token":
         return own

@@ -1,4 +1,7 @@
-"""Rows of a cache: where the tokens of a call stand, and the region of open and new tokens that every call works on."""
+"""Rows of a cache: where the tokens of a call stand, and the region of open and new tokens that every call works on.
+
+Open tokens are those whose block is not closed yet. They stand in the ring, or in a format without one in the arena.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,20 @@ from qattn_kernels.layout import State, Window
 
 
 class Region(NamedTuple):
-    """The tokens of each row that are open before a call, and the new ones behind them, cut into blocks.
+    """The open span of each row: its tokens that are open before a call, and the call's new ones, cut into blocks.
 
-    Block `j` of the region is block `closed + j` of the arenas. `pos` `[B, n, block]` row positions; `valid` same
-    shape, false past the row's end; `keep` `[B, H, n, block]` false also for dropped tokens; `k`, `v` open form
-    `[B, H, n, block, D]`; `closed`, `closing` `[B]` blocks before the call and blocks that it closes; `chosen` like
-    `keep`, tokens of these that the sink pool took; `given` what each token's query gave the open ones, if the pool
-    asks (`ops.sink_pool.mass`).
+    Block `j` of the region is block `closed + j` of the arenas.
+
+    Attributes:
+        pos: `[B, n, block]`, row positions.
+        valid: bool `[B, n, block]`, false past the row's end.
+        keep: bool `[B, H, n, block]`, false past the row's end and for masked tokens: those that are not finite.
+        k, v: keys and values in the form that they have in the ring, `[B, H, n, block, D]`.
+        closed: `[B]`, closed blocks before the call.
+        closing: `[B]`, blocks of the region that the call closes, its first ones.
+        chosen: bool `[B, H, n, block]`, tokens that the sink pool took.
+        given: attention mass that each token's query gave the open ones (`ops.sink_pool.mass`); None unless the pool
+            selects by it.
     """
 
     pos: torch.Tensor
@@ -34,22 +44,23 @@ class Region(NamedTuple):
 
 
 def region_blocks(window: Window, tokens: int) -> int:
-    """Blocks that hold the most tokens a row can have open, and `tokens` new ones."""
+    """How many blocks a region has: room for the most tokens a row can have open, and for `tokens` new ones."""
     return -(-(window.span - 1 + window.residual + tokens) // window.block)
 
 
 def pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`x` `[B, H, N, D]` at token `index` `[B, n]`."""
+    """Tokens `index` `[B, n]` of `x` `[B, H, N, D]`: `[B, H, n, D]`."""
     return x.gather(2, index.long()[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def pick_each(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`x` `[B, H, N, D]` at token `index` `[B, H, n]` of each head."""
+    """Tokens `index` `[B, H, n]`, other ones for each head, of `x` `[B, H, N, D]`: `[B, H, n, D]`."""
     return x.gather(2, index.long()[..., None].expand(-1, -1, -1, x.shape[3]))
 
 
 def real_first(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
-    """Move the real columns of each row to the front: `[B, H, T, D]`, `span` `[B, 2]` first real column and count."""
+    """`x` `[B, H, T, D]` with the real columns of each row moved to the front; `span` `[B, 2]` says how many columns of
+    padding a row begins with, and how many real ones follow."""
     tokens = torch.arange(x.shape[2], device=x.device)
     return pick(x, (tokens + span[:, :1]).clamp(max=x.shape[2] - 1))
 
@@ -62,13 +73,17 @@ def fitting(state: State, window: Window, span: torch.Tensor) -> torch.Tensor:
 
 
 def padding_end(span: torch.Tensor, columns: int) -> torch.Tensor:
-    """0-d: how many of a call's `columns` reach to the end of its last padding, in the row where that is farthest."""
+    """How many of a call's `columns` reach to the end of its last padding, in the row where that is farthest; 0-d.
+
+    `span` `[B, 2]`: first real column and count of each row.
+    """
     first, count = span.unbind(1)
     return torch.where(first + count < columns, columns, first).max()
 
 
 def columns_back(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
-    """The inverse of `real_first`: padded columns get zeros."""
+    """The inverse of `real_first`: the real columns of `x` `[B, H, T, D]`, which stand first in each row, moved back to
+    where `span` `[B, 2]` has them; zeros in columns of padding."""
     tokens = torch.arange(x.shape[2], device=x.device) - span[:, :1]
     real = (tokens >= 0) & (tokens < span[:, 1:])
     return torch.where(real[:, None, :, None], pick(x, tokens.clamp(0, x.shape[2] - 1)), 0)
@@ -80,13 +95,21 @@ def bits_to_bool(bits: torch.Tensor) -> torch.Tensor:
 
 
 def bool_to_bits(flags: torch.Tensor) -> torch.Tensor:
-    """The inverse of `bits_to_bool`."""
+    """bool `[..., 8 n]` to uint8 `[..., n]`, lowest bit first: True, False, True and five False are 5."""
     weights = 2 ** torch.arange(8, device=flags.device)
     return (flags.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
 
 
 class _Places(NamedTuple):
-    """Where each token `[B, n]` of a region stands: row position, arena slot, index among the new ones; old or new."""
+    """Where each token of a region stands, all `[B, n]`.
+
+    Attributes:
+        pos: row position.
+        slot: slot of the arenas.
+        fresh: index among the call's new tokens, where it is one.
+        old: bool, open before the call.
+        new: bool, a new one. Neither: past the row's end.
+    """
 
     pos: torch.Tensor
     slot: torch.Tensor
@@ -106,14 +129,16 @@ def _places(state: State, window: Window, tokens: int, count: torch.Tensor) -> _
 
 
 def _open_tokens(fmt: Format, side: State, at: _Places, blocks: int) -> Operand:
-    """What a format holds of open tokens: in the ring at their position, or in the arena at their slot."""
+    """Open tokens `[B, H, n, D]` as one side's format holds them: in the ring at their row position modulo its size, or
+    without a ring in the arena at their slot."""
     if fmt.windowed:
         return fmt.ring(side).map(lambda x: pick(x, at.pos % x.shape[2]))
     return fmt.read(side, blocks).map(lambda x: pick(x.flatten(2, 3), at.slot))
 
 
 def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
-    """Open tokens from the cache and behind them the new ones, zeros past the row's end."""
+    """The tokens of a region `[B, H, n, D]`: those open `before`, the new ones as they `arrived` `[B, H, T, D]`, zeros
+    past the row's end."""
 
     def join(older: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
         there = torch.where(at.new[:, None, :, None], pick(newer, at.fresh), older)
@@ -126,8 +151,8 @@ def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
 def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, count: torch.Tensor) -> Region:
     """The region of a call from `k`, `v` `[B, H, T, D]`, real tokens first, and `count` `[B]`.
 
-    Tokens that are not finite in K or V become zeros, are masked, and counted in the state. Formats may fix scales of
-    the row here (`Format.open`); nothing else of the state changes.
+    Tokens that are not finite in K or V become zeros, are masked, and counted in the state (`nonfinite`). Formats may
+    fix scales of the row here (`Format.open`); nothing else of the state changes.
     """
     window, tokens, length = spec.window, k.shape[2], state["length"]
     at = _places(state, window, tokens, count)

@@ -16,11 +16,17 @@ FOREVER = 2**31 - 1  # a row position that no query reaches
 
 
 class Tiles(NamedTuple):
-    """`n` tiles of tokens in order of their row positions.
+    """`n` tiles of stored tokens in order of their row positions.
 
-    `k`, `v` `[B, Hkv, n, block, D]`; `pos`, `since`, `until` int32 `[B, Hkv or 1, n, block]`: the token's row position,
-    and the first and last query position that sees this copy of it; `keep` bool `[B, Hkv, n, block]`, false for masked
-    tokens. `k_exact` fp32 like `k`: its numbers without their mean, where smoothed queries want them.
+    A token may stand here twice, in the ring and in the block that closed over it: each query sees one of the copies.
+
+    Attributes:
+        k, v: keys and values `[B, Hkv, n, block, D]`.
+        pos: int32 `[B, Hkv or 1, n, block]`, the token's row position.
+        since, until: shaped like `pos`, the first and the last query position that sees this copy; `FOREVER` as `since`
+            for a slot that holds no token.
+        keep: bool `[B, Hkv, n, block]`, false for masked tokens, as those whose key or value is not finite.
+        k_exact: fp32 shaped like `k`, smoothed keys before they were quantized, for smoothed queries; else None.
     """
 
     k: Operand
@@ -38,7 +44,8 @@ class Tiles(NamedTuple):
         return Tiles(k, v, *rest)  # type: ignore[arg-type]
 
     def joined(self, other: Tiles) -> Tiles:
-        """These tiles, then the others'; where only one has codes, the other's numbers stand beside them."""
+        """These tiles, then those of `other`. Where only one side has codes, the other's numbers stand beside them as
+        codes of scale 1; where only one has a mean, the other's is zero."""
 
         def cat(a: Any, b: Any, dim: int) -> Any:
             return None if a is None else torch.cat([a, b], dim)
@@ -59,7 +66,11 @@ class Tiles(NamedTuple):
 
 
 def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
-    """Which tokens each query sees: bool `[B, Hkv, T, n, block]`; `q_pos` int32 `[B, T]`, negative for padding."""
+    """Which tokens each query sees, bool `[B, Hkv, T, n, block]`: causal, and no further back than `window` tokens, if
+    that is not 0.
+
+    `q_pos` int32 `[B, T]` are the queries' row positions, negative for padding, which sees nothing.
+    """
     q = q_pos[:, None, :, None, None]
     see = (tiles.since[:, :, None] <= q) & (q <= tiles.until[:, :, None]) & (q >= 0)
     if window:
@@ -68,9 +79,10 @@ def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
 
 
 def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:
-    """The first `closed` `[B]` blocks of each row as tiles, seen by every query.
+    """The first `closed` `[B]` blocks of each row as tiles, dequantized as far as a product needs, seen by every query.
 
-    On a CPU, where lengths are at hand, only as many as some row has; elsewhere all of the capacity, masked.
+    On a CPU, where lengths are at hand, only as many tiles as the row with most blocks has; elsewhere all of the
+    capacity, with `since = FOREVER` where a row has no block.
     """
     capacity = state["block_len"].shape[1]
     blocks = int(closed.max()) if closed.device.type == "cpu" else capacity

@@ -1,4 +1,4 @@
-"""The whole step in Triton; `step.reference` is the specification."""
+"""One call of a layer in Triton kernels, one launch an operation; `step.reference` is the specification."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qattn_kernels.launch.panel import Panel
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layout import State
-from qattn_kernels.ops.append.launch import append, append_long, center, finish, make_panel, rank, unpack_past
+from qattn_kernels.ops.append.launch import append, append_long, call_mean, finish, make_panel, rank, unpack_past
 from qattn_kernels.ops.decode.launch import decode
 from qattn_kernels.ops.prefill.launch import prefill
 from qattn_kernels.ops.sink_pool.launch import compete, restore
@@ -25,7 +25,11 @@ def fused_step(
     scores: Scores,
     past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and results as in `step.operator.attend`."""
+    """Write new tokens, close full blocks and attend, in kernels.
+
+    Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode); longer ones
+    attend to their own tokens as the method's prefill does. Arguments and results as in `step.operator.attend`.
+    """
     call = make_call(query, key, value, span, state, spec, scores)
     if call.tokens <= SHORT_CALL:
         compete(call)
@@ -38,12 +42,13 @@ def fused_step(
 
 
 def write_long(call: Call, past: int) -> Panel:
-    """What a long call does before it attends; returns what its queries see."""
+    """Write the tokens of a long call and close full blocks; returns the keys and values that its queries see, the past
+    unpacked for this call."""
     panel = make_panel(call, past)
     unpack_past(call, panel, past)
     restore(call, panel, past)
     compete(call)
     rank(call)
-    center(call)
+    call_mean(call)
     append_long(call, panel)
     return panel

@@ -14,7 +14,7 @@ from qattn_kernels.layout import Geometry, State
 from qattn_kernels.ops.rotate.reference import rotate, rotate_back
 from qattn_kernels.step.reference import reference_step
 
-Turn = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
+Rotate = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 
 
 class CapacityError(ValueError):
@@ -44,13 +44,13 @@ def _check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
         )
 
 
-def _turned(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, turn: Turn
+def _rotated(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, rotate: Rotate
 ) -> Iterator[torch.Tensor]:
-    """The three as the layer stores and multiplies them: all that is turned at once."""
-    asked = ((query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v))
-    turned = iter(turn([x for x, way in asked if way == "hadamard"]))
-    return (x if way == "none" else next(turned) for x, way in asked)
+    """Query, key and value as the layer multiplies and stores them; `rotate` is called once, with all that rotate."""
+    sides = ((query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v))
+    rotated = iter(rotate([x for x, rotation in sides if rotation == "hadamard"]))
+    return (x if rotation == "none" else next(rotated) for x, rotation in sides)
 
 
 @torch.library.custom_op("qattn::attend", mutates_args={"state"})
@@ -92,11 +92,11 @@ def attend(
         from qattn_kernels.step.kernels import fused_step
 
         with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
-            query, key, value = _turned(query, key, value, layer.compute, launch.rotate)
+            query, key, value = _rotated(query, key, value, layer.compute, launch.rotate)
             out, lse = fused_step(query, key, value, span, named, layer, scores, past)
             return out if layer.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
-        query, key, value = _turned(query, key, value, layer.compute, partial(map, rotate))
+        query, key, value = _rotated(query, key, value, layer.compute, partial(map, rotate))
         out, lse = reference_step(query, key, value, span, named, layer, scores)
         return out if layer.compute.rotate_v == "none" else rotate_back(out), lse
 

@@ -1,4 +1,4 @@
-"""The whole step in plain PyTorch, the specification of `step.kernels`."""
+"""One call of a layer in plain PyTorch, the specification of `step.kernels`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ def reference_step(
     spec: LayerSpec,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole step in plain PyTorch; arguments as in `attend`."""
-    asked = span.expand(q.shape[0], 2)
-    span = fitting(state, spec.window, asked)
+    """Write new tokens, close full blocks and attend: what one call of a layer does, in order.
+
+    Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode); longer ones
+    attend to their own tokens as the method's prefill does. Arguments and results as in `step.operator.attend`.
+    """
+    given_span = span.expand(q.shape[0], 2)
+    span = fitting(state, spec.window, given_span)
     count = span[:, 1].contiguous()
-    state["overflow"].add_(asked[:, 1] - count)
+    state["overflow"].add_(given_span[:, 1] - count)
     tokens = torch.arange(q.shape[2], device=q.device)
     q_pos = torch.where(tokens < count[:, None], state["length"][:, None] + tokens, -1).int()
     q, k, v = (real_first(x, span) for x in (q, k, v))

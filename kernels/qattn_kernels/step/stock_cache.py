@@ -6,9 +6,10 @@ import torch
 from torch.nn.functional import pad
 
 from qattn_kernels.formats import Operand
-from qattn_kernels.launch.panel import ROW_FIELDS, Panel
+from qattn_kernels.launch.panel import Panel
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, LayerSpec, decode_spec
+from qattn_kernels.layout import ROW_FIELDS, Row
 from qattn_kernels.ops.prefill.reference import attend_all
 from qattn_kernels.reference.operands import fp8_values
 from qattn_kernels.reference.rows import columns_back, real_first
@@ -79,21 +80,27 @@ def _(query, key, value, key_mask, offset, spec, scale, softcap, window, sinks):
 
 
 def _rows(key_mask: torch.Tensor, offset: torch.Tensor, tokens: int) -> torch.Tensor:
-    """`Panel.rows`. Columns keep their slots, so a row's past reaches to its first real query; padding between real
-    tokens is computed like them, since its keys alone matter to others."""
+    """`Panel.rows` of a stock cache, whose columns are slots: int32 `[B, ROW_FIELDS]`.
+
+    A row's past reaches to its first real query. Padding between real tokens is computed like them, since its keys
+    alone matter to others.
+    """
     columns = offset[:, None].long() + torch.arange(tokens, device=offset.device)
     new = key_mask.gather(1, columns).int()
     first = new.argmax(1)
     count = (tokens - new.flip(1).argmax(1) - first) * new.amax(1)
-    rows = torch.zeros((len(offset), ROW_FIELDS), dtype=torch.int32, device=offset.device)
-    rows[:, 0], rows[:, 4], rows[:, 5] = offset + first, first, count
-    return rows
+    none = torch.zeros_like(first)
+    row = Row(offset + first, closed=none, open_start=none, closing=none, first=first, count=count)
+    return pad(torch.stack([x.int() for x in row], 1), (0, ROW_FIELDS - len(row)))
 
 
 def _panel(
     key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor, rows: torch.Tensor, spec: LayerSpec
 ) -> Panel:
-    """Slots are columns. What gets codes stays where the cache has it; what does not is copied, whole blocks of it."""
+    """Keys and values of a stock cache as a prefill kernel takes them; the cache's columns are its slots.
+
+    What the prefill quantizes stays where the cache has it; what it does not is copied, in whole blocks.
+    """
     batch, heads, columns, _ = key.shape
     behind = -columns % spec.window.block
     coded_k, coded_v = _coded(spec.compute)
@@ -131,7 +138,7 @@ def _reference(
     spec: LayerSpec,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain PyTorch, the specification."""
+    """What the kernels compute, in plain PyTorch: the specification."""
     length, span, block = rows[:, :1], rows[:, 4:6], spec.window.block
     tokens = torch.arange(query.shape[2], device=query.device)
     q_pos = torch.where(tokens < span[:, 1:], length + tokens, -1).int()
@@ -141,7 +148,7 @@ def _reference(
     pos = torch.arange(key.shape[2] + behind, dtype=torch.int32, device=key.device).view(1, 1, -1, block)
     tiles = Tiles(k, v, pos, pos, torch.full_like(pos, FOREVER), keep)
     past = int(length.max()) if length.device.type == "cpu" else key.shape[2]  # elsewhere that would wait for a device
-    found = attend_all(real_first(query, span), q_pos, tiles, spec, scores, lambda end: -(-(past + end) // block))
-    out = columns_back(found.out.to(query.dtype), span)
+    result = attend_all(real_first(query, span), q_pos, tiles, spec, scores, lambda end: -(-(past + end) // block))
+    out = columns_back(result.out.to(query.dtype), span)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # in memory as kernels leave it
-    return out, columns_back(found.lse[..., None], span)[..., 0]
+    return out, columns_back(result.lse[..., None], span)[..., 0]

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.codebook import half_bytes
 from qattn_kernels.formats.packing import read_codes, write_codes
+from qattn_kernels.jit.math import TINY
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import by_part, by_token, in_line, part_order, stack, take_turns, unstack
 
@@ -19,7 +20,7 @@ LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     scale: Any
@@ -74,7 +75,7 @@ def get_block(
 
 @triton.jit
 def _scales(S, at, g: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
-    """Of the tokens, for group `g` of channels."""
+    """Scales fp32 `[BLOCK]` of a block's tokens for group `g` of channels."""
     COUNT: tl.constexpr = (C.D + GROUP - 1) // GROUP
     return tl.load(S.scale + at * (COUNT * C.BLOCK) + g * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
 
@@ -109,8 +110,8 @@ def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.con
 def block_scores(S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
     """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels of `half_bytes`, which count
     `UNIT` each."""
-    s = group_scores(S, at, query[2], 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
-    return take_turns(s, C.PARTS) * (query[3] * UNIT)[None, :]
+    s = group_scores(S, at, query.operand, 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
+    return take_turns(s, C.PARTS) * (query.scale * UNIT)[None, :]
 
 
 @triton.jit
@@ -157,6 +158,6 @@ def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.cons
                  C: tl.constexpr):  # fmt: skip
     """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
     COUNT: tl.constexpr = C.DP // C.V_CHANNELS
-    top = tl.maximum(tl.max(p * by_token(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), 1e-30)
+    top = tl.maximum(tl.max(p * by_token(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), TINY)
     o = group_values(S, at, p * (1.0 / top * SPLIT_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
     return acc * alpha[None, :] + o * (beta * top * (UNIT / 127.0))[None, :], tl.sum(p, 0)

@@ -56,11 +56,11 @@ class ChannelBlockFormat(OpenFormat):
         raise NotImplementedError
 
     def laid(self, packed: torch.Tensor) -> torch.Tensor:
-        """Packed codes in the order of the memory as they lie there."""
+        """Packed codes in the order in which they lie in memory."""
         return packed
 
     def taken(self, codes: torch.Tensor) -> torch.Tensor:
-        """The inverse."""
+        """The inverse of `laid`: what lies in memory, in the order that `unpack` reads."""
         return codes
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:

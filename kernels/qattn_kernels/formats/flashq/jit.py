@@ -18,7 +18,8 @@ from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_int8
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state; `low` heads have 2 bits, those of a list a bit in `mask`."""
+    """One side's tensors, by the names of its state, and two numbers as `head_bits.number` reads them: `low` heads have
+    2 bits, and those of a recipe's list have a bit in `mask`."""
 
     codes4: Any
     codes2: Any
@@ -37,7 +38,7 @@ LEVELS = tl.constexpr(119)
 
 @lru_cache(maxsize=1024)
 def head_numbers(fmt: FlashQFormat, heads: int) -> dict[str, int]:
-    """What kernels take beside the state, as `head_bits.number` reads it."""
+    """`low` and `mask` of `Tensors`, as `head_bits.unspecialized` writes them."""
     listed = sum(1 << head for head in fmt.low_heads or ())
     return {"low": unspecialized(fmt.low(heads)), "mask": unspecialized(listed)}
 
@@ -75,7 +76,8 @@ def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def seen(code, scale, keep):
-    """A full block: token-scaled codes to one scale, integers in fp32; tokens outside `keep` do not raise it."""
+    """First stage: INT8 codes with a scale a token to `X1` with one scale a block, whole numbers in fp32; tokens
+    outside `keep` do not raise the scale."""
     s = tl.max(tl.where(keep, scale, 0.0), 0)
     ratio = tl.div_rn(scale, tl.zeros_like(scale) + tl.where(s == 0.0, 1.0, s))
     x1 = round_even(tl.clamp(code * ratio[:, None], -1.0 * LEVELS, 1.0 * LEVELS))
@@ -103,7 +105,7 @@ def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    """Stage two: a full block in 4 or 2 bits a channel, in integers."""
+    """Second stage: quantizes `X1` of a full block to 4 or 2 bits a channel, in integers, and writes it."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
     levels = tl.where(place >= wide, 3, 15)
@@ -130,7 +132,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    """Stage two dequantized: INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
+    """Second stage dequantized: `X1`, INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
     at = (b * C.H + h).to(tl.int64) * NB + index
@@ -173,10 +175,10 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     s = tl.load(S.s + at)
     LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the steps of codes that span [-119, 119]
     FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels stay in int32
-    x8 = split_int8(query[4] * (step.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
-    off = tl.sum((query[4] * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query[3]
+    x8 = split_int8(query.normalized * (step.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
+    off = tl.sum((query.normalized * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query.scale
     products = code_scores(S.codes4 if BITS == 4 else S.codes2, index, x8, BITS, C) * (s * LARGEST)
-    return products * query[3][None, :] + (off * (s * (1.0 / FINE)))[None, :]
+    return products * query.scale[None, :] + (off * (s * (1.0 / FINE)))[None, :]
 
 
 @triton.jit

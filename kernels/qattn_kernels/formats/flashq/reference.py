@@ -1,4 +1,4 @@
-"""FlashQ, TurboAttention's progressive format: INT8 tokens first, then 4 or 2 bits a channel of a block, in integers.
+"""FlashQ, TurboAttention's progressive quantization: INT8 tokens first, then 4 or 2 bits a channel of a block.
 
 TurboAttention section 3, Eq. 3, 4 and 7, Algorithms 1 and 2. Where the paper's forms differ from one another, the
 rounded scale with a centred zero point is used: its dequantized values always fit INT8.
@@ -27,7 +27,9 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token-scaled codes `[..., block, D]` to one scale a block: `s = max s_t`, `X1 = round(code * s_t / s)`.
+    """First stage: INT8 codes `[..., block, D]` with a scale a token become `X1` with one scale a block.
+
+    `s = max s_t` and `X1 = round(code * s_t / s)`: the numbers are never dequantized on the way.
 
     Tokens outside `keep` `[..., block]`, if given, do not raise the scale; what is beyond it is clamped.
     """
@@ -38,9 +40,10 @@ def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.
 
 
 def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Asymmetric `bits`-bit codes of `X1` `[..., block, D]` a channel: `(code, s2, z2)`, dequantized as `code * s2 +
-    z2`.
+    """Second stage: asymmetric `bits`-bit codes of `X1` `[..., block, D]`, in integers.
 
+    Returns `code`, and of each channel an INT8 scale `s2` and zero point `z2`: `X1` is dequantized as `code * s2 + z2`.
+    In 4 bits a channel between -20 and 40 has `s2 = 4` and `z2 = -20`; its 17 becomes code 9, which is read as 16.
     Tokens outside `keep` `[..., block]` do not widen the range; in a block without any, the range is zero.
     """
     x1, levels = x1.int(), 2**bits - 1

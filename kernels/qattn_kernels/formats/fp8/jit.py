@@ -11,7 +11,7 @@ import triton.language as tl
 from qattn_kernels.formats.int8.jit import JIT as INT8
 from qattn_kernels.formats.int8.jit import addresses, numbers
 from qattn_kernels.formats.int8.jit import get as get_codes
-from qattn_kernels.jit.math import divide, round_even
+from qattn_kernels.jit.math import SMALLEST_NORMAL, divide, round_even
 
 LARGEST = tl.constexpr(448.0)  # of E4M3
 LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6: below it numbers of E4M3 lie 2^-9 apart
@@ -37,14 +37,14 @@ def open(x):
     """Needs `enable_fp_fusion=False`, like all that makes codes."""
     top = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
-    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
     return rounded(signed_divide(x, divisor[:, None])), scale
 
 
 @triton.jit
 def seen(code, scale, keep):
-    """Undone, as a prefill in the model's precision reads it."""
+    """Tokens dequantized, as a prefill in the model's precision reads them."""
     return code * scale[:, None], scale
 
 

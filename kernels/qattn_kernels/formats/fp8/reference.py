@@ -21,7 +21,7 @@ def to_fp8(x: torch.Tensor) -> torch.Tensor:
 def fp8_tokens(x: torch.Tensor) -> Operand:
     """`scale = max|x| / 448`, `x / scale` rounded to E4M3.
 
-    A token of zeros, and one so small that its scale would be denormal, has scale 0 and undoes to zeros.
+    A token of zeros, and one so small that its scale would be denormal, has scale 0 and dequantizes to zeros.
     """
     top = x.abs().amax(-1)
     scale = top / torch.full_like(top, LARGEST)  # by a number, CUDA would multiply by its rounded inverse

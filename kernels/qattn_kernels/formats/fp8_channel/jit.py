@@ -13,12 +13,13 @@ import triton.language as tl
 from qattn_kernels.formats.fp8.jit import LARGEST, rounded, signed_divide
 from qattn_kernels.formats.int8.jit import addresses, channels, numbers
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
+from qattn_kernels.jit.math import SMALLEST_NORMAL
 from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
 from qattn_kernels.jit.tile_order import in_line
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     scale: Any
@@ -32,7 +33,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     d = tl.arange(0, C.DP)
     top = tl.max(tl.abs(code), 0)
     scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
-    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
     x = rounded(tl.clamp(signed_divide(code, divisor[None, :]), -LARGEST, LARGEST))
     byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

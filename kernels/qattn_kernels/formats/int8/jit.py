@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.contract import JitFormat
-from qattn_kernels.jit.math import divide, round_even
+from qattn_kernels.jit.math import SMALLEST_NORMAL, TINY, divide, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import by_token, in_line, token_order
 
@@ -19,7 +19,7 @@ LEVELS = tl.constexpr(127)
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     scale: Any
@@ -33,9 +33,10 @@ def quantize(x, LEVELS: tl.constexpr):
 
 @triton.jit
 def quantize_to(x, top, LEVELS: tl.constexpr):
-    """The same for scales that are not the tokens' own: `top` `[n]` is what the largest code stands for."""
+    """Tokens `[n, D]` as symmetric codes up to `LEVELS` with scales that need not be their own: `top` `[n]` is the
+    number that the largest code stands for."""
     scale = tl.div_rn(top, tl.full(top.shape, LEVELS, tl.float32))
-    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
     rounded = round_even(divide(x, divisor[:, None]))
     return tl.clamp(rounded, -1.0 * LEVELS, 1.0 * LEVELS), scale
@@ -111,22 +112,22 @@ def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query
         tl.load(codes + token_order(TOKENS, PARTS)[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0)
     )
     if C.N > C.Q:
-        s = join_split(dot_split(k, query[2]))
+        s = join_split(dot_split(k, query.operand))
     else:  # codes are exact in fp16, whose conversions are far cheaper than bf16's
-        s = tl.dot(k.to(tl.float16), query[2])
-    return s * query[3][None, :] * by_token(tl.load(scales + t), PARTS)[:, None]
+        s = tl.dot(k.to(tl.float16), query.operand)
+    return s * query.scale[None, :] * by_token(tl.load(scales + t), PARTS)[:, None]
 
 
 @triton.jit
 def token_values(
     codes, scales, stride, d, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr
 ):
-    """The same for values, whose channels, taken in the order of `d`, lie `stride` apart: a scale is multiplied into
-    its token's weight before the weights, which come in `token_order`, are rounded."""
+    """Sums of values that lie `[D, tokens]`, channels `stride` apart and taken in the order of `d`, by weights that
+    come in `token_order`: a value's scale is multiplied into its weight before the weights are rounded."""
     t = tl.arange(0, TOKENS)
     v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < C.D)[:, None], other=0))
     w = p * by_token(tl.load(scales + t), PARTS)[:, None]
-    top = tl.maximum(tl.max(w, 0), 1e-30)
+    top = tl.maximum(tl.max(w, 0), TINY)
     if C.N > C.Q:
         o = join_split(dot_split(v, split_weights(in_line(w * (1.0 / top * SPLIT_TOP)[None, :], PARTS), C)))
         unit = 1.0 / 127.0

@@ -13,7 +13,7 @@ from qattn_kernels.formats.int8.jit import token_scores
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     scale: Any

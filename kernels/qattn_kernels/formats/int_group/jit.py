@@ -16,7 +16,7 @@ from qattn_kernels.jit.tile_order import token_order
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     scale: Any
@@ -94,15 +94,15 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     if BITS == 8:
         d = tl.arange(0, C.DP)
         codes = S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
-        s = join_split(dot_split(tl.load(codes, mask=(d < C.D)[None, :], other=0), query[2]))
+        s = join_split(dot_split(tl.load(codes, mask=(d < C.D)[None, :], other=0), query.operand))
     else:  # the offset of the codes comes out as that many sums of the query
-        s = code_scores(S.codes, at, query[2], 4, C) - (tl.sum(query[4], 0) * OFFSET)[None, :]
-    return s * query[3][None, :] * scale[:, None]
+        s = code_scores(S.codes, at, query.operand, 4, C) - (tl.sum(query.normalized, 0) * OFFSET)[None, :]
+    return s * query.scale[None, :] * scale[:, None]
 
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    """Of 8 bits, with a scale a token."""
+    """Weighs a block of values of 8 bits with a scale a token."""
     codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
     return token_values(codes, scales, C.BLOCK, channels(C), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
 

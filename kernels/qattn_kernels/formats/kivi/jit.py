@@ -16,7 +16,7 @@ import triton.language as tl
 from qattn_kernels.formats.int8.jit import channels
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
-from qattn_kernels.jit.math import round_even
+from qattn_kernels.jit.math import TINY, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_int8, unrepeated_columns
 from qattn_kernels.jit.tile_order import by_token, in_line, unstack
 
@@ -24,7 +24,7 @@ LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
     step: Any
@@ -112,10 +112,10 @@ def _channels(S, at, C: tl.constexpr):
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     """Channel steps go into the query, zeros into a sum of their own."""
     step, zero = _channels(S, at, C)
-    x = query[1] * step[:, None]
+    x = query.scaled * step[:, None]
     size = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)  # of positive numbers it is that of their bits, and cheaper
-    top = tl.maximum(size.to(tl.float32, bitcast=True), 1e-30)
-    off = tl.sum(query[1] * zero[:, None], 0)[None, :]
+    top = tl.maximum(size.to(tl.float32, bitcast=True), TINY)
+    off = tl.sum(query.scaled * zero[:, None], 0)[None, :]
     up = (top * (1.0 / 127.0))[None, :]
     return code_scores(S.codes, at, split_int8(x * (1.0 / top * SPLIT_TOP)[None, :], C), BITS, C) * up + off
 
@@ -127,7 +127,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
         t = at * C.BLOCK + tl.arange(0, C.BLOCK)
         w = p * by_token(tl.load(S.step + t).to(tl.float32), C.PARTS)[:, None]
         off = tl.sum(p * by_token(tl.load(S.zero + t).to(tl.float32), C.PARTS)[:, None], 0)
-        top = tl.maximum(tl.max(w, 0), 1e-30)
+        top = tl.maximum(tl.max(w, 0), TINY)
         o = code_values(S.codes, at, w * (1.0 / top * SPLIT_TOP)[None, :], channels(C), BITS, C)
         o = o * (top * (1.0 / 127.0))[None, :] + off[None, :]
     else:

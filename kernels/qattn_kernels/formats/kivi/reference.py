@@ -17,22 +17,26 @@ LARGEST = torch.finfo(torch.float16).max
 
 
 def asymmetric(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp16 `step` and `zero` of codes for fp32 values from `low` to `high`: `value = code * step + zero`."""
+    """fp16 scale and zero point of codes for fp32 values from `low` to `high`: `value = code * scale + zero_point`.
+
+    2 bits from -1 to 5: scale 2 and zero point -1, so that 2.4 is code 2, which is read as 3.
+    """
     low, high = low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST)
     levels = torch.full_like(low, 2**bits - 1)  # by a number, CUDA would multiply by its rounded inverse
     return ((high - low) / levels).half(), low.half()
 
 
-def encode(x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes of fp32 `x` from the ROUNDED step and zero of each; where the step is 0 the code is 0."""
-    step, zero = step.float(), zero.float()
-    code = torch.round((x - zero) / torch.where(step == 0, 1.0, step))
-    return torch.where(step == 0, 0.0, code).clamp(0, 2**bits - 1).to(torch.uint8)
+def encode(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes of fp32 `x` from the scale and zero point as they are stored, in fp16; 0 where the scale is 0."""
+    scale, zero_point = scale.float(), zero_point.float()
+    code = torch.round((x - zero_point) / torch.where(scale == 0, 1.0, scale))
+    return torch.where(scale == 0, 0.0, code).clamp(0, 2**bits - 1).to(torch.uint8)
 
 
 @dataclass(frozen=True)
 class KiviFormat(OpenFormat):
-    """Blocks of asymmetric codes behind a ring in the model's precision.
+    """Blocks of asymmetric codes behind a ring in the model's precision; scales are its tensors `step`, zero points
+    `zero`.
 
     Attributes:
         bits: 2, 3 or 4.
@@ -89,7 +93,7 @@ class KiviFormat(OpenFormat):
         return asymmetric(low.transpose(-1, -2), high.transpose(-1, -2), self.bits)
 
     def _spread(self, step: torch.Tensor, zero: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of every value: `[..., block, D]`, or what spreads to that."""
+        """Scale and zero point of every value: `[..., block, D]`, or what broadcasts to that."""
 
         def spread(scale: torch.Tensor) -> torch.Tensor:
             if not self.per_token:

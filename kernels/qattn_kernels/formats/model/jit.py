@@ -13,7 +13,7 @@ from qattn_kernels.jit.tile_order import in_line, token_order
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     x: Any
 
@@ -48,13 +48,13 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
     """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
     k = _tokens(x, token_order(TOKENS, PARTS), C)
-    q = repeated_columns(query[0].to(k.dtype), C)
+    q = repeated_columns(query.raw.to(k.dtype), C)
     return unrepeated_columns(tl.dot(k, q, input_precision="ieee"), C) * query_scale
 
 
 @triton.jit
 def token_values(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
-    """The same for values that lie as keys do: the accumulator, and the sum of the weights `p`
+    """Weighs values that lie `[tokens, D]`, as keys do: the accumulator, and the sum of the weights `p`
     `[TOKENS, Q]`, which come in `token_order`."""
     v = tl.trans(_tokens(x, tl.arange(0, TOKENS), C))
     o = unrepeated_columns(tl.dot(v, repeated_columns(in_line(p, PARTS).to(v.dtype), C), input_precision="ieee"), C)

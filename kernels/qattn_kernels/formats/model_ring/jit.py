@@ -16,7 +16,7 @@ from qattn_kernels.formats.model.jit import token_scores, token_values
 
 
 class Tensors(NamedTuple):
-    """Of one side of a layer, by the names of its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     x: Any
     ring: Any

@@ -1,4 +1,4 @@
-"""Smoothed keys around another format: a row's mean key is taken off before codes are made, and kept beside them.
+"""Smoothed keys: a row's mean key is taken off before another format quantizes them, and kept beside the codes.
 
 SageAttention2's smoothing of K: channels of keys share a mean that queries see as one constant, so that codes need not
 span it. Scores are of the true keys here (the mean's share is added back), which leaves soft caps, learned sinks and
@@ -27,7 +27,7 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SmoothedFormat(Format):
-    """Keys of `inner` around the mean key of a row's first block, fixed when that closes.
+    """Keys in the format `inner`, less the mean key of their row's first block, which is fixed when that closes.
 
     The ring is the inner format's and holds tokens as they came: until a row has a block there is no mean.
     """
@@ -70,8 +70,11 @@ class SmoothedFormat(Format):
         return self.core.open(new, state)
 
     def seen(self, tokens: Operand, state: State) -> Operand:
-        """Around the row's mean; while it has none, around that of what stands in its first block (whose empty slots
-        count as zeros: any mean leaves the scores as they are)."""
+        """The inner format's block form of tokens less the row's mean, with that mean beside it.
+
+        While the row has no mean, that of what stands in its first block, whose empty slots count as zeros: any mean
+        leaves the scores as they are.
+        """
         if not self.integer:
             return self.core.seen(tokens, state)
         x = tokens.dequantize()
@@ -85,11 +88,11 @@ class SmoothedFormat(Format):
     def write(self, state: State, block: Block) -> None:
         keep, x = block.keep[..., None], block.tokens.dequantize()
         count = keep.sum(-2).clamp(min=1)
-        found = tree_sum(torch.where(keep, x, 0.0)) / count
+        mean = tree_sum(torch.where(keep, x, 0.0)) / count
         first = (block.write & (block.index == 0))[:, None, None]
-        state["mean"].copy_(torch.where(first, found, state["mean"]))
-        around = torch.where(keep, x - state["mean"][:, :, None], 0.0)
-        self.core.write(state, dataclasses.replace(block, tokens=self.core.reopen(around)))
+        state["mean"].copy_(torch.where(first, mean, state["mean"]))
+        centered = torch.where(keep, x - state["mean"][:, :, None], 0.0)
+        self.core.write(state, dataclasses.replace(block, tokens=self.core.reopen(centered)))
 
     def read(self, state: State, blocks: int) -> Operand:
         read = self.core.read(state, blocks)

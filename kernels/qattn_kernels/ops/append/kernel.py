@@ -1,4 +1,5 @@
-"""Append and close in Triton: one program a block of the region, KV head and row; `reference.py` specifies it.
+"""Append and close in Triton: one program a block of the region (open and new tokens), KV head and row; `reference.py`
+specifies it.
 
 Every kernel here makes codes, so it is launched with `enable_fp_fusion=False`: a product fused into a rounding would
 give other codes than the reference.
@@ -6,16 +7,77 @@ give other codes than the reference.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
+from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, commit_row, load_row, settle_sinks, slot_bits, store_row
 from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_codes, row_before, with_ring
-from qattn_kernels.ops.append.smooth import around, dequantize, mean_key
+from qattn_kernels.launch.panel import PanelTensors
+from qattn_kernels.layout import RowState
+from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
+
+
+class Codec(NamedTuple):
+    """Functions of a format, as `formats.contract.JitFormat` has them. Made in the call that takes it: a variable
+    inside a kernel can hold no functions."""
+
+    open: Any
+    seen: Any
+    place: Any
+    put: Any
+    get: Any
+
+
+class Block(NamedTuple):
+    """The block of the region that a program writes.
+
+    Attributes:
+        b, h, bh: row, KV head, and both as one index.
+        row: the `layout.Row`.
+        index: of the block among those of its row, which has room for `capacity`.
+        start: row position of its first token.
+        used: whether it holds a token of the row.
+        closes: whether it is packed in this call.
+        flags: pointer to the mask bits of the head's first block.
+        chosen: pointer to the bits of the block's tokens that the sink pool took.
+    """
+
+    b: Any
+    h: Any
+    bh: Any
+    row: Any
+    index: Any
+    capacity: Any
+    start: Any
+    used: Any
+    closes: Any
+    flags: Any
+    chosen: Any
+
+
+class Tokens(NamedTuple):
+    """Tokens of a block in a long call, `[BLOCK]`: row positions, slots of the panel, whether they were there before
+    the call, and whether they are tokens at all and not masked."""
+
+    pos: Any
+    slot: Any
+    old: Any
+    keep: Any
+
+
+class PanelSide(NamedTuple):
+    """Keys or values of a panel: codes or numbers, scales, and how many slots a head has."""
+
+    x: Any
+    scale: Any
+    slots: Any
 
 
 @triton.jit
 def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    """Open tokens at row positions `pos` into their slots, where `write` holds."""
     inside = write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
     tl.store(ring_codes(S, pos % C.RING, C.RING, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
     if S.ring.dtype.element_ty == tl.int8:
@@ -23,108 +85,105 @@ def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def to_panel(X, SCALE, x, scale, bh, slot, slots, VALUES: tl.constexpr, C: tl.constexpr):
+def to_panel(side, x, scale, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`."""
-    d = tl.arange(0, C.DP)
-    base = X + bh.to(tl.int64) * slots * C.D
-    if X.dtype.element_ty == tl.int8:
+    d, slots = tl.arange(0, C.DP), side.slots
+    base = side.x + bh.to(tl.int64) * slots * C.D
+    if side.x.dtype.element_ty == tl.int8:
         if VALUES:
             where = base + d[:, None].to(tl.int64) * slots + slot[None, :]
             tl.store(where, tl.trans(x.to(tl.int8)), mask=(d < C.D)[:, None])
         else:
             where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
             tl.store(where, x.to(tl.int8), mask=(d < C.D)[None, :])
-        tl.store(SCALE + bh.to(tl.int64) * slots + slot, scale)
+        tl.store(side.scale + bh.to(tl.int64) * slots + slot, scale)
     else:
         where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
-        tl.store(where, x.to(X.dtype.element_ty), mask=(d < C.D)[None, :])
+        tl.store(where, x.to(side.x.dtype.element_ty), mask=(d < C.D)[None, :])
 
 
 @triton.jit
-def _row_mean(S, MEAN, flags, b, h, start, index, closed, C: tl.constexpr):
-    """The mean around which a block of a short call closes; the row's first block fixes it."""
-    d, bh = tl.arange(0, C.DP), b * C.H + h
-    if closed == 0:
+def _row_mean(S, K_MEAN, block, C: tl.constexpr):
+    """The mean key that a block of a short call takes off its keys; the row's first block fixes it."""
+    d, bh = tl.arange(0, C.DP), block.bh
+    if block.row.closed == 0:
         t = tl.arange(0, C.BLOCK)
-        code, scale = from_ring(S, start - index * C.BLOCK + t, t >= 0, bh, False, C)
-        mean = mean_key(dequantize(S, code, scale), slot_bits(flags, t) == 0, True)
-        if index == 0:
-            tl.store(MEAN + bh * C.D + d, mean, mask=d < C.D)
+        code, scale = from_ring(S, block.start - block.index * C.BLOCK + t, t >= 0, bh, False, C)
+        mean = mean_key(dequantize(S, code, scale), slot_bits(block.flags, t) == 0, True)
+        if block.index == 0:
+            tl.store(K_MEAN + bh * C.D + d, mean, mask=d < C.D)
     else:
-        mean = tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+        mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
     return mean
 
 
 @triton.jit
-def _short_side(S, MEAN, x, pos, new, stale, closes, b, h, start, index, closed, NB, flags, chosen, OPEN: tl.constexpr,
-                SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, VALUES: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
-    """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed."""
-    bh = b * C.H + h
-    code, scale = OPEN(x)
+def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
+    """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed.
+    `stale`: a crop left tokens behind the row's end."""
+    b, h, bh, index, capacity = block.b, block.h, block.bh, block.index, block.capacity
+    code, scale = codec.open(x)
     t = tl.arange(0, C.BLOCK)
     if C.RING == 0:
-        PUT(S, code, scale, new, new, pos - start, b, h, index, NB, h, VALUES, C)
-        if stale:  # a crop left tokens behind the row's end
+        codec.put(S, code, scale, new, new, pos - block.start, b, h, index, capacity, h, VALUES, C)
+        if stale:
             empty = tl.full([C.BLOCK, C.DP], 0.0, tl.float32)
-            behind = start + t > tl.max(tl.where(new, pos, 0), 0)
-            PUT(S, empty, tl.max(empty, 1), behind, behind, t, b, h, index, NB, h, VALUES, C)
+            behind = block.start + t > tl.max(tl.where(new, pos, 0), 0)
+            codec.put(S, empty, tl.max(empty, 1), behind, behind, t, b, h, index, capacity, h, VALUES, C)
     else:
         to_ring(S, code, scale, pos, new, bh, VALUES, C)
-        if closes:
+        if block.closes:
             tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
-            full, full_scale = from_ring(S, start + t, t >= 0, bh, VALUES, C)
-            keep = slot_bits(flags, index * C.BLOCK + t) == 0
+            full, full_scale = from_ring(S, block.start + t, t >= 0, bh, VALUES, C)
+            keep = slot_bits(block.flags, index * C.BLOCK + t) == 0
             if C.ENTRIES > 0 and not VALUES:  # see `ops/sink_pool/reference.py`
-                keep = keep & (slot_bits(chosen, t) == 0)
-            if C.SMOOTH and not VALUES:
-                mean = _row_mean(S, MEAN, flags, b, h, start, index, closed, C)
-                full, full_scale = OPEN(around(S, full, full_scale, keep, mean))
-            full, full_scale = SEEN(full, full_scale, keep)
-            place = PLACE(S, b, h, index == 0, VALUES, C)
-            PUT(S, full, full_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
+                keep = keep & (slot_bits(block.chosen, t) == 0)
+            if C.SMOOTH_K and not VALUES:
+                mean = _row_mean(S, K_MEAN, block, C)
+                full, full_scale = codec.open(minus_mean(S, full, full_scale, keep, mean))
+            full, full_scale = codec.seen(full, full_scale, keep)
+            place = codec.place(S, b, h, index == 0, VALUES, C)
+            codec.put(S, full, full_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
 
 
 @triton.jit
-def _long_side(S, CENTER, X, SCALE, x, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
-               OPEN: tl.constexpr, SEEN: tl.constexpr, PLACE: tl.constexpr, PUT: tl.constexpr, GET: tl.constexpr,
-               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _long_side(S, K_MEAN, x, tokens, panel, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
     """Keys or values of one block of a long call: into the panel, and if it closes or is final into the arenas."""
-    bh = b * C.H + h
+    b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.capacity, tokens.keep
     t = tl.arange(0, C.BLOCK)
-    code, scale = OPEN(x)
+    code, scale = codec.open(x)
     if C.RING > 0:
-        code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
-        if C.SMOOTH and not VALUES:
+        code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, VALUES, C)
+        if C.SMOOTH_K and not VALUES:
             d = tl.arange(0, C.DP)
-            mean = tl.load(CENTER + bh * C.D + d, mask=d < C.D, other=0.0)
-            kept, kept_scale = OPEN(around(S, code, scale, keep, mean))
-            kept, kept_scale = SEEN(kept, kept_scale, keep)
-            if closes:
-                place = PLACE(S, b, h, index == 0, VALUES, C)
-                PUT(S, kept, kept_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
-            if X.dtype.element_ty == tl.int8:
+            mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+            kept, kept_scale = codec.open(minus_mean(S, code, scale, keep, mean))
+            kept, kept_scale = codec.seen(kept, kept_scale, keep)
+            if block.closes:
+                place = codec.place(S, b, h, index == 0, VALUES, C)
+                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
+            if panel.x.dtype.element_ty == tl.int8:
                 code, scale = kept, kept_scale
-        elif closes:
-            place = PLACE(S, b, h, index == 0, VALUES, C)
+        elif block.closes:
+            place = codec.place(S, b, h, index == 0, VALUES, C)
             if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
-                keep = keep & (slot_bits(chosen, t) == 0)
-                kept, kept_scale = SEEN(code, scale, keep)
-                PUT(S, kept, kept_scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
-                code, scale = SEEN(code, scale, t >= 0)
+                keep = keep & (slot_bits(block.chosen, t) == 0)
+                kept, kept_scale = codec.seen(code, scale, keep)
+                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
+                code, scale = codec.seen(code, scale, t >= 0)
             else:
-                code, scale = SEEN(code, scale, keep)
-                PUT(S, code, scale, keep, keep, t, b, h, index, NB, place, VALUES, C)
-        elif (X.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
-            code, scale = SEEN(code, scale, keep)  # open tokens have no codes of their own: as if the block closed here
+                code, scale = codec.seen(code, scale, keep)
+                codec.put(S, code, scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
+        elif (panel.x.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
+            code, scale = codec.seen(code, scale, keep)  # open tokens have no codes of their own: as if it closed
     else:
-        if used:
-            PUT(S, code, scale, keep, ~old, t, b, h, index, NB, h, VALUES, C)
-        code, scale = SEEN(code, scale, keep)
-        before, before_scale = GET(S, b, h, tl.minimum(index, NB - 1), NB, h, VALUES, C)
-        code = tl.where(old[:, None], before.to(tl.float32), code)
-        scale = tl.where(old, before_scale, scale)
-    to_panel(X, SCALE, code, scale, bh, slot, slots, VALUES, C)
+        if block.used:
+            codec.put(S, code, scale, keep, ~tokens.old, t, b, h, index, capacity, h, VALUES, C)
+        code, scale = codec.seen(code, scale, keep)
+        before, before_scale = codec.get(S, b, h, tl.minimum(index, capacity - 1), capacity, h, VALUES, C)
+        code = tl.where(tokens.old[:, None], before.to(tl.float32), code)
+        scale = tl.where(tokens.old, before_scale, scale)
+    to_panel(panel, code, scale, bh, tokens.slot, VALUES, C)
 
 
 @triton.jit
@@ -133,12 +192,11 @@ def _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, 
     block that closes."""
     if h == 0:
         if j == 0:
-            for i in tl.static_range(6):
-                tl.store(ROWS + b * 8 + i, row[i])
-            tl.store(ROWS + b * 8 + 6, tl.load(SPANS + b * span_stride + 1) - row[5])
+            store_row(ROWS, b, row)
+            tl.store(ROWS + b * ROW_FIELDS + OVERFLOW, tl.load(SPANS + b * span_stride + 1) - row.count)
         if closes:
-            tl.store(BLOCK_POS + b * NB + row[1] + j, row[2] + j * C.BLOCK)
-            tl.store(BLOCK_LEN + b * NB + row[1] + j, C.BLOCK)
+            tl.store(BLOCK_POS + b * NB + row.closed + j, row.open_start + j * C.BLOCK)
+            tl.store(BLOCK_LEN + b * NB + row.closed + j, C.BLOCK)
 
 
 @triton.jit
@@ -153,7 +211,7 @@ def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 
 @triton.jit
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                 K, V, MEAN, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
+                 K, V, K_MEAN, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
                  K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
                  V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (block of the region, head, row) of a call of at most `NEW` tokens; lengths are committed later."""
@@ -175,24 +233,24 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             gone = slot_bits(flags, index * C.BLOCK + t) | tl.max(hit.to(tl.int32), 1)
             tl.debug_barrier()  # every bit is read before a byte is written
             _drop(flags, NONFINITE, gone, bad, index, bh, C)
-        stale = length < tl.load(STATE[3] + b)
+        stale = length < tl.load(RowState(*STATE).longest + b)
         chosen = chosen_bits(CHOSEN, regions, bh, j, C)
-        _short_side(K, MEAN, k, pos, new, stale, closes, b, h, start, index, closed, NB, flags, chosen, K_OPEN, K_SEEN,
-                    K_PLACE, K_PUT, False, C)  # fmt: skip
-        _short_side(V, MEAN, v, pos, new, stale, closes, b, h, start, index, closed, NB, flags, chosen, V_OPEN, V_SEEN,
-                    V_PLACE, V_PUT, True, C)  # fmt: skip
+        block = Block(b, h, bh, row, index, NB, start, used, closes, flags, chosen)
+        _short_side(K, K_MEAN, k, pos, new, stale, block, Codec(K_OPEN, K_SEEN, K_PLACE, K_PUT, None), False, C)
+        _short_side(V, K_MEAN, v, pos, new, stale, block, Codec(V_OPEN, V_SEEN, V_PLACE, V_PUT, None), True, C)
 
 
 @triton.jit
 def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                K, V, CENTER, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
+                K, V, K_MEAN, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
                 K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr, V_OPEN: tl.constexpr,
                 V_SEEN: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, V_GET: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
-    """The same for a long call, whose tokens also go to the `PANEL` (k, k_scale, v, v_scale, bias, pos), and into the
-    ring only when all have read it. Every program writes its slots, those behind the row's end included.
+    """Program (block of the region, head, row) of a long call. Its tokens also go to the `PANEL` (`PanelTensors`), and
+    into the ring only when all have read it. Every program writes its slots, those behind the row's end included.
     """
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    panel = PanelTensors(*PANEL)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
     index, bh, t = closed + j, b * C.H + h, tl.arange(0, C.BLOCK)
@@ -210,38 +268,41 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     if used:
         tl.debug_barrier()  # every bit is read before a byte is written
         _drop(flags, NONFINITE, gone, bad, index, bh, C)
-    tl.store(PANEL[4] + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
+    tl.store(panel.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
     if h == 0:
-        tl.store(PANEL[5] + b.to(tl.int64) * slots + slot, pos)
+        tl.store(panel.pos + b.to(tl.int64) * slots + slot, pos)
     chosen = chosen_bits(CHOSEN, regions, bh, j, C)
-    _long_side(K, CENTER, PANEL[0], PANEL[1], k, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
-               K_OPEN, K_SEEN, K_PLACE, K_PUT, K_GET, False, C)  # fmt: skip
-    _long_side(V, CENTER, PANEL[2], PANEL[3], v, keep, chosen, pos, old, used, closes, b, h, index, NB, slot, slots,
-               V_OPEN, V_SEEN, V_PLACE, V_PUT, V_GET, True, C)  # fmt: skip
+    block = Block(b, h, bh, row, index, NB, open_start + j * C.BLOCK, used, closes, flags, chosen)
+    tokens = Tokens(pos, slot, old, keep)
+    _long_side(K, K_MEAN, k, tokens, PanelSide(panel.k, panel.k_scale, slots), block,
+               Codec(K_OPEN, K_SEEN, K_PLACE, K_PUT, K_GET), False, C)  # fmt: skip
+    _long_side(V, K_MEAN, v, tokens, PanelSide(panel.v, panel.v_scale, slots), block,
+               Codec(V_OPEN, V_SEEN, V_PLACE, V_PUT, V_GET), True, C)  # fmt: skip
 
 
 @triton.jit
-def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, MEAN, PANEL, NB, slots, K_LOCATE: tl.constexpr,
+def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, K_MEAN, PANEL, NB, slots, K_LOCATE: tl.constexpr,
                 V_LOCATE: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (block of the past, head, row): packed blocks into the panel."""
     index, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if index < tl.load(STATE[1] + b):
+    panel = PanelTensors(*PANEL)
+    if index < tl.load(RowState(*STATE).closed + b):
         t, bh = tl.arange(0, C.BLOCK), b * C.H + h
         slot = index * C.BLOCK + t
         there = t < tl.load(BLOCK_LEN + b * NB + index)
         keep = there & (slot_bits(DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8), slot) == 0)
-        tl.store(PANEL[4] + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
+        tl.store(panel.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
         if h == 0:
-            tl.store(PANEL[5] + b.to(tl.int64) * slots + slot, tl.load(BLOCK_POS + b * NB + index) + t)
+            tl.store(panel.pos + b.to(tl.int64) * slots + slot, tl.load(BLOCK_POS + b * NB + index) + t)
         k_place, _, _ = K_LOCATE(K, b, h, C.K_LOW, C)
         v_place, _, _ = V_LOCATE(V, b, h, C.V_LOW, C)
         k, k_scale = K_GET(K, b, h, index, NB, k_place, False, C)
         v, v_scale = V_GET(V, b, h, index, NB, v_place, True, C)
-        if C.SMOOTH and (PANEL[0].dtype.element_ty != tl.int8):
+        if C.SMOOTH_K and (panel.k.dtype.element_ty != tl.int8):
             d = tl.arange(0, C.DP)
-            k += tl.load(MEAN + bh * C.D + d, mask=d < C.D, other=0.0)[None, :]
-        to_panel(PANEL[0], PANEL[1], k, k_scale, bh, slot, slots, False, C)
-        to_panel(PANEL[2], PANEL[3], v, v_scale, bh, slot, slots, True, C)
+            k += tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)[None, :]
+        to_panel(PanelSide(panel.k, panel.k_scale, slots), k, k_scale, bh, slot, False, C)
+        to_panel(PanelSide(panel.v, panel.v_scale, slots), v, v_scale, bh, slot, True, C)
 
 
 @triton.jit
@@ -252,11 +313,11 @@ def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, 
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
     if C.RING > 0:
-        last = row[0] + row[5] - 1
+        last = row.length + row.count - 1
         at = i * C.BLOCK + tl.arange(0, C.BLOCK)
         pos = last - (last - at + C.RING) % C.RING
-        new = (at < C.RING) & (pos >= row[0])
-        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row[0], new, row[4], C)
+        new = (at < C.RING) & (pos >= row.length)
+        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
         k_code, k_scale = K_OPEN(k)
         v_code, v_scale = V_OPEN(v)
         to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)

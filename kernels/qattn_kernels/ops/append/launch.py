@@ -9,12 +9,12 @@ from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.panel import Panel, tensors
-from qattn_kernels.ops.append.center import mean_kernel
+from qattn_kernels.ops.append.k_mean import mean_kernel
 from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, unpack_past_kernel
 from qattn_kernels.ops.append.ranking import rank_kernel
 from qattn_kernels.reference.rows import region_blocks
 
-OVERHANG = 128  # slots behind a row's last token that a tile of the prefill may touch
+OVERHANG = 128  # slots behind a row's last token that a prefill may touch: those of its largest tile
 
 
 def rank(call: Call) -> None:
@@ -29,12 +29,12 @@ def rank(call: Call) -> None:
     )  # fmt: skip
 
 
-def center(call: Call) -> None:
-    """Before a long call: the mean around which it sees smoothed keys; nothing where keys are not."""
-    if call.sizes.SMOOTH:
+def call_mean(call: Call) -> None:
+    """Before a long call: the mean that it takes off smoothed keys; nothing where keys are not."""
+    if call.sizes.SMOOTH_K:
         mean_kernel[(call.sizes.H, call.batch)](
-            *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.mean, call.center, call.blocks,
-            jit_of(call.spec.k).open, call.sizes, **codes(call.sizes),
+            *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.k_mean, call.call_mean,
+            call.blocks, jit_of(call.spec.k).open, call.sizes, **codes(call.sizes),
         )  # fmt: skip
 
 
@@ -43,19 +43,20 @@ def append(call: Call) -> None:
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     short_kernel[(region_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.mean, *call.picked, call.rows, call.blocks,
+        state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.blocks,
         k.open, k.seen, k.place, k.put, v.open, v.seen, v.place, v.put, power_of_two(call.tokens), call.sizes,
         **codes(call.sizes),
     )  # fmt: skip
 
 
 def append_long(call: Call, panel: Panel) -> None:
-    """The same for a long call; new tokens and those that were open also go to the panel, and to the ring later."""
+    """Write the tokens of a long call and close what is full. New tokens and those that were open also go to the panel,
+    and to the ring later (`finish`)."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     blocks = region_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
     long_kernel[(blocks, call.sizes.H, call.batch)](
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.center, *call.picked, tensors(panel), call.rows, call.blocks,
+        state["block_len"], call.k, call.v, call.call_mean, *call.picked, tensors(panel), call.rows, call.blocks,
         panel.pos.shape[1], k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes,
         **codes(call.sizes, 64 * 64), maxnreg=128,  # so that two programs of eight warps share a multiprocessor
     )  # fmt: skip
@@ -78,7 +79,7 @@ def make_panel(call: Call, past: int) -> Panel:
 
     k, v = side(spec.k.integer, False), side(spec.v.integer, True)
     pos = empty((call.batch, slots), torch.int32)
-    k_mean = call.center if size.SMOOTH and spec.k.integer else None
+    k_mean = call.call_mean if size.SMOOTH_K and spec.k.integer else None
     return Panel(*k, *v, bias=empty(shape), pos=pos, rows=call.rows, k_mean=k_mean)
 
 
@@ -88,7 +89,7 @@ def unpack_past(call: Call, panel: Panel, past: int) -> None:
         return
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     unpack_past_kernel[(min(past, call.blocks), call.sizes.H, call.batch)](
-        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.mean,
+        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.k_mean,
         tensors(panel), call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes,
         **codes(call.sizes),
     )  # fmt: skip

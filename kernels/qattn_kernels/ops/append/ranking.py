@@ -13,7 +13,7 @@ from qattn_kernels.jit.tokens import chosen_bits, new_tokens, row_before, with_r
 @triton.jit
 def _priority(S, code, scale, keep, pos, old, bh, SEEN: tl.constexpr, KIND: tl.constexpr,
               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """TurboAttention section 3.3 in fp64, as `formats.flashq.reference.head_priority`."""
+    """TurboAttention section 3.2 in fp64, as `formats.flashq.reference.head_priority`."""
     code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
     code, scale = SEEN(code, scale, keep)
     x = code.to(tl.float64) * tl.max(scale, 0).to(tl.float64)
@@ -55,18 +55,18 @@ def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
                 K_KIND: tl.constexpr, V_KIND: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (row). `KIND` -1: that side is not ranked."""
     b = tl.program_id(0)
-    length, closed, open_start, closing, first, count = row_before(STATE, SPANS, span_stride, b, NB, C)
-    if (closed == 0) & (closing > 0):
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    if (row.closed == 0) & (row.closing > 0):
         n = tl.arange(0, triton.next_power_of_2(C.H))
         t = tl.arange(0, C.BLOCK)
         k_priority = tl.full(n.shape, 0, tl.float64)
         v_priority = tl.full(n.shape, 0, tl.float64)
-        pos = open_start + t
-        old = pos < length
-        new = (~old) & (pos < length + count)
+        pos = row.open_start + t
+        old = pos < row.length
+        new = (~old) & (pos < row.length + row.count)
         for i in range(C.H):
             h = i + tl.full([], 0, tl.int32)  # the interpreter counts in Python's integers
-            k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
+            k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
             flags = DROPPED + (b * C.H + h).to(tl.int64) * NB * (C.BLOCK // 8)
             gone = (tl.load(flags + t // 8).to(tl.int32) >> (t % 8)) & 1
             keep = (old | new) & (~bad) & ~(old & (gone == 1))
@@ -75,12 +75,12 @@ def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
                 if C.ENTRIES > 0:
                     k_keep = keep & (slot_bits(chosen_bits(CHOSEN, regions, b * C.H + h, 0, C), t) == 0)
                 code, scale = K_OPEN(k)
-                found = _priority(K, code, scale, k_keep, pos, old, b * C.H + h, K_SEEN, K_KIND, False, C)
-                k_priority = tl.where(n == h, found, k_priority)
+                priority = _priority(K, code, scale, k_keep, pos, old, b * C.H + h, K_SEEN, K_KIND, False, C)
+                k_priority = tl.where(n == h, priority, k_priority)
             if V_KIND >= 0:
                 code, scale = V_OPEN(v)
-                found = _priority(V, code, scale, keep, pos, old, b * C.H + h, V_SEEN, V_KIND, True, C)
-                v_priority = tl.where(n == h, found, v_priority)
+                priority = _priority(V, code, scale, keep, pos, old, b * C.H + h, V_SEEN, V_KIND, True, C)
+                v_priority = tl.where(n == h, priority, v_priority)
         if K_KIND >= 0:
             _places(K, k_priority, b, C)
         if V_KIND >= 0:

@@ -33,6 +33,6 @@ def mean_key(x, keep, full):
 
 
 @triton.jit
-def around(S, code, scale, keep, mean):
-    """Open tokens around the mean, zeros outside `keep`."""
-    return tl.where(keep[:, None], dequantize(S, code, scale) - mean[None, :], 0.0)
+def minus_mean(S, code, scale, keep, k_mean):
+    """Open tokens without the mean key of their row, zeros outside `keep`."""
+    return tl.where(keep[:, None], dequantize(S, code, scale) - k_mean[None, :], 0.0)

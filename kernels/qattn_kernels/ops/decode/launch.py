@@ -35,14 +35,15 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=call.query.device)
 
-    parts, stats = (empty(batch * size.H, splits, rows, n) for n in (size.D, 3 if size.SPARSE else 2))
-    skip_counts, sparsity = skip_counts_of(state) if size.SPARSE else None, call.spec.sparsity
-    threshold = call.spec.compute.sas_threshold * LOG2E
+    parts, stats = (empty(batch * size.H, splits, rows, n) for n in (size.D, 3 if size.SPARSE_V else 2))
+    skip_counts, sparsity = skip_counts_of(state) if size.SPARSE_V else None, call.spec.sparsity
+    sas_threshold = call.spec.compute.sas_threshold * LOG2E
+    scoring = scores.scale * LOG2E, float(scores.softcap), scores.window, sas_threshold  # a `parts.Scoring`
     decode_kernel[(batch * size.H, -(-rows // size.Q), splits)](
-        call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.mean, call.k_sinks, call.v_sinks,
+        call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks,
         call.table, call.moved, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, skip_counts, call.blocks, batch, tokens,
-        (scores.scale * LOG2E, float(scores.softcap), scores.window, threshold), (sparsity.tau, sparsity.budget),
+        scoring, (sparsity.tau, sparsity.budget),
         tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip

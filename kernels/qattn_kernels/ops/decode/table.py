@@ -36,7 +36,7 @@ class Launch(NamedTuple):
     """How a decode is launched.
 
     Attributes:
-        plan: how many programs share the packed context of a row and head, by its own length: see `stretch_of`.
+        plan: how many programs share the packed context of a row and head, by its own length: see `blocks_per_split`.
         warps, stages: of each program: its warps, its loads in flight.
         registers: of a thread at most, if the compiler is told.
     """
@@ -75,7 +75,7 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
 
 def plan(places: int, heads: int, block: int, open_programs: int, tuned: Decode) -> tuple[int, int, int, int]:
     """How many programs share the context of each of `heads` rows and KV heads, if `places` run at once: see
-    `kernel.stretch_of`. Each of them has `open_programs` more for what is not in blocks.
+    `kernel.blocks_per_split`. Each of them has `open_programs` more for what is not in blocks.
 
     Whole waves: a last one that is nearly empty takes as long as a full one. One wave, or the fewest that take most
     places; twice as many programs for a long context, where one would have so much to do that others wait for it. For

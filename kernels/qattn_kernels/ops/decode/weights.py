@@ -5,9 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.math import LOG2E, exp2_sas
-
-NOTHING = tl.constexpr(-1e30)  # the score of what is not seen; a part whose maximum this is has no weight
+from qattn_kernels.jit.math import LOG2E, NOTHING, exp2_sas
 
 
 @triton.jit
@@ -36,7 +34,7 @@ def weigh(s, m, threshold, C: tl.constexpr):
 
 
 @triton.jit
-def seen_by(s, C: tl.constexpr):
+def count_visible(s, C: tl.constexpr):
     """How many tokens of a tile each query sees."""
     return tl.sum((s > NOTHING).to(tl.int32), 0)
 

@@ -10,7 +10,7 @@ from qattn_kernels.formats.granularity import QUERY_BLOCK
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.panel import Panel
 from qattn_kernels.layer.spec import Compute, LayerSpec
-from qattn_kernels.layout import Window
+from qattn_kernels.layout import Row, Window
 from qattn_kernels.ops.prefill.quantize import FIELDS, TILE, keys_kernel, settle_kernel, stats_kernel, values_kernel
 from qattn_kernels.reference.operands import FP8, fp8_values
 
@@ -36,15 +36,15 @@ def coded_panel(q: torch.Tensor, panel: Panel, spec: LayerSpec, scale: float) ->
     compute = spec.compute
     if compute.prefill != "int8":
         return panel
-    found = None
+    statistics = None
     if fp8_values(compute) or (compute.smooth_k and panel.k_scale is None):
-        found = _statistics(panel, compute, spec.window)
+        statistics = _statistics(panel, compute, spec.window)
     if panel.k_scale is None:
-        mean = found.mean[0] if found is not None and compute.smooth_k else None
+        mean = statistics.mean[0] if statistics is not None and compute.smooth_k else None
         panel = _with_keys(q, panel, compute, spec.window, mean, scale)
     if fp8_values(compute):
-        assert found is not None
-        return _with_fp8_values(panel, found, compute, spec.window)
+        assert statistics is not None
+        return _with_fp8_values(panel, statistics, compute, spec.window)
     if compute.pv == "int8" and panel.v_scale is None:
         codes, scales = _empty_values(panel, torch.int8), torch.empty_like(panel.bias)
         _values(panel, panel.bias, panel.bias, codes, scales, False, False, spec.window)
@@ -53,7 +53,7 @@ def coded_panel(q: torch.Tensor, panel: Panel, spec: LayerSpec, scale: float) ->
 
 
 def _statistics(panel: Panel, compute: Compute, window: Window) -> _Statistics:
-    """Of what the panel has in the model's precision: keys alone where values are not made FP8."""
+    """Statistics of what the panel has in the model's precision: keys alone where values are not made FP8."""
     batch, heads, slots = panel.bias.shape
     fp8 = fp8_values(compute)
     k, v = panel.k if panel.k_scale is None else panel.v, panel.v if fp8 else panel.k
@@ -101,8 +101,9 @@ def _query_means(q: torch.Tensor, panel: Panel, compute: Compute) -> torch.Tenso
     what rounding a mean loses stays in the queries around it."""
     tokens = q.shape[2]
     size = tokens if compute.smooth_q == "tensor" else QUERY_BLOCK
-    place = torch.arange(tokens, device=q.device) - panel.rows[:, 4:5]
-    block = torch.where((place >= 0) & (place < panel.rows[:, 5:6]), place // size, -1)
+    row = Row(*panel.rows[:, : len(Row._fields), None].unbind(1))
+    place = torch.arange(tokens, device=q.device) - row.first
+    block = torch.where((place >= 0) & (place < row.count), place // size, -1)
     member = (block[:, None] == torch.arange(-(-tokens // size), device=q.device)[:, None]).float()
     share = member / member.sum(-1, keepdim=True).clamp(min=1)
     q = torch.where(q.isfinite().all(-1, keepdim=True), q, 0.0)  # see `reference.queries.Queries`
@@ -125,13 +126,13 @@ def _empty_values(panel: Panel, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((batch, heads, dim, slots), dtype=dtype, device=panel.v.device)
 
 
-def _with_fp8_values(panel: Panel, found: _Statistics, compute: Compute, window: Window) -> Panel:
-    mean, channel = found.mean[1], found.scale[1]
+def _with_fp8_values(panel: Panel, statistics: _Statistics, compute: Compute, window: Window) -> Panel:
+    mean, channel = statistics.mean[1], statistics.scale[1]
     codes = _empty_values(panel, torch.uint8)
     _values(panel, mean, channel, codes, panel.bias, True, compute.smooth_v, window)
     v_mean = mean if compute.smooth_v else None
     codes = codes.view(torch.float8_e4m3fn)  # bytes, cast inside the product's loop, would go through registers
-    return panel._replace(v=codes, v_channel=channel, v_mean=v_mean, clean=found.clean)
+    return panel._replace(v=codes, v_channel=channel, v_mean=v_mean, clean=statistics.clean)
 
 
 def _values(

@@ -12,21 +12,20 @@ What makes it fast, beyond the products themselves:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.granularity import QUERY_BLOCK
-from qattn_kernels.jit.math import LN2, LOG2E, ROUNDER, broken, float_to_int8, to_codes
+from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, ROUNDER_BITS, broken, float_to_int8, to_codes
 from qattn_kernels.jit.rows import load_row
 from qattn_kernels.ops.prefill.weights import (
     LARGEST,
     LEVELS,
     NEGATIVE,
     NO_SCALE,
-    NOTHING,
     block_weights,
     factor,
     group_weights,
@@ -36,51 +35,59 @@ from qattn_kernels.ops.prefill.weights import (
 )
 
 MEAN_QUERIES = tl.constexpr(QUERY_BLOCK)
-ROUNDER_BITS = tl.constexpr(0x4B400000)
+LEAST_UNIT = tl.constexpr(1e-36)  # the unit of a query of zeros: its inverse is still finite
 
 
-class Shape(NamedTuple):
-    """What a kernel is compiled for. All are compile-time constants inside it.
+class HeadPanel(NamedTuple):
+    """Pointers to the panel of a row and KV head, each at its first slot.
 
-    `BM` queries a program, `BN` slots a tile of the main loop, `TAIL` of the others, `STAGES` of their pipelines;
-    `HQ`, `G` query heads and how many share a KV head; `D`, `DV` head dims of K and V, `DP`, `DVP` the powers of two
-    that hold them; `BLOCK` slots of a block; `BLOCK_SCALES`: the slots of a closed block share scales, in groups of K;
-    `K_CODES`, `V_CODES` INT8 in the panel, `K_INT8`, `V_INT8` in the product, `V_FP8` FP8 in both; `Q_LEVELS` largest
-    code of a query, `Q_GROUP` which share a scale (`groups`, `block` being the program's own); `CENTER` keys stand
-    around a mean, `SHIFT` which queries around one (`smooth_q`), `V_MEAN` values do; `BY_ROW`
-    scores may stay in units of their query, and if `RAISED` INT8 weights be rounded at once (`row_weights`);
-    `PLAIN`: the interpreter runs.
+    Attributes:
+        k, k_scale, v: as in `launch.panel.Panel`.
+        column: bias plus log2 of the value's scale; the bias alone where values have none.
+        inverse: 1 / the value's scale.
+        pos: row positions.
+        shift: scores of the mean query, where queries stand around it.
     """
 
-    BM: int
-    BN: int
-    TAIL: int
-    STAGES: int
-    HQ: int
-    G: int
-    D: int
-    DV: int
-    DP: int
-    DVP: int
-    BLOCK: int
-    BLOCK_SCALES: bool
-    K_CODES: bool
-    V_CODES: bool
-    K_INT8: bool
-    V_INT8: bool
-    V_FP8: bool
-    Q_LEVELS: float
-    Q_GROUP: str
-    CENTER: bool
-    SHIFT: str
-    V_MEAN: bool
-    BY_ROW: bool
-    RAISED: bool
-    WINDOW: int
-    SOFTCAP: bool
-    SAS: bool
-    SINKS: bool
-    PLAIN: bool
+    k: Any
+    k_scale: Any
+    v: Any
+    column: Any
+    inverse: Any
+    pos: Any
+    shift: Any
+
+
+class Queries(NamedTuple):
+    """The queries of a program.
+
+    Attributes:
+        x: `[BM, DP]` as the product takes them.
+        unit: what a unit of their products with keys is worth (see `_queries`).
+        pos: int32 `[BM]` row positions.
+        k_mean_scores: fp32 `[BM]` products with the mean that keys stand around.
+    """
+
+    x: Any
+    unit: Any
+    pos: Any
+    k_mean_scores: Any
+
+
+class Sums(NamedTuple):
+    """Running state of the online softmax.
+
+    Attributes:
+        acc: fp32 `[BM, DVP]`, sum of weighted values.
+        l: fp32 `[BM]`, sum of the weights.
+        m: fp32 `[BM]`, the largest score so far, its value's scale included.
+        peak: fp32 `[BM]`, the largest score without that: SAS cuts against it.
+    """
+
+    acc: Any
+    l: Any
+    m: Any
+    peak: Any
 
 
 @triton.jit
@@ -88,9 +95,9 @@ def value_columns(v_scale, bias, column, inverse, clean, rows, heads, N, BLOCK: 
     """Of one (row, KV head): `column` = bias + log2 of the value's scale, `inverse` = 1 / scale, both `[N]`, and
     `clean`, the first slot whose bias is not 0. Slots that nobody sees get an inverse of 0."""
     head = tl.program_id(0)
-    length, closed, open_start, _, _, count = load_row(rows, head // heads)
+    row = load_row(rows, head // heads)
     base = head.to(tl.int64) * N
-    end = (closed * BLOCK + length - open_start + count + BLOCK - 1) // BLOCK * BLOCK
+    end = (row.closed * BLOCK + row.length - row.open_start + row.count + BLOCK - 1) // BLOCK * BLOCK
     masked = end
     for start in range(0, end, STEP):
         n = start + tl.arange(0, STEP)
@@ -147,66 +154,64 @@ def _product(x, y, C: tl.constexpr):
 
 
 @triton.jit
-def _sums(x, y):
+def _products(x, y):
     """INT8 products as floats, `ROUNDER` above their value."""
     start = tl.full([x.shape[0], y.shape[1]], ROUNDER_BITS, tl.int32)
     return tl.dot(x, y, acc=start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _seen(pos, place, n, C: tl.constexpr):
-    """Which slots `n` queries at row positions `place` see: `[BM, BN]`."""
+def _visible(pos, q_pos, n, C: tl.constexpr):
+    """Which slots `n` queries at row positions `q_pos` see: `[BM, BN]`."""
     there = tl.load(pos + n)[None, :]
-    see = there <= place[:, None]
-    if C.WINDOW:
-        see &= there > place[:, None] - C.WINDOW
+    see = there <= q_pos[:, None]
+    if C.LOCAL_WINDOW:
+        see &= there > q_pos[:, None] - C.LOCAL_WINDOW
     return see
 
 
 @triton.jit
-def _tile(q, unit, place, carry, at, n0, N, cap, center, threshold, BN: tl.constexpr, BLOCKS: tl.constexpr,
-          MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Take the slots from `n0` into `carry`: sums of values and of weights, the largest score with its value's scale,
-    and without it. `place` `[BM]`: the queries' row positions, compared if `MASK`. `BLOCKS`: scales are read by block
-    and nothing is masked."""
-    k, _, v, _, _, pos, _ = at
-    acc, total, top, _ = carry
+def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: tl.constexpr, MASK: tl.constexpr,
+          C: tl.constexpr):  # fmt: skip
+    """Take the slots from `n0` into `sums`: one step of the online softmax. `MASK`: row positions are compared.
+    `BLOCKS`: scales are read by block and nothing is masked."""
+    q, unit = queries.x, queries.unit
     i = tl.arange(0, BN)
     order = _key_order(i, C.V_INT8 or C.V_FP8)
-    keys = _load_keys(k, n0, order, C)
-    x = _sums(q, keys) if C.K_INT8 else _product(q, keys, C)
+    keys = _load_keys(head.k, n0, order, C)
+    x = _products(q, keys) if C.K_INT8 else _product(q, keys, C)
     if BLOCKS and C.V_FP8:
-        p, mass, here, new, peak = group_weights(x, unit, carry, at, n0, BN, C)
+        p, mass, here, new, peak = group_weights(x, unit, sums, head, n0, BN, C)
     elif BLOCKS:
-        p, mass, here, new, peak = block_weights(x, unit, carry, at, n0, threshold, BN, C)
+        p, mass, here, new, peak = block_weights(x, unit, sums, head, n0, threshold, BN, C)
     elif C.BY_ROW:
-        see = _seen(pos, place, n0 + order, C) if MASK else True
-        p, mass, here, new, peak = row_weights(x, unit, carry, at, n0 + order, see, BN, MASK, C)
+        see = _visible(head.pos, queries.pos, n0 + order, C) if MASK else True
+        p, mass, here, new, peak = row_weights(x, unit, sums, head, n0 + order, see, BN, MASK, C)
     else:
         one = unit
         if C.K_INT8 and C.Q_GROUP != "block":
             x, one = (x - ROUNDER) * unit[:, None], 1.0
-        s, r = token_scores(x, one, at, n0 + order, cap, center, C)
+        s, r = token_scores(x, one, head, n0 + order, cap, queries.k_mean_scores, C)
         if MASK:
-            s = tl.where(_seen(pos, place, n0 + order, C), s, NEGATIVE)
-        p, mass, here, new, peak = token_weights(s, r, carry, threshold, C)
-    alpha = tl.exp2(top - new)
-    values = _load_values(v, n0, i, N, C)
+            s = tl.where(_visible(head.pos, queries.pos, n0 + order, C), s, NEGATIVE)
+        p, mass, here, new, peak = token_weights(s, r, sums, threshold, C)
+    alpha = tl.exp2(sums.m - new)
+    values = _load_values(head.v, n0, i, N, C)
     if C.V_INT8:
         beta = tl.exp2(here - new)
-        sums = _sums(_token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
-        acc = sums * beta[:, None] + (acc * alpha[:, None] - (beta * ROUNDER)[:, None])
+        products = _products(_token_order(to_codes(p) if C.RAISED and C.BY_ROW else float_to_int8(p)), values)
+        acc = products * beta[:, None] + (sums.acc * alpha[:, None] - (beta * ROUNDER)[:, None])
         mass *= beta
     elif C.V_FP8:  # from zero, and added outside: the unit for FP8 sums in fewer bits than an accumulator has
         if C.PLAIN:
-            sums = tl.dot(_token_order(rounded(p)), values.to(tl.float32))
+            products = tl.dot(_token_order(rounded(p)), values.to(tl.float32))
         else:
-            sums = tl.dot(_token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=BN)
-        acc = acc * alpha[:, None] + sums
+            products = tl.dot(_token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=BN)
+        acc = sums.acc * alpha[:, None] + products
     else:
         p = p.to(q.dtype) if C.V_CODES else p.to(values.dtype)
-        acc = acc * alpha[:, None] + _product(p, values, C)
-    return acc, total * alpha + mass, new, peak
+        acc = sums.acc * alpha[:, None] + _product(p, values, C)
+    return Sums(acc, sums.l * alpha + mass, new, peak)
 
 
 @triton.jit
@@ -217,19 +222,19 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
     d = tl.arange(0, C.DP)
     q += column.to(tl.int64)[:, None] * stride + d[None, :]
     there = (d < C.D)[None, :]
-    bad = broken(tl.load(q, mask=real[:, None] & there, other=0).to(tl.float32), 1)
-    real &= ~bad
-    tl.store(lse, tl.where(bad, float("nan"), 0.0), mask=inside)
+    nonfinite = broken(tl.load(q, mask=real[:, None] & there, other=0).to(tl.float32), 1)
+    real &= ~nonfinite
+    tl.store(lse, tl.where(nonfinite, float("nan"), 0.0), mask=inside)
     # read again: chosen from what was read, it would not lie in shared memory as the products want it
     x = tl.load(q, mask=real[:, None] & there, other=0)
-    unit, center = scale, tl.full([C.BM], 0.0, tl.float32)
+    unit, k_mean_scores = scale, tl.full([C.BM], 0.0, tl.float32)
     to_log2 = factor(cap, C)
-    if C.CENTER:
+    if C.SMOOTH_K:
         mean = tl.load(k_mean + d, mask=d < C.D, other=0.0)
-        center = tl.sum(x.to(tl.float32) * mean[None, :], 1) * (scale * to_log2)
+        k_mean_scores = tl.sum(x.to(tl.float32) * mean[None, :], 1) * (scale * to_log2)
     if C.K_INT8:
         x = x.to(tl.float32)
-        if C.SHIFT != "none":
+        if C.SMOOTH_Q != "none":
             x -= tl.where(real[:, None], tl.load(q_mean + d, mask=d < C.D, other=0.0)[None, :], 0.0)
         x *= scale
         top = tl.max(tl.abs(x), 1)
@@ -239,18 +244,18 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
             most = tl.max(tl.reshape(top, (C.BM // 32, 4, 8)), 1)
             top = tl.reshape(tl.broadcast_to(most[:, None, :], (C.BM // 32, 4, 8)), (C.BM,))
         unit = top / C.Q_LEVELS
-        unit = tl.where(unit < 1e-36, 1e-36, unit)
+        unit = tl.where(unit < LEAST_UNIT, LEAST_UNIT, unit)
         inverse = 1.0 / unit
         x = float_to_int8(x * (inverse if C.Q_GROUP == "block" and not C.BY_ROW else inverse[:, None]))
-    return x, unit * to_log2, center
+    return x, unit * to_log2, k_mean_scores
 
 
 @triton.jit
-def _window_start(pos, slot, place, BN: tl.constexpr, WINDOW: tl.constexpr):
-    """The first slot of the tile that holds the oldest token which a query at `place`, in `slot`, sees. Slots lie at
+def _window_start(pos, slot, q_pos, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """The first slot of the tile that holds the oldest token which a query at `q_pos`, in `slot`, sees. Slots lie at
     least as far apart as positions, so it is that many slots back, or farther after crops."""
     start = tl.maximum(slot - WINDOW + 1, 0) // BN * BN
-    while (start > 0) & (tl.load(pos + start) > place - WINDOW + 1):
+    while (start > 0) & (tl.load(pos + start) > q_pos - WINDOW + 1):
         start -= BN
     return start
 
@@ -266,68 +271,69 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
     t0 = (blocks - 1 - group % blocks) * C.BM
     bh = group // blocks
     b, h = bh // (C.HQ // C.G), bh % (C.HQ // C.G) * C.G + pid % C.G
-    length, closed, open_start, closing, first, count = load_row(rows, b)
+    row = load_row(rows, b)
 
     t = t0 + tl.arange(0, C.BM)
-    real = t < count
-    to = first + t
+    real = t < row.count
+    to = row.first + t
     to = tl.where(to < T, to, to - T)  # tokens beyond the row's count stand for its padding columns
     k_mean, q_mean, shift, v_channel, v_mean = extra
-    if C.SHIFT != "none":
+    if C.SMOOTH_Q != "none":
         part = (b * C.HQ + h).to(tl.int64)
-        if C.SHIFT == "block":
+        if C.SMOOTH_Q == "block":
             part = part * tl.cdiv(T, MEAN_QUERIES) + t0 // MEAN_QUERIES
         q_mean, shift = q_mean + part * C.D, shift + part * N
     q, lse = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, lse + (b * C.HQ + h).to(tl.int64) * T + to
-    x, unit, center = _queries(q, q_t, to, real, t < T, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
+    x, unit, k_mean_scores = _queries(q, q_t, to, real, t < T, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
 
     base = bh.to(tl.int64) * N
-    at = (k + base * C.D, k_scale + base, v + base * C.DV, column + base, inverse + base, pos + b.to(tl.int64) * N,
-          shift)  # fmt: skip
-    slot = closed * C.BLOCK + length - open_start
-    last = tl.minimum(t0 + C.BM, count)
-    end = tl.where(t0 < count, slot + last, 0)
+    head = HeadPanel(k + base * C.D, k_scale + base, v + base * C.DV, column + base, inverse + base,
+                     pos + b.to(tl.int64) * N, shift)  # fmt: skip
+    slot = row.closed * C.BLOCK + row.length - row.open_start
+    last = tl.minimum(t0 + C.BM, row.count)
+    end = tl.where(t0 < row.count, slot + last, 0)
     plain = tl.minimum(slot + t0 + 1, end)  # slots below are seen by every query
     if C.BLOCK_SCALES:
         plain = tl.minimum(plain, tl.load(clean + bh))
         if not C.V_FP8:
-            plain = tl.minimum(plain, (closed + closing) * C.BLOCK)
+            plain = tl.minimum(plain, (row.closed + row.closing) * C.BLOCK)
     start = 0
     main = 0
-    if C.WINDOW:
-        oldest = tl.minimum(t0, count - 1)
-        start = _window_start(at[5], slot + oldest, length + oldest, C.BN, C.WINDOW)
-        main = tl.maximum(tl.cdiv(slot + last - C.WINDOW, C.BN) * C.BN, start)
+    if C.LOCAL_WINDOW:
+        oldest = tl.minimum(t0, row.count - 1)
+        start = _window_start(head.pos, slot + oldest, row.length + oldest, C.BN, C.LOCAL_WINDOW)
+        main = tl.maximum(tl.cdiv(slot + last - C.LOCAL_WINDOW, C.BN) * C.BN, start)
     plain = tl.maximum(plain // C.BN * C.BN, main)
 
     nothing = tl.full([C.BM], NOTHING, tl.float32)
     acc = tl.full([C.BM, C.DVP], 0.0, tl.float32)
-    total, top, peak = tl.full([C.BM], 0.0, tl.float32), nothing, nothing
-    if C.WINDOW:
+    sums = Sums(acc, tl.full([C.BM], 0.0, tl.float32), nothing, nothing)
+    if C.LOCAL_WINDOW:
         for n0 in tl.range(start, tl.minimum(main, end), C.TAIL, num_stages=C.STAGES):
-            acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
-                                          threshold, C.TAIL, False, True, C)  # fmt: skip
+            sums = _tile(Queries(x, unit, row.length + t, k_mean_scores), sums, head, n0, N, cap, threshold,
+                         C.TAIL, False, True, C)  # fmt: skip
     for n0 in tl.range(main, plain, C.BN, num_stages=C.STAGES):
-        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
-                                      threshold, C.BN, C.BLOCK_SCALES, False, C)  # fmt: skip
+        sums = _tile(Queries(x, unit, row.length + t, k_mean_scores), sums, head, n0, N, cap, threshold,
+                     C.BN, C.BLOCK_SCALES, False, C)  # fmt: skip
     for n0 in tl.range(plain, end, C.TAIL, num_stages=C.STAGES):
-        acc, total, top, peak = _tile(x, unit, length + t, (acc, total, top, peak), at, n0, N, cap, center,
-                                      threshold, C.TAIL, False, True, C)  # fmt: skip
-    _finish(acc, total, top, center, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real, t < T,
-            T, C)  # fmt: skip
+        sums = _tile(Queries(x, unit, row.length + t, k_mean_scores), sums, head, n0, N, cap, threshold,
+                     C.TAIL, False, True, C)  # fmt: skip
+    _finish(sums, k_mean_scores, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real, t < T, T,
+            C)  # fmt: skip
 
 
 @triton.jit
-def _finish(acc, total, top, center, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
+def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
             C: tl.constexpr):  # fmt: skip
     """Normalise and write the outputs, and their log-sum-exp to `lse` `[BM]`: zeros for columns without a token, and
     for queries that see nothing; NaN outputs where `lse` holds a NaN."""
     tl.debug_barrier()
-    bad = tl.load(lse, mask=inside, other=0.0) != 0.0
+    nonfinite = tl.load(lse, mask=inside, other=0.0) != 0.0
+    acc, total, top, _ = sums
     WHOLE: tl.constexpr = LEVELS if C.V_INT8 else (LARGEST if C.V_FP8 else 1.0)  # what a weight of 1 is
-    if C.CENTER and not C.SOFTCAP:
-        top += center
-    if C.SINKS:
+    if C.SMOOTH_K and not C.SOFTCAP:
+        top += k_mean_scores
+    if C.SINK_LOGITS:
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
         new = tl.maximum(top, sink)
         fade = tl.exp2(top - new)
@@ -342,8 +348,8 @@ def _finish(acc, total, top, center, sinks, v_channel, v_mean, out, lse, b, h, t
     x = acc * weight[:, None]
     if C.V_FP8:
         x *= tl.load(v_channel + d, mask=d < C.DV, other=0.0)[None, :]
-        if C.V_MEAN:
+        if C.SMOOTH_V:
             x = tl.where(some[:, None], x + tl.load(v_mean + d, mask=d < C.DV, other=0.0)[None, :], x)
-    x = tl.where(bad[:, None], float("nan"), x)
+    x = tl.where(nonfinite[:, None], float("nan"), x)
     where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
     tl.store(out + where, x.to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
 
 import torch
 
-from qattn_kernels.launch.constants import power_of_two
+from qattn_kernels.launch.constants import PrefillSizes, power_of_two
 from qattn_kernels.launch.panel import Panel
 from qattn_kernels.launch.tuned import Prefill, gpu_name, tuned_for
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 
 MODEL_QUERIES = 64  # queries of a program where no scale ties them together
-LEAST_CUT = -80.0  # of SAS in log2 units: below it a weight is nothing, and so is that of a score of -inf
+# SAS's threshold in log2 units is at least this. A weight below counts for nothing, and `exp2_sas` takes what is below
+# -125, a masked score too, for -125: that must lie under the threshold.
+LEAST_CUT = -80.0
 LOG2E = math.log2(math.e)
 STEP = 2048  # slots at a time in `value_columns`
 
@@ -40,10 +41,8 @@ def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor
     return column, inverse, clean
 
 
-def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[Any, Prefill]:
+def _sizes(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[PrefillSizes, Prefill]:
     """What a call is compiled for, and how it is launched."""
-    from qattn_kernels.ops.prefill.kernel import Shape
-
     compute = spec.compute
     hq, dim, heads = q.shape[1], q.shape[3], panel.k.shape[1]
     k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
@@ -55,7 +54,7 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
     config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
     grouped = plain and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
     by_block = spec.k.block_scales and spec.v.block_scales
-    shape = Shape(
+    sizes = PrefillSizes(
         BM=compute.block_q if k_int8 and compute.q_scale == "block" else MODEL_QUERIES,
         BN=min(config.bn, 2 * spec.window.block),
         TAIL=min(config.tail, spec.window.block),
@@ -75,18 +74,18 @@ def _shape(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
         Q_LEVELS=float(compute.qk_levels),
         V_FP8=v_fp8,
         Q_GROUP=compute.q_scale if k_int8 else "block",
-        CENTER=panel.k_mean is not None,
-        SHIFT="none" if panel.shift is None else compute.smooth_q,
-        V_MEAN=panel.v_mean is not None,
+        SMOOTH_K=panel.k_mean is not None,
+        SMOOTH_Q="none" if panel.shift is None else compute.smooth_q,
+        SMOOTH_V=panel.v_mean is not None,
         BY_ROW=plain and (v_fp8 or (v_int8 and spec.v.row_weights)),
         RAISED=compute.round_sum,
-        WINDOW=scores.window,
+        LOCAL_WINDOW=scores.window,
         SOFTCAP=scores.softcap != 0,
         SAS=compute.softmax == "sas",
-        SINKS=scores.sinks is not None,
+        SINK_LOGITS=scores.sinks is not None,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )
-    return shape, config
+    return sizes, config
 
 
 def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,9 +110,9 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
 
     q = q if q.stride(3) == 1 else q.contiguous()
     panel = coded_panel(q, panel, spec, scores.scale)
-    shape, config = _shape(q, panel, spec, scores)
+    sizes, config = _sizes(q, panel, spec, scores)
     batch, hq, tokens = q.shape[:3]
-    out = torch.empty((batch, tokens, hq, shape.DV), dtype=q.dtype, device=q.device)
+    out = torch.empty((batch, tokens, hq, sizes.DV), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, hq, tokens), dtype=torch.float32, device=q.device)
     column, inverse, clean = _value_columns(panel, spec.window.block)
     k_scale = panel.bias if panel.k_scale is None else panel.k_scale
@@ -122,9 +121,9 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
         panel.bias if x is None else x for x in (panel.k_mean, panel.q_mean, panel.shift, panel.v_channel, panel.v_mean)
     )
     cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
-    attend[(batch * hq * -(-tokens // shape.BM),)](
+    attend[(batch * hq * -(-tokens // sizes.BM),)](
         q, *q.stride()[:3], panel.k, k_scale, panel.v, column, inverse, clean, panel.pos, panel.rows, sinks, extra, out,
-        lse, tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=shape,
-        num_warps=config.warps * max(1, shape.BM // MODEL_QUERIES), num_stages=config.stages, enable_fp_fusion=True,
+        lse, tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
+        num_warps=config.warps * max(1, sizes.BM // MODEL_QUERIES), num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

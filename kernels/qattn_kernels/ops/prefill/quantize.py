@@ -7,7 +7,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.int_group.jit import shared
-from qattn_kernels.jit.math import round_even, short_scale
+from qattn_kernels.jit.math import SMALLEST_NORMAL, round_even, short_scale
 from qattn_kernels.jit.rows import load_row
 
 TILE = tl.constexpr(64)
@@ -18,8 +18,8 @@ FAR = tl.constexpr(1073741824.0)  # behind all slots
 @triton.jit
 def _end(rows, b, BLOCK: tl.constexpr):
     """Slots of a row that hold anything, whole blocks."""
-    length, closed, open_start, _, _, count = load_row(rows, b)
-    return (closed * BLOCK + length - open_start + count + BLOCK - 1) // BLOCK * BLOCK
+    row = load_row(rows, b)
+    return (row.closed * BLOCK + row.length - row.open_start + row.count + BLOCK - 1) // BLOCK * BLOCK
 
 
 @triton.jit
@@ -33,7 +33,8 @@ def _of_head(X, strides, head, heads, n):
 @triton.jit
 def _gather(X, strides, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexpr, RANGE: tl.constexpr, D: tl.constexpr,
             DP: tl.constexpr):  # fmt: skip
-    """Of slots `first` to `end`: see `stats_kernel`. What nobody asks for is not kept: registers are what is short."""
+    """Statistics of slots `first` to `end`: see `stats_kernel`. What nobody asks for is not kept: registers are what is
+    short."""
     d = tl.arange(0, DP)
     # reduced once: between warps that is what costs
     sums, high = tl.full([TILE, DP], 0.0, tl.float32), tl.full([TILE, DP], float("-inf"), tl.float32)
@@ -41,18 +42,18 @@ def _gather(X, strides, BIAS, OUT, head, heads, first, end, N, MEAN: tl.constexp
     clean = tl.full([TILE], FAR, tl.float32)
     for start in range(first, end, TILE):
         n = start + tl.arange(0, TILE)
-        seen = tl.load(BIAS + head.to(tl.int64) * N + n, mask=n < end, other=float("-inf")) == 0.0
-        there = seen[:, None] & (d < D)[None, :]
+        visible = tl.load(BIAS + head.to(tl.int64) * N + n, mask=n < end, other=float("-inf")) == 0.0
+        there = visible[:, None] & (d < D)[None, :]
         x = tl.load(_of_head(X, strides, head, heads, n) + d[None, :], mask=there, other=0.0).to(tl.float32)
         if MEAN:
             sums += x
         if RANGE and MEAN:
-            high = tl.maximum(high, tl.where(seen[:, None], x, float("-inf")))
-            low = tl.minimum(low, tl.where(seen[:, None], x, float("inf")))
+            high = tl.maximum(high, tl.where(visible[:, None], x, float("-inf")))
+            low = tl.minimum(low, tl.where(visible[:, None], x, float("inf")))
         elif RANGE:
             high = tl.maximum(high, tl.abs(x))
-        count += seen.to(tl.float32)
-        clean = tl.minimum(clean, tl.where(seen, FAR, n.to(tl.float32)))
+        count += visible.to(tl.float32)
+        clean = tl.minimum(clean, tl.where(visible, FAR, n.to(tl.float32)))
     if MEAN:
         tl.store(OUT + d, tl.sum(sums, 0), mask=d < D)
     if RANGE:
@@ -104,19 +105,19 @@ def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP
     top = tl.where(count > 0, tl.maximum(high - mean, mean - low), 0.0)
     tl.store(MEAN + head * D + d, mean, mask=d < D)
     tl.store(CLEAN + tl.program_id(0), clean.to(tl.int32))  # the same of both
-    tl.store(SCALE + head * D + d, tl.where(top < largest * 1.1754943508222875e-38, 0.0, top / largest), mask=d < D)
+    tl.store(SCALE + head * D + d, tl.where(top < largest * SMALLEST_NORMAL, 0.0, top / largest), mask=d < D)
 
 
 @triton.jit
 def _load_tile(X, strides, BIAS, MEAN, head, heads, n, N, SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Tokens `n` of a head in fp32 `[TILE, DP]`, around `MEAN` if they are smoothed; zeros where nobody sees them."""
     d = tl.arange(0, DP)
-    seen = (tl.load(BIAS + head.to(tl.int64) * N + n) == 0.0)[:, None]
+    visible = (tl.load(BIAS + head.to(tl.int64) * N + n) == 0.0)[:, None]
     x = _of_head(X, strides, head, heads, n) + d[None, :]
-    x = tl.load(x, mask=seen & (d < D)[None, :], other=0.0).to(tl.float32)
+    x = tl.load(x, mask=visible & (d < D)[None, :], other=0.0).to(tl.float32)
     if SMOOTH:
         mean = tl.load(MEAN + head * D + d, mask=d < D, other=0.0)
-        x = tl.where(seen, x - mean[None, :], 0.0)
+        x = tl.where(visible, x - mean[None, :], 0.0)
     return x
 
 
@@ -130,7 +131,7 @@ def keys_kernel(K, strides, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: t
         at = head.to(tl.int64) * N + n
         x = _load_tile(K, strides, BIAS, MEAN, head, heads, n, N, SMOOTH, D, DP)
         scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / LEVELS)
-        scale = short_scale(tl.where(scale < 1.1754943508222875e-38, 0.0, scale))
+        scale = short_scale(tl.where(scale < SMALLEST_NORMAL, 0.0, scale))
         code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
         code = tl.clamp(code, -1.0 * LEVELS, 1.0 * LEVELS)
         tl.store(CODES + at[:, None] * D + d[None, :], code.to(tl.int8), mask=(d < D)[None, :])
@@ -154,7 +155,7 @@ def values_kernel(V, strides, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N
             tl.store(where, tl.trans(byte), mask=(d < D)[:, None])
         else:
             scale = tl.max(tl.abs(x), 1) * (1.0 / 127.0)
-            scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+            scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
             code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
             tl.store(where, tl.trans(code.to(tl.int8)), mask=(d < D)[:, None])
             tl.store(SCALES + head.to(tl.int64) * N + n, scale)

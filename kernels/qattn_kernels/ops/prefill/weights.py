@@ -7,13 +7,14 @@ import triton.language as tl
 
 from qattn_kernels.jit.math import LOG2E, ROUNDER, exp2_sas, short_scale
 
-NOTHING = tl.constexpr(-1e30)  # a running maximum before any score: finite, so that differences stay numbers
 NEGATIVE = tl.constexpr(float("-inf"))
 LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than the 119 of what is stored
 LOG2_LEVELS = tl.constexpr(6.988684686772166)
 LARGEST = tl.constexpr(448.0)  # of E4M3, which weights are scaled by
 LOG2_LARGEST = tl.constexpr(8.807354922057604)
-FEW_BITS = tl.constexpr(3.0)  # of weights that small values may lose
+# In log2, below a tile's largest values: rounded, too little is left of the weights of a block with values that small,
+# so that its part of a row sum is of those before rounding.
+SMALL_VALUES = tl.constexpr(3.0)
 NO_SCALE = tl.constexpr(1e-24)  # stands for the scale of values of zeros: small, and its inverse is still a number
 
 
@@ -30,15 +31,14 @@ def exponentials(x, cut, C: tl.constexpr):
 
 
 @triton.jit
-def block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.constexpr):
+def block_weights(x, unit, sums, head, n0, threshold, BN: tl.constexpr, C: tl.constexpr):
     """Weights of a tile of whole blocks from its integer sums `x`. The largest sum of a block gives its largest score,
     so that one multiply-add takes a sum to its exponent.
 
     The terms with `ROUNDER` are large, so that their difference errs by up to one unit of a sum. Scores are taken from
     one unit above the largest: a weight beyond 127 would come out as a negative 8-bit integer."""
     PARTS: tl.constexpr = (BN + C.BLOCK - 1) // C.BLOCK
-    _, k_scale, _, column, inverse, _, _ = at
-    _, _, top, peak = carry
+    k_scale, column, inverse, top, peak = head.k_scale, head.column, head.inverse, sums.m, sums.peak
     block = n0 + tl.arange(0, PARTS) * C.BLOCK
     r = tl.load(inverse + block)[None, :]
     a = tl.load(k_scale + block)[None, :] * unit
@@ -57,12 +57,12 @@ def block_weights(x, unit, carry, at, n0, threshold, BN: tl.constexpr, C: tl.con
 
 
 @triton.jit
-def token_scores(x, unit, at, n, cap, center, C: tl.constexpr):
+def token_scores(x, unit, head, n, cap, k_mean_scores, C: tl.constexpr):
     """Scores in log2 units plus the logarithm of each value's scale, and 1 / that scale, `[BM, BN]` and `[BN]`.
 
-    Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`. `center` `[BM]`: what keys
-    around a mean lack, which a softmax alone would not miss."""
-    _, k_scale, _, column, inverse, _, shift = at
+    Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`. `k_mean_scores` `[BM]`:
+    what keys around their mean lack, which a softmax alone would not miss."""
+    k_scale, column, inverse, shift = head.k_scale, head.column, head.inverse, head.shift
     b = tl.load(column + n)
     r = tl.full([x.shape[1]], 1.0, tl.float32)
     a = r * unit
@@ -71,12 +71,12 @@ def token_scores(x, unit, at, n, cap, center, C: tl.constexpr):
     if C.V_CODES:
         r = tl.load(inverse + n)
     low = a * (-ROUNDER if C.K_INT8 and C.Q_GROUP == "block" else 0.0)
-    if C.SHIFT != "none":
+    if C.SMOOTH_Q != "none":
         low += tl.load(shift + n) * factor(cap, C)
     if C.SOFTCAP:  # `unit` makes this the exponent of its tanh
         y = x * a[None, :] + low[None, :]
-        if C.CENTER:
-            y += center[:, None]
+        if C.SMOOTH_K:
+            y += k_mean_scores[:, None]
         s = cap - 2.0 * cap / (tl.exp2(y) + 1.0) + b[None, :]
     else:
         s = x * a[None, :] + (low + b)[None, :]
@@ -84,14 +84,13 @@ def token_scores(x, unit, at, n, cap, center, C: tl.constexpr):
 
 
 @triton.jit
-def row_weights(x, unit, carry, at, n, see, BN: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):
+def row_weights(x, unit, sums, head, n, see, BN: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):
     """Weights of a tile from its integer sums `x` where keys have scales of their own: scores stay in units of their
     query until the exponent, where its scale costs nothing. FP8 weights are against the running maximum, times
     `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have. `RAISED`: these come with
     `ROUNDER` added, and the mass is of the rounded ones, but where a block's values are so small beside another's that
     nothing would be left of its weights."""
-    _, k_scale, _, column, _, _, shift = at
-    _, _, top, peak = carry
+    k_scale, column, shift, top, peak = head.k_scale, head.column, head.shift, sums.m, sums.peak
     PARTS: tl.constexpr = BN // min(BN, C.BLOCK)
     b = tl.load(column + n)
     a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n))
@@ -102,7 +101,7 @@ def row_weights(x, unit, carry, at, n, see, BN: tl.constexpr, MASK: tl.constexpr
         s = (x - ROUNDER) * a[None, :] + mask[None, :]
     else:
         s = x * a[None, :] + (mask - a * ROUNDER)[None, :]
-    if C.SHIFT != "none":
+    if C.SMOOTH_Q != "none":
         s = s * unit[:, None] + (tl.load(shift + n) * LOG2E)[None, :]
         unit = tl.full([C.BM], 1.0, tl.float32)
     if MASK:
@@ -119,24 +118,34 @@ def row_weights(x, unit, carry, at, n, see, BN: tl.constexpr, MASK: tl.constexpr
         new = tl.maximum(top, here)
         base = tl.where(here == NEGATIVE, 0.0, here) - LOG2_LEVELS
         p = tl.exp2(s * unit[:, None, None] + (scale[None, :] - base[:, None])[:, :, None])
-        sums = tl.sum(p, 2)
+        masses = tl.sum(p, 2)
         if C.RAISED:
             p += ROUNDER
-            small = scale < tl.max(scale, 0) - FEW_BITS
-            sums = tl.where(small[None, :], sums, tl.sum(p - ROUNDER, 2))
+            small = scale < tl.max(scale, 0) - SMALL_VALUES
+            masses = tl.where(small[None, :], masses, tl.sum(p - ROUNDER, 2))
         inverse = tl.where(scale == NEGATIVE, 0.0, tl.exp2(-scale))
-        mass = tl.sum(sums * inverse[None, :], 1)
+        mass = tl.sum(masses * inverse[None, :], 1)
         p = tl.reshape(p, (C.BM, BN))
     return p, mass, here, new, peak
 
 
 @triton.jit
-def group_weights(x, unit, carry, at, n0, BN: tl.constexpr, C: tl.constexpr):
-    """The same for FP8 where keys share scales in groups and none is masked: the largest sum of a group gives its
-    largest score, so that one multiply-add takes a sum to its exponent. Columns are in `_key_order`, in which bits 3
-    and 1 of a column's number are the low and the high bit of its group."""
-    _, k_scale, _, _, _, _, _ = at
-    _, _, top, peak = carry
+def group_weights(x, unit, sums, head, n0, BN: tl.constexpr, C: tl.constexpr):
+    """FP8 weights of a tile from its integer sums `x`, where keys share scales in groups and none is masked.
+
+    The largest sum of a group gives its largest score, so that one multiply-add takes a sum to its exponent. A group is
+    one of `thread` (`formats.granularity`), four of 64 tokens. `_key_order` puts tokens into columns so that bits 3 and
+    1 of a column's number are the low and the high bit of its group:
+
+        column    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15   | 16 ...
+        token     0  1  4  5  8  9 12 13  2  3  6  7 10 11 14 15   | 16 ...
+        group     0  0  2  2  0  0  2  2  1  1  3  3  1  1  3  3   |  0 ...
+
+        bits of a column   5 4 |   3 | 2 |    1 | 0
+        dims of `y`          4 |   2 | 2 |    2 | 2     behind queries and parts of 64
+        bits of a group        | low |   | high |
+    """
+    k_scale, top, peak = head.k_scale, sums.m, sums.peak
     PARTS: tl.constexpr = BN // 64
     part, two = tl.arange(0, PARTS) * 64, tl.arange(0, 2) * 2
     group = part[:, None, None] + two[None, :, None] + 2 * two[None, None, :]  # the first token of each
@@ -146,16 +155,16 @@ def group_weights(x, unit, carry, at, n0, BN: tl.constexpr, C: tl.constexpr):
     best = most * a[:, :, :, None, :] - (a * ROUNDER)[:, :, :, None, :]
     here = tl.max(tl.reshape(best, (C.BM, PARTS * 8)), 1)
     new = tl.maximum(top, here)
-    off = (a * -ROUNDER) - (new - LOG2_LARGEST)[:, None, None, None]
-    p = tl.exp2(y * a[:, :, None, :, None, :, None] + off[:, :, None, :, None, :, None])
+    bias = (a * -ROUNDER) - (new - LOG2_LARGEST)[:, None, None, None]
+    p = tl.exp2(y * a[:, :, None, :, None, :, None] + bias[:, :, None, :, None, :, None])
     p = tl.reshape(p, (C.BM, BN))
     return p, tl.sum(p, 1), here, new, peak
 
 
 @triton.jit
-def token_weights(s, r, carry, threshold, C: tl.constexpr):
+def token_weights(s, r, sums, threshold, C: tl.constexpr):
     """Weights of a tile from its scores: INT8 ones against the tile's own maximum, others against the running one."""
-    _, _, top, peak = carry
+    top, peak = sums.m, sums.peak
     here = tl.max(s, 1)
     new = tl.maximum(top, here)
     base = new

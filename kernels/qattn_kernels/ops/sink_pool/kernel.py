@@ -1,54 +1,67 @@
 """SinkQ's pool in Triton: `ops/sink_pool/reference.py` is the specification.
 
 A decode reads the table as it is after the append, and the bits of `dropped` as they were before the call: what a close
-changed holds for queries from `turn` on, as in single steps, and the bits follow when all have read them.
+changed holds for queries from `visible_from` on, as in single steps, and the bits follow when all have read them.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import round_even
-from qattn_kernels.jit.rows import flip_bits, packed_since, slot_bits
+from qattn_kernels.jit.rows import FOREVER, flip_bits, packed_since, slot_bits
 from qattn_kernels.jit.tokens import new_tokens, ring_codes, row_before, with_ring
+from qattn_kernels.launch.panel import PanelTensors
 
-FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
 UNDECIDED = tl.constexpr(9223372036854775807)  # an age that no entry has
 
 
+class Entries(NamedTuple):
+    """The table of sinks of a row and head, `[ENTRIES]` each: see `ops/sink_pool/table.py`."""
+
+    pos: Any
+    slot: Any
+    born: Any
+    evicted: Any
+    written: Any
+    norm: Any
+
+
 @triton.jit
-def turn_of(row, C: tl.constexpr):
+def visible_from(row, C: tl.constexpr):
     """The first query position of a short call, which closes one block at most, that sees what the close changed."""
-    return tl.where(row[3] > 0, packed_since(0, row[2], C), FOREVER)
+    return tl.where(row.closing > 0, packed_since(0, row.open_start, C), FOREVER)
 
 
 @triton.jit
-def swapped(MOVED, block, t, bh, C: tl.constexpr):
+def moved_tokens(MOVED, block, t, bh, C: tl.constexpr):
     """Tokens `t` of a block that a short call's close moved into the table or back out of it."""
-    found = t < 0
+    moved = t < 0
     for i in tl.static_range(2 * C.SINKS):
-        found = found | (tl.load(MOVED + bh * (2 * C.SINKS) + i) == block * C.BLOCK + t)
-    return found
+        moved = moved | (tl.load(MOVED + bh * (2 * C.SINKS) + i) == block * C.BLOCK + t)
+    return moved
 
 
 @triton.jit
 def _note_moved(MOVED, entries, closed, bh, C: tl.constexpr):
     """Slots of the tokens that one close can move, at most: `SINKS` into the table, and as many back out of it."""
-    moved = (entries[2] > closed) ^ (entries[4] > closed)
+    moved = (entries.born > closed) ^ (entries.written > closed)
     last = tl.full([], -1, tl.int32)
     for i in tl.static_range(2 * C.SINKS):
-        last = tl.min(tl.where(moved & (entries[1] > last), entries[1], FOREVER), 0)
+        last = tl.min(tl.where(moved & (entries.slot > last), entries.slot, FOREVER), 0)
         tl.store(MOVED + bh * (2 * C.SINKS) + i, last)
 
 
 @triton.jit
-def sinks_seen(TABLE, at, row, p, window, C: tl.constexpr):
+def sinks_visible(TABLE, at, row, p, window, C: tl.constexpr):
     """Which entries `at` queries at positions `p` see: what stands in the table for them."""
     born, written = tl.load(TABLE.born + at), tl.load(TABLE.written + at)
-    before = (born > 0) & (born <= row[1]) & ((written == 0) | (written > row[1]))
+    before = (born > 0) & (born <= row.closed) & ((written == 0) | (written > row.closed))
     after = (born > 0) & (written == 0)
-    see = tl.where((p >= turn_of(row, C))[None, :], after[:, None], before[:, None])
+    see = tl.where((p >= visible_from(row, C))[None, :], after[:, None], before[:, None])
     if C.LOCAL:
         see = see & (tl.load(TABLE.pos + at)[:, None] > (p - window)[None, :])
     return see
@@ -57,17 +70,17 @@ def sinks_seen(TABLE, at, row, p, window, C: tl.constexpr):
 @triton.jit
 def _load_table(TABLE, at):
     pos, slot, norm = tl.load(TABLE.pos + at), tl.load(TABLE.slot + at), tl.load(TABLE.norm + at)
-    return pos, slot, tl.load(TABLE.born + at), tl.load(TABLE.evicted + at), tl.load(TABLE.written + at), norm
+    return Entries(pos, slot, tl.load(TABLE.born + at), tl.load(TABLE.evicted + at), tl.load(TABLE.written + at), norm)
 
 
 @triton.jit
 def _store_table(TABLE, at, entries):
-    tl.store(TABLE.pos + at, entries[0])
-    tl.store(TABLE.slot + at, entries[1])
-    tl.store(TABLE.born + at, entries[2])
-    tl.store(TABLE.evicted + at, entries[3])
-    tl.store(TABLE.written + at, entries[4])
-    tl.store(TABLE.norm + at, entries[5])
+    tl.store(TABLE.pos + at, entries.pos)
+    tl.store(TABLE.slot + at, entries.slot)
+    tl.store(TABLE.born + at, entries.born)
+    tl.store(TABLE.evicted + at, entries.evicted)
+    tl.store(TABLE.written + at, entries.written)
+    tl.store(TABLE.norm + at, entries.norm)
 
 
 @triton.jit
@@ -88,7 +101,7 @@ def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
     entry_pos, entry_slot = tl.where(mine, pos + index, entry_pos), tl.where(mine, slot + index, entry_slot)
     born, norm = tl.where(mine, count, born), tl.where(mine, best, norm)
     hit = t == tl.where(takes, index, -1)
-    return (entry_pos, entry_slot, born, evicted, written, norm), tl.where(hit, float("inf"), size), hit
+    return Entries(entry_pos, entry_slot, born, evicted, written, norm), tl.where(hit, float("inf"), size), hit
 
 
 @triton.jit
@@ -99,7 +112,7 @@ def _write_back(entries, count, C: tl.constexpr):
     age = evicted.to(tl.int64) * 4294967296 + pos
     oldest = tl.min(tl.where(waiting, age, UNDECIDED), 0)
     oldest = tl.where(tl.sum(waiting.to(tl.int32), 0) > C.EVICTED, oldest, -1)
-    return pos, slot, born, evicted, tl.where(waiting & (age == oldest), count, written), norm
+    return Entries(pos, slot, born, evicted, tl.where(waiting & (age == oldest), count, written), norm)
 
 
 @triton.jit
@@ -109,7 +122,7 @@ def _forget(entries, until, closed, flags):
     gone = (written > 0) & (written <= until)
     flip_bits(flags, slot, gone & (written > closed) & (born <= closed))
     pos, slot, norm = tl.where(gone, 0, pos), tl.where(gone, 0, slot), tl.where(gone, 0.0, norm)
-    return pos, slot, tl.where(gone, 0, born), tl.where(gone, 0, evicted), tl.where(gone, 0, written), norm
+    return Entries(pos, slot, tl.where(gone, 0, born), tl.where(gone, 0, evicted), tl.where(gone, 0, written), norm)
 
 
 @triton.jit
@@ -143,7 +156,7 @@ def _fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
 def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, K_SINKS, V_SINKS, TABLE,
                 CHOSEN, MOVED, NB, regions, K_OPEN: tl.constexpr, V_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (head, row), before the append: the pool competes with each block that closes. `CHOSEN`: one bit for each
-    token of the `regions` blocks of the region, for those that close; `MOVED`: see `swapped`."""
+    token of the `regions` blocks of the region, for those that close; `MOVED`: see `moved_tokens`."""
     SINKS: tl.constexpr = C.SINKS
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
@@ -169,7 +182,7 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
             tl.store(byte, tl.sum(eights, 1).to(tl.uint8))
         _store_table(TABLE, at, entries)
         _note_moved(MOVED, entries, closed, bh, C)
-        pos, born = entries[0], entries[2]
+        pos, born = entries.pos, entries.born
         new = born > closed
         k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new & (pos >= length), first, C)
         k_code, k_scale = K_OPEN(k)
@@ -200,10 +213,11 @@ def _restore(S, X, SCALE, slot, live, bh, slots, VALUES: tl.constexpr, C: tl.con
 @triton.jit
 def restore_kernel(TABLE, K_SINKS, V_SINKS, PANEL, slots, C: tl.constexpr):
     """Program (head, row) of a long call, before the pool competes: its sinks to their slots of the panel."""
+    panel = PanelTensors(*PANEL)
     bh = tl.program_id(1) * C.H + tl.program_id(0)
     at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
     slot = tl.load(TABLE.slot + at)
     live = (tl.load(TABLE.born + at) > 0) & (tl.load(TABLE.written + at) == 0)
-    _restore(K_SINKS, PANEL[0], PANEL[1], slot, live, bh, slots, False, C)
-    _restore(V_SINKS, PANEL[2], PANEL[3], slot, live, bh, slots, True, C)
-    tl.store(PANEL[4] + bh.to(tl.int64) * slots + slot, tl.full([C.ENTRIES], 0, tl.float32), mask=live)
+    _restore(K_SINKS, panel.k, panel.k_scale, slot, live, bh, slots, False, C)
+    _restore(V_SINKS, panel.v, panel.v_scale, slot, live, bh, slots, True, C)
+    tl.store(panel.bias + bh.to(tl.int64) * slots + slot, tl.full([C.ENTRIES], 0, tl.float32), mask=live)

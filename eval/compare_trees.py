@@ -1,0 +1,104 @@
+"""Speed of decode and prefill of another checkout and this one, in one run: `python eval/compare_trees.py ../before`.
+
+    git worktree add ../before COMMIT
+    python eval/record.py speed-before-after -- python eval/compare_trees.py ../before
+    python eval/compare_trees.py ../before --bench decode --methods turbo,int8      # a part of it
+
+The other checkout is measured first, and its first method once more at the end, to show whether the machine changed
+meanwhile. All kernels are compiled, in parallel, before anything is timed. Prints one JSON row for each measurement:
+that of `qattn bench`, with its `tree` (`before`, `after`) and `pass`; then the ratio of each pair as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from qattn_hf.methods import measured_settings
+from qattn_hf.spelling import split_method, split_methods
+
+ROOT = Path(__file__).resolve().parent.parent
+DECODE_POINTS = [(16, 32768), (64, 4096), (16, 4096), (1, 32768), (1, 131072)]
+METHODS = {bench: measured_settings(bench) + measured_settings(f"trees-{bench}") for bench in ("decode", "prefill")}
+# Runs with either checkout on the path, so it uses only names that both have: before and after modules were renamed.
+WORKER = """
+import json, sys
+from functools import partial
+import torch
+from qattn_hf.bench import decode, prefill, timing
+from qattn_hf.bench.layers import Heads
+from qattn_hf.recipe import find_recipe
+job = json.loads(sys.argv[1])
+bench = {"decode": decode, "prefill": prefill}[job["bench"]]
+if job["warm"]:
+    bench.measure = lambda *args, **kwargs: timing.Times(1.0, 1.0, 1.0, 1)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+heads = Heads() if device.type == "cuda" else Heads(4, 2, 32, torch.float32)
+for way, method, settings in job["methods"]:
+    settings = find_recipe(method, None, settings).settings
+    for point in (bench.Point(*point) for point in job["points"]):
+        figures = timing.attempt(partial(bench._packed, point, settings, heads, device), ours=True)
+        print(json.dumps({"bench": job["bench"], **point._asdict(), **heads.row(), "way": way, **figures}), flush=True)
+        timing.release(device)
+"""
+
+
+def points(bench: str, quick: bool) -> list[tuple[int, int]]:
+    """Batch and context length, or prompt length, of each point of a bench."""
+    if quick:
+        return [(1, 96)]
+    return DECODE_POINTS if bench == "decode" else [(16, 1024), (4, 4096), (1, 16384), (1, 32768)]
+
+
+def measured(tree: Path, bench: str, methods: list[str], quick: bool, warm: bool = False) -> Iterator[dict[str, Any]]:
+    """Rows of one bench, measured in a process with one checkout on its path.
+
+    Raises:
+        RuntimeError: if that process fails.
+    """
+    path = os.pathsep.join([str(tree), str(tree / "kernels"), os.environ.get("PYTHONPATH", "")])
+    spelled = [(text, *split_method(text)) for text in methods]
+    job = {"bench": bench, "methods": spelled, "points": points(bench, quick), "warm": warm}
+    command = [sys.executable, "-c", WORKER, json.dumps(job)]
+    with subprocess.Popen(command, cwd=tree, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield json.loads(line)
+    if process.returncode:
+        raise RuntimeError(f"{bench} of {tree.name} failed")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Speed of another checkout and of this one, in one run.")
+    parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("--bench", choices=METHODS, help="only this bench; both by default")
+    parser.add_argument("--methods", help="methods with settings, commas between; by default those of each bench")
+    parser.add_argument("--quick", action="store_true", help="one small point")
+    options = parser.parse_args(arguments)
+    other, named = options.other.resolve(), split_methods([options.methods]) if options.methods else None
+    benches = {name: list(named or methods) for name, methods in METHODS.items() if options.bench in (None, name)}
+    jobs = [(tree, bench, [name]) for tree in (other, ROOT) for bench, names in benches.items() for name in names]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        compiled = [pool.submit(list, measured(*job, options.quick, warm=True)) for job in jobs]
+        assert all(rows.result() for rows in compiled)
+    times: dict[tuple[Any, ...], list[float]] = {}
+    for number, (tree, name) in enumerate(((other, "before"), (ROOT, "after"), (other, "before"))):
+        for bench, methods in benches.items():
+            for row in measured(tree, bench, methods[:1] if number == 2 else methods, options.quick):
+                print(json.dumps({**row, "tree": name, "pass": number}), flush=True)
+                place = (bench, row["way"], row["batch"], row.get("context") or row.get("tokens"))
+                times.setdefault(place, []).append(row.get("ms", float("nan")))
+    for (bench, way, batch, tokens), (before, after, *again) in times.items():
+        print(f"# {bench} {way} {batch}x{tokens}: {before:.4f} ms, now {after:.4f}: {before / after:.3f}x", end="")
+        print(*(f", and once more {ms:.4f}" for ms in again))
+
+
+if __name__ == "__main__":
+    main()

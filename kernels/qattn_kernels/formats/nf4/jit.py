@@ -1,0 +1,66 @@
+"""NF4 in kernels: `formats/nf4/reference.py` is the specification."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block, to_half
+from qattn_kernels.formats.codebook import half_levels_of, levels_of, lookup, words
+from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
+from qattn_kernels.formats.nf4.reference import TOP, integers, midpoints
+
+UNIT = tl.constexpr(1 / TOP)
+MIDPOINTS = tl.constexpr(midpoints())
+WORDS = tl.constexpr(words(integers()))
+LOOKUP = tl.constexpr(lookup(integers()))
+
+
+@triton.jit
+def encode(x, BITS: tl.constexpr):
+    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and their fp16 scales."""
+    scale = to_half(tl.max(tl.abs(x), 2))
+    whole = tl.broadcast_to(scale.to(tl.float32)[:, :, None], x.shape)
+    code = tl.zeros(x.shape, tl.int32)
+    for i in tl.static_range(2**BITS - 1):
+        code += (x > whole * MIDPOINTS[i]).to(tl.int32)
+    return code, scale
+
+
+@triton.jit
+def levels(code, BITS: tl.constexpr):
+    """int8 levels of int32 codes, in plain arithmetic."""
+    return levels_of(code, WORDS[0], WORDS[1], WORDS[2], WORDS[3])
+
+
+@triton.jit
+def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
+    """int8 levels of the codes in the lower and in the upper halves of words."""
+    return half_levels_of(x, levels, LOOKUP, BITS, PLAIN)
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Writes a full block, whose tokens come as they are."""
+    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, True, VALUES, C)
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
+    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, True, VALUES, C)
+
+
+@triton.jit
+def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+    """Scores `[BLOCK, Q]` of queries with a block of keys, in `token_order`."""
+    return block_scores(S, at, query, half_levels, UNIT, BITS, C)
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    """The accumulator with the values of a block, and the sum of the weights."""
+    return block_values(S, at, p, acc, alpha, beta, half_levels, UNIT, BITS, C)
+
+
+JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)

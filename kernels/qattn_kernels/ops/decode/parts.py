@@ -1,0 +1,294 @@
+"""The parts of the context that a decode program reads: the ring, the sinks, or packed blocks.
+
+Each is an online softmax over tiles of scores, as in FlashAttention: `weigh` takes a tile against its own maximum, and
+what was summed before is scaled down when the running maximum rises. Queries are columns, scores are in log2 units.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.head_bits import ALL, NONE
+from qattn_kernels.jit.math import NOTHING
+from qattn_kernels.jit.rows import FOREVER, packed_since, slot_bits
+from qattn_kernels.jit.tile_order import token_order
+from qattn_kernels.ops.decode.weights import count_visible, known_mass, may_skip, soft_cap, weigh
+from qattn_kernels.ops.sink_pool.kernel import moved_tokens, sinks_visible, visible_from
+
+RING_TILE = tl.constexpr(64)  # slots of the ring at a time, which it is a multiple of
+SINK_TILE = tl.constexpr(32)  # entries of the table of sinks at a time
+
+
+class Scoring(NamedTuple):
+    """How scores are made, in log2 units.
+
+    Attributes:
+        scale: of products of queries and keys.
+        softcap: what they are capped at, 0 for nothing; in units of the model.
+        window: positions that a query sees back, itself included, where the layer has a local window.
+        sas_threshold: below it SAS takes a weight for 0.
+    """
+
+    scale: Any
+    softcap: Any
+    window: Any
+    sas_threshold: Any
+
+
+class Program(NamedTuple):
+    """What all parts share: the row and KV head of a program, and its queries.
+
+    Attributes:
+        b, h, bh: row, KV head, and both as one index.
+        row: the `layout.Row`.
+        dropped: pointer to the mask bits of the head's first block.
+        q_pos: int32 `[Q]` row positions of the queries, -1 for columns without one.
+        query: the `QueryTile`.
+        scoring: the `Scoring`.
+    """
+
+    b: Any
+    h: Any
+    bh: Any
+    row: Any
+    dropped: Any
+    q_pos: Any
+    query: Any
+    scoring: Any
+
+
+class Blocks(NamedTuple):
+    """The packed blocks that a program reads.
+
+    Attributes:
+        begin, end: their indices among the row's blocks.
+        pos, length: pointers to the position of each block's first token, and to its count of tokens.
+        moved: pointer to the slots that this call's close moved into the table of sinks or out of it.
+        k_mean_scores: fp32 `[Q]`, products of the queries with the mean that the keys are coded around.
+        limits: the `SkipLimits` of sparse V.
+        known: fp32 `[Q]`, the weight, in log2, that sparse V knows of before the first block: see `may_skip`.
+    """
+
+    begin: Any
+    end: Any
+    pos: Any
+    length: Any
+    moved: Any
+    k_mean_scores: Any
+    limits: Any
+    known: Any
+
+
+class FirstBlock(NamedTuple):
+    """Indices of a head's first block: among the blocks of all heads, and among those whose keys, whose values are as
+    wide."""
+
+    head: Any
+    k: Any
+    v: Any
+
+
+class SkipLimits(NamedTuple):
+    """Sparse V skips weights below `tau`, of a row's sum no more than `budget`, in which a split has a `share`."""
+
+    tau: Any
+    budget: Any
+    share: Any
+
+
+class Sums(NamedTuple):
+    """Running state of an online softmax: `m` `[Q]` the largest score, `l` `[Q]` the sum of the weights against it,
+    `acc` `[DP, Q]` the sum of weighted values."""
+
+    m: Any
+    l: Any
+    acc: Any
+
+
+class Skips(NamedTuple):
+    """Sparse V, `[Q]`: what of `l` belongs to values that were not read, tokens seen, and those whose values were not
+    read."""
+
+    lost: Any
+    read: Any
+    skipped: Any
+
+
+@triton.jit
+def _mask_ring(s, slot, program, C: tl.constexpr):
+    """Scores of slots of the ring, with those gone that a query may not see, or reads from codes."""
+    row, q_pos = program.row, program.q_pos
+    last = row.length + row.count - 1
+    pos = last - (last - slot + C.RING) % C.RING
+    inside = pos >= row.open_start
+    offset = tl.where(inside, pos - row.open_start, 0)
+    keep = inside & (slot_bits(program.dropped, row.closed * C.BLOCK + offset) == 0)
+    block = offset // C.BLOCK
+    until = tl.where(block < row.closing, packed_since(block, row.open_start, C), FOREVER)
+    see = keep[:, None] & (pos[:, None] <= q_pos[None, :]) & (q_pos[None, :] < until[:, None])
+    if C.LOCAL:
+        see = see & (pos[:, None] > (q_pos - program.scoring.window)[None, :])
+    return tl.where(see, s, NOTHING)
+
+
+@triton.jit
+def ring_part(K, V, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Attention over the ring, in the order of its slots: the tokens that were open before the call and its own."""
+    row, scoring = program.row, program.scoring
+    at = program.bh.to(tl.int64) * C.RING
+    for start in tl.range(0, C.RING, RING_TILE, num_stages=1):
+        behind = (start - row.open_start % C.RING + C.RING) % C.RING  # slots from the first open token to this tile
+        if (behind < row.length + row.count - row.open_start) | (behind > C.RING - RING_TILE):
+            s = SCORES(K, at + start, RING_TILE, program.query, scoring.scale, C)
+            if C.SOFTCAP:
+                s = soft_cap(s, scoring.softcap)
+            s = _mask_ring(s, start + token_order(RING_TILE, 1), program, C)
+            w, alpha, beta, m = weigh(s, sums.m, scoring.sas_threshold, C)
+            acc, total = VALUES(V, at, start, C.RING, RING_TILE, w, sums.acc, alpha, beta, C)
+            sums = Sums(m, sums.l * alpha + total * beta, acc)
+            if C.SPARSE_V:
+                skips = Skips(skips.lost, skips.read + count_visible(s, C), skips.skipped)
+    return sums, skips
+
+
+@triton.jit
+def sink_scores(K, TABLE, program, first, at, SCORES: tl.constexpr, C: tl.constexpr):
+    """Scores of entries `at` `[SINK_TILE]` of the tables of all heads, one behind the other from `first` on."""
+    scoring = program.scoring
+    s = SCORES(K, first, SINK_TILE, program.query, scoring.scale, C)
+    if C.SOFTCAP:
+        s = soft_cap(s, scoring.softcap)
+    return tl.where(sinks_visible(TABLE, at, program.row, program.q_pos, scoring.window, C), s, NOTHING)
+
+
+@triton.jit
+def sink_part(K, V, TABLE, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
+    first = program.bh.to(tl.int64) * C.ENTRIES
+    for start in tl.range(0, C.ENTRIES, SINK_TILE, num_stages=1):
+        at = first + start + token_order(SINK_TILE, 1)
+        if tl.max(tl.load(TABLE.born + at), 0) > 0:
+            s = sink_scores(K, TABLE, program, first + start, at, SCORES, C)
+            w, alpha, beta, m = weigh(s, sums.m, program.scoring.sas_threshold, C)
+            acc, total = VALUES(V, first, start, C.ENTRIES, SINK_TILE, w, sums.acc, alpha, beta, C)
+            sums = Sums(m, sums.l * alpha + total * beta, acc)
+            if C.SPARSE_V:
+                skips = Skips(skips.lost, skips.read + count_visible(s, C), skips.skipped)
+    return sums, skips
+
+
+@triton.jit
+def _masked_words(words, block, C: tl.constexpr):
+    """The bits of a block's masked tokens, in four scalars whatever its size."""
+    WORDS: tl.constexpr = C.BLOCK // 32
+    at = words + block * WORDS
+    first, second = tl.load(at), tl.load(at + min(1, WORDS - 1))
+    if WORDS > 2:
+        return first, second, tl.load(at + 2), tl.load(at + 3)
+    else:
+        return first, second, first, second
+
+
+@triton.jit
+def _mask_packed(s, block, masked, tokens, program, blocks, C: tl.constexpr):
+    """Scores of a block of so many `tokens` with those gone that a query may not see. Of scalars alone: what a thread
+    loads for others goes through shared memory, once for each layout in which the compiler keeps scores."""
+    row, q_pos = program.row, program.q_pos
+    t = token_order(C.BLOCK, C.PARTS)
+    low, high = tl.where(t < 32, masked[0], masked[1]), tl.where(t < 96, masked[2], masked[3])
+    keep = (tl.where(t < 64, low, high) >> (t % 32)) & 1 == 0
+    late = block >= row.closed
+    if C.RING > 0:  # closed by this call: read by queries that single steps would let read it
+        start = tl.load(blocks.pos + block)
+        keep = keep & (t < tokens)
+        see = (~late) | (q_pos >= packed_since(block - row.closed, row.open_start, C))
+        if C.ENTRIES > 0:
+            moved = t < 0
+            if row.closing > 0:
+                moved = moved_tokens(blocks.moved, block, t, program.bh, C)
+            see = (keep[:, None] ^ (moved[:, None] & (q_pos >= visible_from(row, C))[None, :])) & see[None, :]
+        else:
+            see = keep[:, None] & see[None, :]
+    else:  # tokens stand in their final form at once
+        start = tl.where(late, row.open_start + (block - row.closed) * C.BLOCK, tl.load(blocks.pos + block))
+        keep = keep & (late | (t < tokens))
+        see = keep[:, None] & ((~late) | ((start + t)[:, None] <= q_pos[None, :]))
+    if C.LOCAL:
+        see = see & ((start + t)[:, None] > (q_pos - program.scoring.window)[None, :])
+    return tl.where(see, s, NOTHING)
+
+
+@triton.jit
+def _packed_scores(K, program, blocks, first, block, SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):
+    """Scores of a packed block, and how many of its tokens each query sees, which only sparse V asks."""
+    scoring = program.scoring
+    s = SCORES(K, first.head + block, first.k + block, program.query, scoring.scale, K_BITS, C)
+    if C.SMOOTH_K:
+        s += blocks.k_mean_scores[None, :]
+    if C.SOFTCAP:
+        s = soft_cap(s, scoring.softcap)
+    masked = _masked_words(program.dropped.to(tl.pointer_type(tl.int32)), block, C)
+    tokens = tl.load(blocks.length + block)
+    count = tl.full(program.q_pos.shape, C.BLOCK, tl.int32)
+    some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
+    if some | (tokens != C.BLOCK) | (block >= program.row.closed) | C.LOCAL:
+        s = _mask_packed(s, block, masked, tokens, program, blocks, C)
+        if C.SPARSE_V:
+            count = count_visible(s, C)
+    return s, count
+
+
+@triton.jit
+def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                 K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """`packed_part` for blocks of one width each of keys and values."""
+    threshold, known, own = program.scoring.sas_threshold, blocks.known, 0.0
+    if C.SPARSE_V and C.ENTRIES == 0:  # a part that judged by its own tokens alone would find few to skip
+        s, _ = _packed_scores(K, program, blocks, first, 0, SCORES, K_BITS, C)
+        known, own = known_mass(s, threshold, C), (blocks.begin == 0).to(tl.float32)
+    for block in tl.range(blocks.begin, blocks.end, num_stages=STAGES):
+        s, count = _packed_scores(K, program, blocks, first, block, SCORES, K_BITS, C)
+        w, alpha, beta, m = weigh(s, sums.m, threshold, C)
+        l, acc = sums.l, sums.acc
+        if C.SPARSE_V:
+            total = tl.sum(w, 0)
+            lost, read, skipped = skips.lost * alpha, skips.read + count, skips.skipped
+            if may_skip(program.q_pos, m, beta, l * alpha + total * beta, lost + total * beta, known, own,
+                        blocks.limits):  # fmt: skip
+                acc = acc * alpha[None, :]
+                lost += total * beta
+                skipped += count
+            else:
+                acc, total = VALUES(V, first.head + block, first.v + block, w, acc, alpha, beta, V_BITS, C)
+            skips = Skips(lost, read, skipped)
+        else:
+            acc, total = VALUES(V, first.head + block, first.v + block, w, acc, alpha, beta, V_BITS, C)
+        sums = Sums(m, l * alpha + total * beta, acc)
+    return sums, skips
+
+
+@triton.jit
+def packed_part(K, V, program, blocks, capacity, sums, skips, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr,
+                SCORES: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Attention over packed blocks, of which a head has room for `capacity`. Each pair of widths has a loop of its own:
+    loads inside a branch are not pipelined."""
+    b, h = program.b, program.h
+    _, k_head, k_low = K_LOCATE(K, b, h, C.K_LOW, C)
+    _, v_head, v_low = V_LOCATE(V, b, h, C.V_LOW, C)
+    first = FirstBlock((b * C.H + h).to(tl.int64) * capacity, k_head * capacity, v_head * capacity)
+    if C.K_LOW <= ALL and C.V_LOW <= ALL:
+        sums, skips = _packed_part(
+            K, V, program, blocks, first, sums, skips, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C
+        )
+    else:
+        for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
+            if (C.K_LOW > NONE if pair % 2 else C.K_LOW != ALL) and (C.V_LOW > NONE if pair // 2 else C.V_LOW != ALL):
+                if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
+                    sums, skips = _packed_part(
+                        K, V, program, blocks, first, sums, skips, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2,
+                        STAGES, C,
+                    )  # fmt: skip
+    return sums, skips

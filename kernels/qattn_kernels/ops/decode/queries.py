@@ -1,0 +1,56 @@
+"""The queries of a decode program in the forms that formats multiply with keys: columns of a tile."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.math import TINY, broken, round_even
+from qattn_kernels.jit.split_int8 import split_int8
+
+
+class QueryTile(NamedTuple):
+    """What `scores` of a format takes as `query`. Queries that are not finite stand as zeros in all of it.
+
+    Attributes:
+        raw: `[DP, Q]` as the model made them, in its dtype.
+        scaled: fp32 `[DP, Q]`, times the scale of scores in log2 units.
+        operand: `scaled / scale` for a product: INT8 pairs `[DP, 2 Q]` (see `split_int8`), or fp16 `[DP, Q]`.
+        scale: fp32 `[Q]`, what a unit of `operand` stands for.
+        normalized: fp32 `[DP, Q]`, `scaled` in [-127, 127] by the largest number of each query: what INT8 pairs are
+            made of.
+    """
+
+    raw: Any
+    scaled: Any
+    operand: Any
+    scale: Any
+    normalized: Any
+
+
+@triton.jit
+def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
+    """Queries `n` of KV head `h` as a `QueryTile`, and which of them are not finite.
+
+    `t`, `real` `[Q]`: the token of each, and whether the row has it; `first`: the row's first real column.
+    """
+    d = tl.arange(0, C.DP)
+    head, column = h * C.G + n % C.G, first + t
+    base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
+    spread = tl.max_contiguous(d, 1)  # so lanes hold neighbours, and bytes made of them meet in no bank
+    q = tl.load(Q + base[None, :] + spread[:, None], mask=real[None, :] & (d < C.D)[:, None], other=0.0)
+    nonfinite = broken(q.to(tl.float32), 0)
+    q = tl.where(nonfinite[None, :], 0.0, q)
+    scaled = q.to(tl.float32) * scale
+    top = tl.max(tl.abs(scaled), 0) + TINY
+    normalized = scaled * (127.0 / top)[None, :]
+    if C.Q_LEVELS < 8:  # asked for; INT8 pairs err less than eight bits do
+        normalized = round_even(normalized * (C.Q_LEVELS / 127.0)) * (127.0 / C.Q_LEVELS)
+    if C.N > C.Q:
+        operand = split_int8(normalized * 256.0, C)
+        return QueryTile(q, scaled, operand, top * (1.0 / 127.0), normalized), nonfinite
+    else:
+        operand = (scaled * (1.0 / top)[None, :]).to(tl.float16)
+        return QueryTile(q, scaled, operand, top, normalized), nonfinite

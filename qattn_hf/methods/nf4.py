@@ -1,0 +1,48 @@
+"""NF4: 16 quantiles of the normal distribution, scaled by block of channels (papers: QLoRA, Dettmers et al.)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from pydantic import Field
+
+from qattn_hf.methods.base import Arithmetic, Measured, Method
+from qattn_kernels.formats import Format
+from qattn_kernels.formats.nf4.reference import Nf4Format
+from qattn_kernels.layer.spec import Compute
+
+
+class Nf4(Method):
+    """NF4: 4-bit keys and values at the quantiles of a normal distribution, scaled by the largest of 64 channels.
+
+    Made for weights, whose blocks are nearly normal; keys and values are once they are rotated (`rotate: hadamard`). On
+    normal numbers it errs less than INT4 of as many channels a scale, but not less than llama.cpp's at 32 channels
+    (`turboquant:k_format=q4,v_format=q4`, the same bits as `group_size: 32`), whose scale takes the sign of the largest
+    value and so has a use for all 16 steps.
+    """
+
+    variants = ({"group_size": 32, "rotate": "hadamard"},)
+    measured = (
+        Measured("nf4", "quality compare bits decode prefill"),
+        Measured("nf4:group_size=32", "quality compare bits"),
+        Measured("nf4:rotate=hadamard", "quality compare"),
+    )
+
+    group_size: Literal[32, 64, 128] = Field(64, description="channels of a token that share a scale")
+    rotate: Literal["none", "hadamard"] = Field(
+        "none", description="of keys and values, which makes their channels nearly normal"
+    )
+
+    @classmethod
+    def default_compute(cls) -> Arithmetic:
+        return "model"
+
+    def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
+        return Nf4Format(group_size=self.group_size), Nf4Format(group_size=self.group_size, for_values=True)
+
+    def arithmetic(self) -> Compute:
+        return dataclasses.replace(super().arithmetic(), rotate=self.rotate, rotate_v=self.rotate)
+
+
+METHOD = Nf4
