@@ -14,16 +14,16 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 
-import torch  # noqa: E402 - Triton reads the line above when it is imported
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from qattn_hf.layer import QAttnLayer  # noqa: E402
-from qattn_hf.methods import get_method  # noqa: E402
-from qattn_hf.spelling import split_method  # noqa: E402
-from qattn_kernels.layer.scores import Scores  # noqa: E402
-from qattn_kernels.step.kernels import fused_step  # noqa: E402
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.methods import get_method
+from qattn_hf.spelling import split_method
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.step.kernels import fused_step
 
 # rows and tokens of prompts, each followed by steps of one token
 SHAPES = [(1, 100), (1, 700), (1, 3000), (1, 20000), (2, 700), (3, 300), (8, 700), (16, 512), (32, 1000), (50, 700)]

@@ -44,12 +44,12 @@ def blocks_seen(row, NB, C: tl.constexpr):
 
 
 @triton.jit
-def blocks_per_split(blocks, splits, plan, C: tl.constexpr):
+def blocks_per_split(blocks, splits, few, many, long, least, C: tl.constexpr):
     """Packed blocks of one split, by the row's own length, whatever the capacity.
 
-    `plan`: splits of a context, and of a long one; blocks of a split from which a context is long; least blocks of one.
+    `few`, `many`: splits of a context, and of a long one; `long`: blocks of a split from which a context is long;
+    `least`: blocks of one.
     """
-    few, many, long, least = plan
     sharing = tl.minimum(tl.where(blocks < few * long, few, many), splits - C.OPEN)
     return tl.maximum(tl.cdiv(blocks, sharing), least)
 
@@ -94,17 +94,17 @@ def _store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfini
         tl.atomic_add(SKIP_COUNTS.skipped + bh, tl.sum(tl.where(real, skips.skipped, 0), 0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
 def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE,
-                  OUT, STATS, SKIP_COUNTS, NB, B, T, scoring, skip_limits, plan, STAGES: tl.constexpr,
-                  BP: tl.constexpr, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr,
-                  VALUES: tl.constexpr, CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
+                  OUT, STATS, SKIP_COUNTS, NB, B, T, scoring, skip_limits, few, many, long, least, STAGES: tl.constexpr,
+                  K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                  CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
     """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first split is the ring,
     the second the sinks that are kept out of the blocks. Those of all rows start first: one of them may take longest,
     and one that starts late would be waited for.
 
-    The other splits share a row's blocks evenly, as `plan` says (`blocks_per_split`).
+    The other splits share a row's blocks evenly (`blocks_per_split`).
 
     `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights; with sparse V
     3: what of that sum was dropped. `scoring`: the fields of a `Scoring`.
@@ -119,11 +119,11 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     q_pos = tl.where(real, row.length + t, -1)
     splits = tl.num_programs(2)
     blocks = blocks_seen(row, NB, C)
-    per_split = blocks_per_split(blocks, splits, plan, C)
+    per_split = blocks_per_split(blocks, splits, few, many, long, least, C)
     begin = (split - C.OPEN) * per_split
     end = tl.minimum(begin + per_split, blocks)
     if (split == 0) & (tile == 0) & (h == 0):
-        commit_row(ROWS, STATE, row, b, B, T, BP, C)
+        commit_row(ROWS, STATE, row, b, B, T, C)
     if (split < C.OPEN) | (begin < end):
         scores = Scoring(*scoring)
         query, nonfinite = load_queries(Q, strides, b, h, n, t, real, row.first, scores.scale, C)
@@ -150,9 +150,9 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
         _store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips, CHANNELS, C)
 
 
-@triton.jit
-def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, plan,
-                 CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
+def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, few, many, long,
+                 least, CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
     `SINKS`: the model's learned logits; `TABLE`: of the sink pool.
 
@@ -165,7 +165,7 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
             settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
     t, head = r // C.G, h * C.G + r % C.G
     blocks = blocks_seen(row, NB, C)
-    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, plan, C)) + C.OPEN
+    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, few, many, long, least, C)) + C.OPEN
     d = tl.arange(0, C.DP)
     base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
     m, l, lost = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
