@@ -10,6 +10,7 @@ from qattn_kernels.layout import Row, RowState
 
 ROW_FIELDS, OVERFLOW = tl.constexpr(layout.ROW_FIELDS), tl.constexpr(layout.ROW_OVERFLOW)
 FOREVER = tl.constexpr(2147483647)  # a row position that no query reaches
+COMMITTED = tl.constexpr(32)  # rows at a time in `commit_row`
 FIRST, COUNT = (tl.constexpr(Row._fields.index(name)) for name in ("first", "count"))
 
 
@@ -43,7 +44,7 @@ def slot_bits(dropped, slot):
 
 
 @triton.jit
-def commit_row(ROWS, STATE, row, b, B, columns, BP: tl.constexpr, C: tl.constexpr):
+def commit_row(ROWS, STATE, row, b, B, columns, C: tl.constexpr):
     """The row's new lengths, once nobody reads the old ones: kernels after the append read `ROWS`."""
     state = RowState(*STATE)
     length = row.length + row.count
@@ -55,11 +56,14 @@ def commit_row(ROWS, STATE, row, b, B, columns, BP: tl.constexpr, C: tl.constexp
     if overflow > 0:
         tl.store(state.overflow + b, tl.load(state.overflow + b) + overflow)
     if b == 0:
-        columns_seen, n = tl.load(state.seen), tl.arange(0, BP)
+        columns_seen, padding = tl.load(state.seen), 0
+        for begin in range(0, B, COMMITTED):
+            n = begin + tl.arange(0, COMMITTED)
+            starts = tl.load(ROWS + n * ROW_FIELDS + FIRST, mask=n < B, other=0)
+            counts = tl.load(ROWS + n * ROW_FIELDS + COUNT, mask=n < B, other=columns)
+            # columns up to the end of the row's padding
+            padding = tl.maximum(padding, tl.max(tl.where(starts + counts < columns, columns, starts), 0))
         tl.store(state.seen, columns_seen + columns)
-        starts = tl.load(ROWS + n * ROW_FIELDS + FIRST, mask=n < B, other=0)
-        counts = tl.load(ROWS + n * ROW_FIELDS + COUNT, mask=n < B, other=columns)
-        padding = tl.max(tl.where(starts + counts < columns, columns, starts), 0)  # to the end of the last one
         if padding > 0:
             tl.store(state.padded, columns_seen + padding)
 

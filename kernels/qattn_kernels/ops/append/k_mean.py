@@ -10,7 +10,7 @@ from qattn_kernels.jit.tokens import new_tokens, row_before, with_ring
 from qattn_kernels.ops.append.smooth import dequantize, mean_key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span_stride", "NB"])
 def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN, NB,
                 K_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (head, row) before a long call: `CALL_MEAN` `[B, H, D]`, the mean that the call takes off its keys. It

@@ -214,7 +214,7 @@ def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
         tl.atomic_add(NONFINITE + bh, worse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span_stride", "regions", "NB"])
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
                  K, V, K_MEAN, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
                  K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
@@ -247,7 +247,7 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
         _short_side(V, K_MEAN, v, pos, new, stale, block, Codec(V_OPEN, V_SEEN, V_PLACE, V_PUT, None), True, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span_stride", "regions", "NB"])
 def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
                 K, V, K_MEAN, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
                 K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr, V_OPEN: tl.constexpr,
@@ -287,7 +287,7 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
                Codec(V_OPEN, V_SEEN, V_PLACE, V_PUT, V_GET), True, C)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, K_MEAN, PANEL, NB, slots, K_LOCATE: tl.constexpr,
                 V_LOCATE: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (block of the past, head, row): packed blocks into the panel."""
@@ -312,9 +312,9 @@ def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, K_MEAN, PANEL
         to_panel(PanelSide(panel.v, panel.v_scale, slots), v, v_scale, bh, slot, True, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB", "B", "T"])
 def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, NB, B, T, K_OPEN: tl.constexpr,
-                  V_OPEN: tl.constexpr, BP: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                  V_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """After a long call: program (tile of the ring, head, row) writes the newest tokens, one a head what the call did
     to its sinks, and one the row's lengths."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -333,4 +333,4 @@ def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, 
         if i == 0:
             settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
     if (i == 0) & (h == 0):
-        commit_row(ROWS, STATE, row, b, B, T, BP, C)
+        commit_row(ROWS, STATE, row, b, B, T, C)

@@ -101,5 +101,5 @@ def finish(call: Call) -> None:
     grid = (-(-size.RING // size.BLOCK), size.H, call.batch) if size.RING else (1, 1, call.batch)
     finish_kernel[grid](
         *call.new, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.table, call.blocks,
-        call.batch, call.tokens, k.open, v.open, power_of_two(call.batch), size, **codes(call.sizes),
+        call.batch, call.tokens, k.open, v.open, size, **codes(call.sizes),
     )  # fmt: skip

@@ -49,7 +49,7 @@ def _places(S, priority, b, C: tl.constexpr):
     tl.store(S.head_of + b * C.H + place, n, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span_stride", "regions", "NB"])
 def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, regions, NB,
                 K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
                 K_KIND: tl.constexpr, V_KIND: tl.constexpr, C: tl.constexpr):  # fmt: skip

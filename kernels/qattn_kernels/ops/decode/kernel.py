@@ -47,13 +47,12 @@ def blocks_seen(row, NB, C: tl.constexpr):
 
 
 @triton.jit
-def blocks_per_split(blocks, splits, plan, C: tl.constexpr):
+def blocks_per_split(blocks, splits, few, many, long, least, C: tl.constexpr):
     """Packed blocks of one split, by the row's own length, whatever the capacity.
 
-    `plan`: (few, many, long, least). `few` splits share a context, `many` if each of the few would get `long` blocks or
-    more; none gets less than `least` blocks.
+    `few` splits share a context, `many` if each of the few would get `long` blocks or more; none gets less than `least`
+    blocks.
     """
-    few, many, long, least = plan
     sharing = tl.minimum(tl.where(blocks < few * long, few, many), splits - C.OPEN)
     return tl.maximum(tl.cdiv(blocks, sharing), least)
 
@@ -98,20 +97,20 @@ def _store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfini
         tl.atomic_add(SKIP_COUNTS.skipped + bh, tl.sum(tl.where(real, skips.skipped, 0), 0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
 def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE,
-                  OUT, STATS, SKIP_COUNTS, NB, B, T, scoring, skip_limits, plan, STAGES: tl.constexpr,
-                  BP: tl.constexpr, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr,
-                  VALUES: tl.constexpr, CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
+                  OUT, STATS, SKIP_COUNTS, NB, B, T, scoring, skip_limits, few, many, long, least, STAGES: tl.constexpr,
+                  K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                  CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
     """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first split is the ring,
     the second the sinks that are kept out of the blocks. Those of all rows start first: one of them may take longest,
     and one that starts late would be waited for.
 
-    The other splits share a row's blocks evenly, as `plan` says (`blocks_per_split`).
+    The other splits share a row's blocks evenly (`blocks_per_split`).
 
     `ROWS` holds each row as it was before the call, so that `STATE` (`layout.RowState`) can take the new lengths here
-    while others still read; `BP`: a power of two that holds `B`. `DROPPED`: a bit for each masked token, and for each
+    while others still read. `DROPPED`: a bit for each masked token, and for each
     that was in the sink pool before the call; `MOVED`: slots of the tokens that this call's close moved into the pool
     or out of it.
 
@@ -128,11 +127,11 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     q_pos = tl.where(real, row.length + t, -1)
     splits = tl.num_programs(2)
     blocks = blocks_seen(row, NB, C)
-    per_split = blocks_per_split(blocks, splits, plan, C)
+    per_split = blocks_per_split(blocks, splits, few, many, long, least, C)
     begin = (split - C.OPEN) * per_split
     end = tl.minimum(begin + per_split, blocks)
     if (split == 0) & (tile == 0) & (h == 0):
-        commit_row(ROWS, STATE, row, b, B, T, BP, C)
+        commit_row(ROWS, STATE, row, b, B, T, C)
     if (split < C.OPEN) | (begin < end):
         scores = Scoring(*scoring)
         query, nonfinite = load_queries(Q, strides, b, h, n, t, real, row.first, scores.scale, C)
@@ -160,9 +159,9 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
         _store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips, CHANNELS, C)
 
 
-@triton.jit
-def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, plan,
-                 CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
+def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, few, many, long,
+                 least, CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
     `SINKS`: the model's learned logits, one a query head, which are no tokens; `TABLE`: of the sink pool, by which the
     bits of `DROPPED` are brought up to date here, since every split has read the old ones.
@@ -176,7 +175,7 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
             settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
     t, head = r // C.G, h * C.G + r % C.G
     blocks = blocks_seen(row, NB, C)
-    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, plan, C)) + C.OPEN
+    live = tl.cdiv(blocks, blocks_per_split(blocks, splits, few, many, long, least, C)) + C.OPEN
     d = tl.arange(0, C.DP)
     base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
     m, l, lost = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)

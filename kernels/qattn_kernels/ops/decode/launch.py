@@ -8,12 +8,12 @@ import torch
 
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import chip_of, choose
 
 LOG2E = math.log2(math.e)
+FEW_SPLITS, MANY_SPLITS = 8, 64  # parts that the merge weighs at once: two kernels, whatever the rows and lengths
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,16 +44,16 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         call.table, call.moved, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, skip_counts, call.blocks, batch, tokens,
         scoring, (sparsity.tau, sparsity.budget),
-        tuned.plan, tuned.stages, power_of_two(batch), k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
+        *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
-    chunk = min(64, power_of_two(many))  # not of the capacity: sums must not depend on it
+    chunk = FEW_SPLITS if many <= FEW_SPLITS else MANY_SPLITS  # not of the capacity: sums must not depend on it
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
     lse = empty(batch, size.H * size.G, tokens)
     merge_kernel[(rows, size.H, batch)](
         parts, stats, skip_counts, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
         state["dropped"], call.blocks, splits, tokens,
-        tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk <= 4 else 4,
+        *tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk == FEW_SPLITS else 4,
         enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -67,13 +67,14 @@ def _statistics(panel: Panel, compute: Compute, window: Window) -> _Statistics:
     stats_kernel[(parts, batch * heads, sides)](
         k, v, k.stride()[:3], v.stride()[:3], panel.bias, panel.rows, stats, heads, slots,
         **sizes, STEP=STEP, BLOCK=window.block, SMOOTH_V=compute.smooth_v, num_warps=8,
+        enable_fp_fusion=True,
     )  # fmt: skip
     mean, scale = empty(sides, batch, heads, dim), empty(sides, batch, heads, dim)
     clean = torch.empty(batch * heads, dtype=torch.int32, device=k.device)
     largest = torch.finfo(FP8[compute.pv]).max if fp8 else 1.0
     settle_kernel[(batch * heads, sides)](
         stats, mean, scale, clean, parts, largest, **sizes, CHUNK=32, SMOOTH_K=int(compute.smooth_k),
-        SMOOTH_V=int(compute.smooth_v),
+        SMOOTH_V=int(compute.smooth_v), enable_fp_fusion=True,
     )  # fmt: skip
     return _Statistics(mean, scale, clean)
 
@@ -87,7 +88,7 @@ def _with_keys(
     keys_kernel[(-(-slots // TILE.value), batch * heads)](
         panel.k, panel.k.stride()[:3], panel.bias, panel.rows, panel.bias if mean is None else mean, codes, scales,
         heads, slots, LEVELS=compute.qk_levels, GROUP=compute.k_scale, SMOOTH=mean is not None, D=dim,
-        DP=power_of_two(dim), BLOCK=window.block,
+        DP=power_of_two(dim), BLOCK=window.block, enable_fp_fusion=True,
     )  # fmt: skip
     shift = q_mean = None
     if compute.smooth_q != "none":
@@ -148,5 +149,5 @@ def _values(
     (batch, heads, slots), dim = panel.bias.shape, panel.v.shape[3]
     values_kernel[(-(-slots // TILE.value), batch * heads)](
         panel.v, panel.v.stride()[:3], panel.bias, panel.rows, mean, channel, codes, scales, heads, slots,
-        FP8=fp8, SMOOTH=smooth, D=dim, DP=power_of_two(dim), BLOCK=window.block,
+        FP8=fp8, SMOOTH=smooth, D=dim, DP=power_of_two(dim), BLOCK=window.block, enable_fp_fusion=True,
     )  # fmt: skip

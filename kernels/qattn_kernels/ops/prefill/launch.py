@@ -36,8 +36,9 @@ def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor
     batch, heads, slots = panel.bias.shape
     clean = torch.empty(batch * heads, dtype=torch.int32, device=panel.bias.device)
     value_columns[(batch * heads,)](
-        panel.v_scale, panel.bias, column, inverse, clean, panel.rows, heads, slots, BLOCK=block, STEP=STEP
-    )
+        panel.v_scale, panel.bias, column, inverse, clean, panel.rows, heads, slots, BLOCK=block, STEP=STEP,
+        enable_fp_fusion=True,
+    )  # fmt: skip
     return column, inverse, clean
 
 

@@ -79,7 +79,7 @@ def stats_kernel(K, V, k_strides, v_strides, BIAS, ROWS, OUT, heads, N, D: tl.co
         _gather(V, v_strides, BIAS, own, head, heads, part * STEP, end, N, SMOOTH_V, True, D, DP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def settle_kernel(STATS, MEAN, SCALE, CLEAN, parts, largest, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
                   SMOOTH_K: tl.constexpr, SMOOTH_V: tl.constexpr):  # fmt: skip
     """Program (row and head, keys or values): the parts together, `MEAN` `[sides, B * H, D]`, zeros unless smoothed,

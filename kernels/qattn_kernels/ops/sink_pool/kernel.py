@@ -152,7 +152,7 @@ def _fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
         tl.store(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, scale, mask=write)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span_stride", "NB", "regions"])
 def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, K_SINKS, V_SINKS, TABLE,
                 CHOSEN, MOVED, NB, regions, K_OPEN: tl.constexpr, V_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (head, row), before the append: the pool competes with each block that closes. `CHOSEN`: one bit for each

@@ -1,0 +1,87 @@
+"""Which kernels a process would compile for a method: `python count_kernels.py METHOD` prints one name a line.
+
+Nothing is compiled or run, and no GPU is needed: Triton's launches are followed up to the point where a kernel that is
+not there yet would be compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.methods import get_method
+from qattn_hf.spelling import split_method
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.step.kernels import fused_step
+
+# rows and tokens of prompts, each followed by steps of one token
+SHAPES = [(1, 100), (1, 700), (1, 3000), (1, 20000), (2, 700), (3, 300), (8, 700), (16, 512), (32, 1000), (50, 700)]
+HEADS, KV_HEADS, HEAD_DIM, NEW_TOKENS = 32, 8, 128, 64
+
+
+class Hopper:
+    """A driver without a GPU."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def follow_launches(compiled: list[str]) -> None:
+    """From here on launches compile and run nothing, and `compiled` gets the names of kernels that were not there."""
+    launch = JITFunction.run
+
+    def compile_nothing(self: Any, key: str, signature: Any, device: int, *rest: Any) -> object:
+        compiled.append(self.fn.__name__)
+        kernel = self.device_caches[device][0][key] = object()
+        return kernel
+
+    def launch_nothing(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    driver.set_active(Hopper())
+    JITFunction._do_compile = compile_nothing
+    JITFunction.run = launch_nothing
+    torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
+
+
+def main(method: str) -> None:
+    compiled: list[str] = []
+    follow_launches(compiled)
+    name, settings = split_method(method)
+    spec = replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton")
+    for batch, prompt in SHAPES:
+        layer = QAttnLayer(spec, prompt + NEW_TOKENS)
+        for tokens in (prompt, 1, 1):
+            q, k, v = (
+                torch.empty(batch, heads, tokens, HEAD_DIM, dtype=torch.bfloat16)
+                for heads in (HEADS, KV_HEADS, KV_HEADS)
+            )
+            if not layer.is_initialized:
+                layer.lazy_initialization(k, v)
+            span = torch.tensor([[0, tokens]] * batch, dtype=torch.int32)
+            fused_step(q, k, v, span, layer.state, spec, Scores(HEAD_DIM**-0.5), 1)
+    print("\n".join(sorted(compiled)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
