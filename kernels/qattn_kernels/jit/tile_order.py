@@ -49,14 +49,15 @@ def by_token(x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def take_turns(x, PARTS: tl.constexpr):
-    """`[n, Q]` in `part_order` as a tile in `token_order`; nothing moves."""
+def interleave(x, PARTS: tl.constexpr):
+    """Interleave the parts of a tile `[n, Q]`, eight rows each: `part_order` becomes `token_order`. No row moves
+    between threads."""
     parts = tl.reshape(x, (PARTS, x.shape[0] // (8 * PARTS), 8, x.shape[1]))
     return tl.reshape(tl.permute(parts, (1, 0, 2, 3)), (x.shape[0], x.shape[1]))
 
 
 @triton.jit
-def in_line(x, PARTS: tl.constexpr):
-    """A tile in `token_order` in the order of the tokens; nothing moves."""
+def deinterleave(x, PARTS: tl.constexpr):
+    """A tile `[n, Q]` in `token_order` with its tokens in ascending order. No row moves between threads."""
     parts = tl.reshape(x, (x.shape[0] // (8 * PARTS), PARTS, 8, x.shape[1]))
     return tl.reshape(tl.permute(parts, (1, 2, 0, 3)), (x.shape[0], x.shape[1]))

@@ -36,9 +36,9 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     """The offset of the codes comes out as that many sums of the query."""
-    off = tl.sum(query.normalized, 0) * OFFSET
+    offset = tl.sum(query.normalized, 0) * OFFSET
     scale = by_token(tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)), C.PARTS)
-    return (code_scores(S.codes, at, query.operand, 4, C) - off[None, :]) * query.scale[None, :] * scale[:, None]
+    return (code_scores(S.codes, at, query.operand, 4, C) - offset[None, :]) * query.scale[None, :] * scale[:, None]
 
 
 JIT = INT8_RING._replace(open=open, put=put, get=get, scores=scores, splits_int8=True)
