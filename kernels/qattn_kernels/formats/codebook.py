@@ -81,7 +81,7 @@ def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
     """int8 numbers of the codes in the lower and in the upper four bits of uint8 `x`, of formats whose codes are whole
     numbers raised by 8: sixteen times `code - 8`, which needs no shift down.
 
-    0x95: code 5 moved to the upper bits is 0x50, whose highest bit turned is 0xd0, -48 = 16 * (5 - 8); code 9 is 0x90
+    0x95: code 5 moved to the upper bits is 0x50, whose highest bit flipped is 0xd0, -48 = 16 * (5 - 8); code 9 is 0x90
     and then 0x10, 16 = 16 * (9 - 8).
     """
     if PLAIN:

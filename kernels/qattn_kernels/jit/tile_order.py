@@ -36,15 +36,16 @@ def token_order(n: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def by_part(x, PARTS: tl.constexpr):
-    """Numbers `[n]` of the tokens in `part_order`. They are loaded in their own order, as whole words and ahead of
-    their use."""
+def to_part_order(x, PARTS: tl.constexpr):
+    """Numbers `[n]` of a block's tokens, such as their scales, from ascending order to `part_order`. In ascending order
+    they are loaded as whole words, ahead of their use."""
     return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (0, 2, 1)), (x.shape[0],))
 
 
 @triton.jit
-def by_token(x, PARTS: tl.constexpr):
-    """Numbers `[n]` of the tokens in `token_order`; as in `by_part` they are loaded in their own order."""
+def to_token_order(x, PARTS: tl.constexpr):
+    """Numbers `[n]` of a block's tokens from ascending order, in which they are loaded as for `to_part_order`, to
+    `token_order`."""
     return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (2, 0, 1)), (x.shape[0],))
 
 

@@ -89,7 +89,7 @@ class PrefillSizes(NamedTuple):
         K_INT8, V_INT8: in INT8. Q_LEVELS: largest code of a query. Q_GROUP: which queries share a scale (`groups`;
             `block` is the program's own).
         BY_ROW: scores may stay in units of their query (`row_weights`). RAISED: INT8 weights are rounded at once there.
-    Means that were taken off:
+    Means that were subtracted:
         SMOOTH_K: of keys. SMOOTH_Q: of which queries (`smooth_q`). SMOOTH_V: of values.
     Scores:
         SAS, SOFTCAP: whether that softmax, a cap is used. LOCAL_WINDOW: positions that a query sees back, 0 for all.

@@ -14,7 +14,15 @@ from qattn_kernels.formats.codebook import half_bytes
 from qattn_kernels.formats.packing import read_codes, write_codes
 from qattn_kernels.jit.math import TINY
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import by_part, by_token, deinterleave, interleave, part_order, stack, unstack
+from qattn_kernels.jit.tile_order import (
+    deinterleave,
+    interleave,
+    part_order,
+    stack,
+    to_part_order,
+    to_token_order,
+    unstack,
+)
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 
@@ -103,7 +111,7 @@ def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.con
         else:
             lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, False, C), BITS, C.PLAIN)
             s = stack(join_split(dot_split(lo, x8)), join_split(dot_split(hi, x8)))
-        return s * by_part(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
+        return s * to_part_order(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
 
 
 @triton.jit
@@ -139,7 +147,7 @@ def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
         return stack(one, group_values(S, at, y, g + COUNT // 2, COUNT // 2, HALVES, BITS, C))
     else:
         d = g * GROUP + tl.arange(0, GROUP)
-        y = deinterleave(y * by_token(_scales(S, at, g, GROUP, C), C.PARTS)[:, None], C.PARTS)
+        y = deinterleave(y * to_token_order(_scales(S, at, g, GROUP, C), C.PARTS)[:, None], C.PARTS)
         if BITS == 8:
             t = tl.arange(0, C.BLOCK)
             v = tl.load(
@@ -158,6 +166,6 @@ def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.cons
                  C: tl.constexpr):  # fmt: skip
     """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
     COUNT: tl.constexpr = C.DP // C.V_CHANNELS
-    top = tl.maximum(tl.max(p * by_token(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), TINY)
+    top = tl.maximum(tl.max(p * to_token_order(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), TINY)
     o = group_values(S, at, p * (1.0 / top * SPLIT_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
     return acc * alpha[None, :] + o * (beta * top * (UNIT / 127.0))[None, :], tl.sum(p, 0)

@@ -18,7 +18,7 @@ from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.jit.math import TINY, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_int8, unrepeated_columns
-from qattn_kernels.jit.tile_order import by_token, deinterleave, unstack
+from qattn_kernels.jit.tile_order import deinterleave, to_token_order, unstack
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 
@@ -131,8 +131,8 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     """With one group of channels a token's scale goes into its weight; with more, values are dequantized."""
     if (C.BLOCK >= C.D) and (C.BLOCK >= 64):
         t = at * C.BLOCK + tl.arange(0, C.BLOCK)
-        w = p * by_token(tl.load(S.step + t).to(tl.float32), C.PARTS)[:, None]
-        zero_point_sum = tl.sum(p * by_token(tl.load(S.zero + t).to(tl.float32), C.PARTS)[:, None], 0)
+        w = p * to_token_order(tl.load(S.step + t).to(tl.float32), C.PARTS)[:, None]
+        zero_point_sum = tl.sum(p * to_token_order(tl.load(S.zero + t).to(tl.float32), C.PARTS)[:, None], 0)
         top = tl.maximum(tl.max(w, 0), TINY)
         o = code_values(S.codes, at, w * (1.0 / top * SPLIT_TOP)[None, :], channels(C), BITS, C)
         o = o * (top * (1.0 / 127.0))[None, :] + zero_point_sum[None, :]

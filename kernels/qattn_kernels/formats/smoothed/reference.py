@@ -1,4 +1,4 @@
-"""Smoothed keys: a row's mean key is taken off before another format quantizes them, and kept beside the codes.
+"""Smoothed keys: a row's mean key is subtracted before another format quantizes them, and kept beside the codes.
 
 SageAttention2's smoothing of K: channels of keys share a mean that queries see as one constant, so that codes need not
 span it. Scores are of the true keys here (the mean's share is added back), which leaves soft caps, learned sinks and
