@@ -97,13 +97,13 @@ class SinkPool:
     exclude: bool = True
     prefill: str = "group"
 
-    def undoable(self, window: Window) -> int:
+    def crop_blocks(self, window: Window) -> int:
         """Blocks that a crop can reopen: what left the pool in these is kept, so that it comes back."""
         return window.ring // window.block
 
     def entries(self, window: Window) -> int:
         """Places of the table that hold them all: whole tiles of a kernel."""
-        return -(-(self.num * (1 + self.undoable(window)) + self.window) // 32) * 32 if self.num else 0
+        return -(-(self.num * (1 + self.crop_blocks(window)) + self.window) // 32) * 32 if self.num else 0
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ def test_sparse_v_keeps_its_budget():
         if tau > 0:
             assert 0 < layer.state["v_worst"].max() <= budget
     exact, kept, free = outs.values()
-    assert (kept - exact).abs().max() <= 1e-4 * v.abs().max() * 1.1  # codes undo to a little above the largest value
+    # codes dequantize to a little above the largest value
+    assert (kept - exact).abs().max() <= 1e-4 * v.abs().max() * 1.1
     assert (free - exact).abs().max() > 10 * (kept - exact).abs().max()
     off = make_layer(("turbo", {"compute": "model"}))
     assert torch.equal(feed(off, q, k, v, [499, 500])[:, :, -1], exact)

@@ -34,7 +34,7 @@ def test_undone_codes_fit_int8_and_are_near(seed: int, bits: int, size: float):
 
 
 def test_stage_two_by_hand():
-    """A channel from -100 to 20: 4 bits step (240 + 15) // 30 = 8, zero -100 + ((120 - 120) >> 1) = -100."""
+    """A channel from -100 to 20: 4 bits scale (240 + 15) // 30 = 8, zero point -100 + ((120 - 120) >> 1) = -100."""
     x1 = torch.tensor([-100, 20, -60, 0]).view(1, 1, 4, 1).to(torch.int8)
     code, s2, z2 = stage_two(x1, torch.ones(1, 1, 4, dtype=torch.bool), 4)
     assert (s2.item(), z2.item(), code.flatten().tolist()) == (8, -100, [0, 15, 5, 12])  # 12.5 rounds to even

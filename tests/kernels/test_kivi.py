@@ -12,28 +12,28 @@ from qattn_kernels.layer.state import side_of
 
 
 def test_codes_by_hand():
-    """From -1 to 2 in 2 bits the step is 1; a range of nothing has step 0, and its only value comes back."""
+    """From -1 to 2 in 2 bits the scale is 1; a range of nothing has scale 0, and its only value comes back."""
     low, high = torch.tensor([-1.0, 5.0]), torch.tensor([2.0, 5.0])
-    step, zero = asymmetric(low, high, 2)
-    assert step.tolist() == [1.0, 0.0] and zero.tolist() == [-1.0, 5.0]
+    scale, zero_point = asymmetric(low, high, 2)
+    assert scale.tolist() == [1.0, 0.0] and zero_point.tolist() == [-1.0, 5.0]
     x = torch.tensor([[-1.0, 5.0], [0.4, 5.0], [0.5, 5.0], [2.0, 5.0]])  # 1.5 steps round to even
-    code = encode(x, step, zero, 2)
+    code = encode(x, scale, zero_point, 2)
     assert code[:, 0].tolist() == [0, 1, 2, 3] and code[:, 1].tolist() == [0, 0, 0, 0]
 
 
-def test_codes_come_from_the_rounded_step():
-    """1000.25 is 1000 in fp16 and the step 0.1 is not exact: codes must undo to the nearest with what is stored."""
+def test_codes_come_from_the_rounded_scale():
+    """1000.25 is 1000 in fp16 and the scale 0.1 is not exact: codes must be the nearest with what is stored."""
     x = 1000.25 + torch.arange(16) * 0.1
-    step, zero = asymmetric(x.min(), x.max(), 4)
-    code = encode(x, step, zero, 4)
-    grid = torch.arange(16) * step.float() + zero.float()
+    scale, zero_point = asymmetric(x.min(), x.max(), 4)
+    code = encode(x, scale, zero_point, 4)
+    grid = torch.arange(16) * scale.float() + zero_point.float()
     assert torch.equal(code.long(), (x[:, None] - grid).abs().argmin(1))
 
 
 def test_values_beyond_fp16_stay_finite():
-    step, zero = asymmetric(torch.tensor([-1e30]), torch.tensor([1e30]), 2)
-    assert step.isfinite().all() and zero.isfinite().all()
-    assert encode(torch.tensor([-1e30, 1e30]), step, zero, 2).tolist() == [0, 3]
+    scale, zero_point = asymmetric(torch.tensor([-1e30]), torch.tensor([1e30]), 2)
+    assert scale.isfinite().all() and zero_point.isfinite().all()
+    assert encode(torch.tensor([-1e30, 1e30]), scale, zero_point, 2).tolist() == [0, 3]
 
 
 def test_three_bits_lie_in_two_planes():
@@ -57,8 +57,9 @@ def test_what_is_packed_follows_from_the_length_alone(group: int, residual: int)
 
 
 def test_keys_err_by_channel_and_values_by_token():
-    """No value is farther from its code than half a step of its own group, give or take the rounding of step and zero
-    in fp16; a channel that stands out does not cost the other keys, a token that stands out not the other values."""
+    """No value is farther from its code than half a scale of its own group, give or take the rounding of scale and
+    zero point in fp16; a channel that stands out does not cost the other keys, a token that stands out not the other
+    values."""
     g = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 1, 2, 64, 40, generator=g)  # the second group of channels is a short one
     k[..., 3] += 50

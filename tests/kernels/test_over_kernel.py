@@ -66,7 +66,7 @@ MORE_SCORES = Scores(64**-0.5, 5.0, 0, torch.tensor([0.5, -1.0, 2.0, 0.0], devic
 @pytest.mark.parametrize("scores", [Scores(64**-0.5), MORE_SCORES], ids=["plain", "softcap and sinks"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_reference_against_fp64(settings, scores):
-    """The log-sum-exp is that of the true scores: what smoothing takes off is far more than what is allowed."""
+    """The log-sum-exp is that of the true scores: what smoothing subtracts is far more than what is allowed."""
     q, k, v, key_mask = inputs(70, 150)
     want, want_lse = exact(q, k, v, key_mask, 60, scores)
     out, lse = attend_over(q, k, v, key_mask, 60, spec_of(**settings), scores)

@@ -39,7 +39,7 @@ def one_order(tokens: int, heads: int = 2) -> Inputs:
 
 
 def around_a_mean(v: torch.Tensor) -> torch.Tensor:
-    """The values of `one_order` around a mean, which smoothing takes off exactly: each second tile is the first's
+    """The values of `one_order` around a mean, which smoothing subtracts exactly: each second tile is the first's
     negative."""
     pairs = v.shape[2] // 128 * 128
     first = v[:, :, :pairs].unflatten(2, (-1, 2, 64))[:, :, :, :1]

@@ -67,7 +67,7 @@ def test_groups_are_those_of_a_thread():
 
 @pytest.mark.parametrize("method", ["sage2", "turbo", "int8"])
 def test_log_sum_exp_softcap_and_sinks_are_of_true_scores(method: str):
-    """What smoothing took off is a constant to a softmax alone. Keys with a large mean would show it missing."""
+    """What smoothing subtracted is a constant to a softmax alone. Keys with a large mean would show it missing."""
     q, k, v = random_qkv(1, 130, dim=64)
     k = k + 3.0
     layer = make_layer((method, {"smooth_k": True}))

@@ -93,8 +93,8 @@ def test_an_output_moves_by_the_budget_at_most(
 ):
     """Under a sink every other weight is below the threshold. At 14 a block of them weighs 0.9e-4, so that the budget
     allows one of three; at 18 all of them weigh 5e-6, and are skipped also by a program that does not read the sink.
-    Codes undo to at most 123/119 of the largest value, INT8 pairs of weights err by 1e-4 of them, and sums of fp32 by
-    1e-6."""
+    Codes dequantize to at most 123/119 of the largest value, INT8 pairs of weights err by 1e-4 of them, and sums of
+    fp32 by 1e-6."""
     if programs == 1:
         request.getfixturevalue("one_program")
     qkv = with_sink(height, 257)

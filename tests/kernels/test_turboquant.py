@@ -150,19 +150,19 @@ def test_bits_of_a_value(name: str, expected: float):
 )
 @pytest.mark.parametrize("dim", [48, 80, 128])
 def test_a_side_is_rotated_where_its_format_asks_for_it(k_format: str, v_format: str, dim: int):
-    """What is held undoes to the keys and values, or to the rotated ones, within what the codes cost."""
+    """What is stored dequantizes to the keys and values, or to the rotated ones, within what the codes cost."""
     layer = make_layer(("turboquant", {"k_format": k_format, "v_format": v_format}))
     q, k, v = random_qkv(1, 64, dim=dim)
     v[..., 5] += 4
     feed(layer, q, k, v, [64])
     limit = {"turbo4": 0.12, "turbo3": 0.22, "turbo2": 0.4, "q8": 0.01, "q4": 0.15, "model": 0.0}
     for side, x, fmt, name in (("k", k, layer.spec.k, k_format), ("v", v, layer.spec.v, v_format)):
-        held = fmt.read(side_of(layer.state, side), 1).dequantize()[:, :, 0]
-        turned = rotate(x) if name.startswith("turbo") else x
-        assert (held - turned).norm() <= limit[name] * turned.norm()
+        stored = fmt.read(side_of(layer.state, side), 1).dequantize()[:, :, 0]
+        expected = rotate(x) if name.startswith("turbo") else x
+        assert (stored - expected).norm() <= limit[name] * expected.norm()
 
 
-def test_rotation_is_undone_once():
+def test_outputs_are_rotated_back_once():
     """Nothing is packed yet, so attention is exact, whatever is rotated."""
     q, k, v = random_qkv(1, 60, dim=80)
     outputs = [

@@ -24,7 +24,7 @@ class Operand(NamedTuple):
     Attributes:
         x: `[..., tokens, D]`: INT8 codes, FP8's numbers in fp16, or numbers in floating point.
         scale: fp32 `[..., tokens]`, what one unit of a token's codes is worth; None where `x` are numbers.
-        mean: fp32 `[..., n, 1, D]` of blocks `[..., n, block, D]`, what smoothing took off; None without smoothing.
+        mean: fp32 `[..., n, 1, D]` of blocks `[..., n, block, D]`, what smoothing subtracted; None without smoothing.
     """
 
     x: torch.Tensor
@@ -140,7 +140,7 @@ class Format:
 
     @property
     def smoothed(self) -> bool:
-        """Whether a row's mean is taken off before codes are made."""
+        """Whether a row's mean is subtracted before codes are made."""
         return self.core is not self
 
     @property

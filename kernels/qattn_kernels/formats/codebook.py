@@ -32,8 +32,8 @@ def words(levels: Sequence[int]) -> tuple[int, ...]:
     """The INT8 levels of all codes, four to an int32, the first in its lowest byte; the last word again where there are
     fewer than four."""
     table = struct.pack(f"{len(levels)}b", *levels)
-    found = struct.unpack(f"<{len(table) // 4}i", table)
-    return found + found[-1:] * (4 - len(found))
+    packed = struct.unpack(f"<{len(table) // 4}i", table)
+    return packed + packed[-1:] * (4 - len(packed))
 
 
 def lookup(levels: Sequence[int]) -> str:
@@ -81,7 +81,7 @@ def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
     """int8 numbers of the codes in the lower and in the upper four bits of uint8 `x`, of formats whose codes are whole
     numbers raised by 8: sixteen times `code - 8`, which needs no shift down.
 
-    0x95: code 5 moved to the upper bits is 0x50, whose highest bit turned is 0xd0, -48 = 16 * (5 - 8); code 9 is 0x90
+    0x95: code 5 moved to the upper bits is 0x50, whose highest bit flipped is 0xd0, -48 = 16 * (5 - 8); code 9 is 0x90
     and then 0x10, 16 = 16 * (9 - 8).
     """
     if PLAIN:
@@ -91,15 +91,15 @@ def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _bytes(codes, at, byte, there, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def _bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """Bytes `byte` `[n]` of block `at` for channels `d`: `[n, channels]` of keys, `[channels, n]` of values. Zeros
-    where `there` `[n]` is false."""
+    where `mask` `[n]` is false."""
     inside = d < C.D
     if VALUES:
-        where, mask = at * (ROWS * C.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & there[None, :]
+        offsets, inside = at * (ROWS * C.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & mask[None, :]
     else:
-        where, mask = at * (ROWS * C.D) + byte[:, None] * C.D + d[None, :], inside[None, :] & there[:, None]
-    return tl.load(codes + where, mask=mask, other=0)
+        offsets, inside = at * (ROWS * C.D) + byte[:, None] * C.D + d[None, :], inside[None, :] & mask[:, None]
+    return tl.load(codes + offsets, mask=inside, other=0)
 
 
 @triton.jit

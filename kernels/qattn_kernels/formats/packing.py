@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import in_line, part_order, stack, take_turns, unstack
+from qattn_kernels.jit.tile_order import deinterleave, interleave, part_order, stack, unstack
 
 
 @triton.jit
@@ -24,9 +24,9 @@ def _plane(codes, at, byte, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.c
 
 
 @triton.jit
-def _weave(x, VALUES: tl.constexpr):
-    """Bytes `[n, DP]` shuffled as `TurboQuantFormat.laid` has them: of four neighbours in memory, which lie along `DP`
-    or, of values, along `n`, the lower halves come first: 0x21, 0x43, 0x65, 0x87 become 0x31, 0x75, 0x42, 0x86."""
+def _shuffle(x, VALUES: tl.constexpr):
+    """Bytes `[n, DP]` as `CodebookFormat.shuffle` orders them: of four neighbours in memory, which lie along `DP` or,
+    of values, along `n`, the lower halves come first: 0x21, 0x43, 0x65, 0x87 become 0x31, 0x75, 0x42, 0x86."""
     if VALUES:
         fours = tl.permute(tl.reshape(x, (x.shape[0] // 4, 2, 2, x.shape[1])), (0, 3, 1, 2))
     else:
@@ -40,37 +40,37 @@ def _weave(x, VALUES: tl.constexpr):
 
 
 @triton.jit
-def _write_plane(codes, code, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WOVEN: tl.constexpr,
+def _write_plane(codes, code, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, SHUFFLED: tl.constexpr,
                  VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     PARTS: tl.constexpr = 8 // BITS
     parts = tl.reshape(code, (PARTS, C.BLOCK // PARTS, C.DP)) << (tl.arange(0, PARTS) * BITS)[:, None, None]
     packed = tl.sum(parts, 0).to(tl.uint8)  # the parts share no bit, so their sum is their union
-    if WOVEN:
-        packed = _weave(packed, VALUES)
+    if SHUFFLED:
+        packed = _shuffle(packed, VALUES)
     d = tl.arange(0, C.DP)
-    where = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, VALUES, C)
-    tl.store(where, packed.to(codes.dtype.element_ty, bitcast=True), mask=(d < C.D)[None, :])
+    address = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, VALUES, C)
+    tl.store(address, packed.to(codes.dtype.element_ty, bitcast=True), mask=(d < C.D)[None, :])
 
 
 @triton.jit
-def write_codes(codes, code, at, BITS: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """int32 codes `[BLOCK, DP]` of block `at`, packed: `[bytes, D]` of keys, `[D, bytes]` of values. 3 bits are the
-    lower two and, behind those, the highest. `WOVEN`: halves of bytes stand as `TurboQuantFormat.laid` says."""
+    lower two and, behind those, the highest. `SHUFFLED`: halves of bytes in the order of `CodebookFormat.shuffle`."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     if BITS == 3:
-        _write_plane(codes, code & 3, at, 2, 0, ROWS, WOVEN, VALUES, C)
-        _write_plane(codes, code >> 2, at, 1, C.BLOCK // 4, ROWS, WOVEN, VALUES, C)
+        _write_plane(codes, code & 3, at, 2, 0, ROWS, SHUFFLED, VALUES, C)
+        _write_plane(codes, code >> 2, at, 1, C.BLOCK // 4, ROWS, SHUFFLED, VALUES, C)
     else:
-        _write_plane(codes, code & (2**BITS - 1), at, BITS, 0, ROWS, WOVEN, VALUES, C)
+        _write_plane(codes, code & (2**BITS - 1), at, BITS, 0, ROWS, SHUFFLED, VALUES, C)
 
 
 @triton.jit
-def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, WOVEN: tl.constexpr,
+def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, SHUFFLED: tl.constexpr,
                 VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     OWN: tl.constexpr = C.BLOCK * BITS // 8
     t, d = tl.arange(0, C.BLOCK)[:, None], tl.arange(0, C.DP)[None, :]
     byte, shift, inside = t % OWN, t // OWN * BITS, d < C.D
-    if WOVEN:
+    if SHUFFLED:
         upper, shift = shift // 4 * 2, shift % 4
         if VALUES:
             shift += byte % 2 * 4
@@ -83,18 +83,18 @@ def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def read_codes(codes, at, BITS: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def read_codes(codes, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """int32 codes `[BLOCK, DP]` of block `at` as `write_codes` packed them, in the order of the tokens."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     if BITS == 3:
-        low = _read_plane(codes, at, 2, 0, ROWS, WOVEN, VALUES, C)
-        return low | _read_plane(codes, at, 1, C.BLOCK // 4, ROWS, WOVEN, VALUES, C) << 2
+        low = _read_plane(codes, at, 2, 0, ROWS, SHUFFLED, VALUES, C)
+        return low | _read_plane(codes, at, 1, C.BLOCK // 4, ROWS, SHUFFLED, VALUES, C) << 2
     else:
-        return _read_plane(codes, at, BITS, 0, ROWS, WOVEN, VALUES, C)
+        return _read_plane(codes, at, BITS, 0, ROWS, SHUFFLED, VALUES, C)
 
 
 @triton.jit
-def _nibbles(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
+def _unpack4(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
     """int8 codes of one half tile of bytes `x` with two codes of 4 bits each: of 0x95 code 5, or with `HIGH` code 9.
 
     Assembly takes four bytes at a time; `PLAIN` is the same in plain arithmetic, for the interpreter.
@@ -109,7 +109,7 @@ def _nibbles(x, HIGH: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _crumbs(x, PART: tl.constexpr, PLAIN: tl.constexpr):
+def _unpack2(x, PART: tl.constexpr, PLAIN: tl.constexpr):
     """int8 codes of one quarter of the tokens, of bytes `x` with four codes of 2 bits each; of an odd `PART` four times
     the codes, which so need no shift of their own.
 
@@ -140,7 +140,7 @@ def _packed(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.conste
 
 
 @triton.jit
-def _crumb_pairs(left, right, HIGH: tl.constexpr, PLAIN: tl.constexpr):
+def _unpack2_pairs(left, right, HIGH: tl.constexpr, PLAIN: tl.constexpr):
     """int8 codes of a half tile of two quarters, 2 bits each: the codes of the first in its left half, four times those
     of the second in its right half. `left` and `right` hold the bytes there and zeros elsewhere.
 
@@ -158,17 +158,17 @@ def _crumb_pairs(left, right, HIGH: tl.constexpr, PLAIN: tl.constexpr):
 @triton.jit
 def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
     """Codes of the two halves of a block of values, `[DP, HALF]` each, channels in the order of `d`; of 2 bits those in
-    the right half of either come as `_crumb_pairs` says."""
+    the right half of either come as `_unpack2_pairs` says."""
     if BITS == 4:
         x = _packed(codes, at, d, 4, True, C)
-        return _nibbles(x, 0, C.PLAIN), _nibbles(x, 1, C.PLAIN)
+        return _unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN)
     else:
         ROWS: tl.constexpr = C.BLOCK // 4
         t, inside = tl.arange(0, C.BLOCK // 2), (d < C.D)[:, None]
-        where = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
-        left = tl.load(where, mask=inside & (t < ROWS)[None, :], other=0)
-        right = tl.load(where, mask=inside & (t >= ROWS)[None, :], other=0)
-        return _crumb_pairs(left, right, 0, C.PLAIN), _crumb_pairs(left, right, 1, C.PLAIN)
+        address = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
+        left = tl.load(address, mask=inside & (t < ROWS)[None, :], other=0)
+        right = tl.load(address, mask=inside & (t >= ROWS)[None, :], other=0)
+        return _unpack2_pairs(left, right, 0, C.PLAIN), _unpack2_pairs(left, right, 1, C.PLAIN)
 
 
 @triton.jit
@@ -176,24 +176,24 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
     """Products of the codes of a block with the INT8 pairs `x8`: `[BLOCK, Q]` in `token_order`."""
     x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
     if BITS == 4:
-        lo = join_split(dot_split(_nibbles(x, 0, C.PLAIN), x8))
-        hi = join_split(dot_split(_nibbles(x, 1, C.PLAIN), x8))
-        return take_turns(stack(lo, hi), C.PARTS)
+        lo = join_split(dot_split(_unpack4(x, 0, C.PLAIN), x8))
+        hi = join_split(dot_split(_unpack4(x, 1, C.PLAIN), x8))
+        return interleave(stack(lo, hi), C.PARTS)
     else:
-        first = join_split(dot_split(_crumbs(x, 0, C.PLAIN), x8))
-        second = join_split(dot_split(_crumbs(x, 1, C.PLAIN), x8)) * 0.25
-        third = join_split(dot_split(_crumbs(x, 2, C.PLAIN), x8))
-        fourth = join_split(dot_split(_crumbs(x, 3, C.PLAIN), x8)) * 0.25
+        first = join_split(dot_split(_unpack2(x, 0, C.PLAIN), x8))
+        second = join_split(dot_split(_unpack2(x, 1, C.PLAIN), x8)) * 0.25
+        third = join_split(dot_split(_unpack2(x, 2, C.PLAIN), x8))
+        fourth = join_split(dot_split(_unpack2(x, 3, C.PLAIN), x8)) * 0.25
         even, odd = stack(first, third), stack(second, fourth)
         pairs = tl.reshape(tl.join(even, odd), (2, C.BLOCK // 4, even.shape[1], 2))
-        return take_turns(tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (C.BLOCK, even.shape[1])), C.PARTS)
+        return interleave(tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (C.BLOCK, even.shape[1])), C.PARTS)
 
 
 @triton.jit
 def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
     """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`,
     channels in the order of `d`."""
-    y_lo, y_hi = unstack(in_line(y, C.PARTS))
+    y_lo, y_hi = unstack(deinterleave(y, C.PARTS))
     if BITS == 4:
         lo, hi = half_values(codes, at, d, 4, C)
         o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
@@ -208,8 +208,8 @@ def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
             x = _packed(codes, at, d, 2, True, C)
             first, second = unstack(y_lo)
             third, fourth = unstack(y_hi)
-            o = dot_split(_crumbs(x, 0, C.PLAIN), split_weights(first, C))
-            o = tl.dot(_crumbs(x, 1, C.PLAIN), split_weights(second, C), acc=o, out_dtype=tl.int32)
-            o = tl.dot(_crumbs(x, 2, C.PLAIN), split_weights(third, C), acc=o, out_dtype=tl.int32)
-            o = tl.dot(_crumbs(x, 3, C.PLAIN), split_weights(fourth, C), acc=o, out_dtype=tl.int32)
+            o = dot_split(_unpack2(x, 0, C.PLAIN), split_weights(first, C))
+            o = tl.dot(_unpack2(x, 1, C.PLAIN), split_weights(second, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_unpack2(x, 2, C.PLAIN), split_weights(third, C), acc=o, out_dtype=tl.int32)
+            o = tl.dot(_unpack2(x, 3, C.PLAIN), split_weights(fourth, C), acc=o, out_dtype=tl.int32)
     return join_split(o)

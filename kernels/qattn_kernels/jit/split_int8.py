@@ -29,8 +29,8 @@ def split_int8(y, C: tl.constexpr):
 
 @triton.jit
 def split_weights(y, C: tl.constexpr):
-    """`split_int8` of weights `in_line`. A thread has neighbours of these: it writes four tokens of a column at
-    once, and so the product, whose threads want neighbours of one column, reads words instead of bytes."""
+    """`split_int8` of weights as `deinterleave` orders them. A thread has neighbours of these: it writes four tokens of
+    a column at once, and so the product, whose threads want neighbours of one column, reads words instead of bytes."""
     if C.PLAIN or not C.FOURS:
         return split_int8(y, C)
     else:

@@ -36,27 +36,29 @@ def token_order(n: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def by_part(x, PARTS: tl.constexpr):
-    """Numbers `[n]` of the tokens in `part_order`. They are loaded in their own order, as whole words and ahead of
-    their use."""
+def to_part_order(x, PARTS: tl.constexpr):
+    """Numbers `[n]` of a block's tokens, such as their scales, from ascending order to `part_order`. In ascending order
+    they are loaded as whole words, ahead of their use."""
     return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (0, 2, 1)), (x.shape[0],))
 
 
 @triton.jit
-def by_token(x, PARTS: tl.constexpr):
-    """Numbers `[n]` of the tokens in `token_order`; as in `by_part` they are loaded in their own order."""
+def to_token_order(x, PARTS: tl.constexpr):
+    """Numbers `[n]` of a block's tokens from ascending order, in which they are loaded as for `to_part_order`, to
+    `token_order`."""
     return tl.reshape(tl.permute(tl.reshape(x, (PARTS, 8, x.shape[0] // (8 * PARTS))), (2, 0, 1)), (x.shape[0],))
 
 
 @triton.jit
-def take_turns(x, PARTS: tl.constexpr):
-    """`[n, Q]` in `part_order` as a tile in `token_order`; nothing moves."""
+def interleave(x, PARTS: tl.constexpr):
+    """Interleave the parts of a tile `[n, Q]`, eight rows each: `part_order` becomes `token_order`. No row moves
+    between threads."""
     parts = tl.reshape(x, (PARTS, x.shape[0] // (8 * PARTS), 8, x.shape[1]))
     return tl.reshape(tl.permute(parts, (1, 0, 2, 3)), (x.shape[0], x.shape[1]))
 
 
 @triton.jit
-def in_line(x, PARTS: tl.constexpr):
-    """A tile in `token_order` in the order of the tokens; nothing moves."""
+def deinterleave(x, PARTS: tl.constexpr):
+    """A tile `[n, Q]` in `token_order` with its tokens in ascending order. No row moves between threads."""
     parts = tl.reshape(x, (x.shape[0] // (8 * PARTS), PARTS, 8, x.shape[1]))
     return tl.reshape(tl.permute(parts, (1, 2, 0, 3)), (x.shape[0], x.shape[1]))

@@ -29,7 +29,7 @@ class Call(NamedTuple):
     """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
     or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the region that it takes, `moved` the
     slots that a short call moves. `call_mean`
-    fp32 `[B, H, D]`: the mean key that a long call takes off smoothed keys; else a tensor that nobody reads."""
+    fp32 `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads."""
 
     query: torch.Tensor
     key: torch.Tensor

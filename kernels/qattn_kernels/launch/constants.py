@@ -27,11 +27,11 @@ class Sizes(NamedTuple):
         K_BITS, V_BITS: of a code where all heads have as many.
         K_CHANNELS, V_CHANNELS: of a token that share a scale, in formats where not all do, else 0.
         K_GROUP: which tokens' keys share a scale. SMOOTH_K: keys are coded around a mean.
-        PARTS: of a packed block, which take turns in a tile of scores (`jit/tile_order.py`).
+        PARTS: of a packed block, which are interleaved in a tile of scores (`jit/tile_order.py`).
         FOURS: a thread has four neighbours of each part, which it writes as one word.
     The sink pool:
         ENTRIES: places of its table, 0 without a pool. SINKS: in the pool. EVICTED: in the window behind it.
-        UNDOABLE: blocks that a crop can reopen.
+        CROP_BLOCKS: blocks that a crop can reopen.
     A decode:
         OPEN: splits that are no packed blocks, but the ring or sinks.
         Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
     ENTRIES: int
     SINKS: int
     EVICTED: int
-    UNDOABLE: int
+    CROP_BLOCKS: int
     OPEN: int
     Q: int
     N: int
@@ -89,7 +89,7 @@ class PrefillSizes(NamedTuple):
         K_INT8, V_INT8: in INT8. Q_LEVELS: largest code of a query. Q_GROUP: which queries share a scale (`groups`;
             `block` is the program's own).
         BY_ROW: scores may stay in units of their query (`row_weights`). RAISED: INT8 weights are rounded at once there.
-    Means that were taken off:
+    Means that were subtracted:
         SMOOTH_K: of keys. SMOOTH_Q: of which queries (`smooth_q`). SMOOTH_V: of values.
     Scores:
         SAS, SOFTCAP: whether that softmax, a cap is used. LOCAL_WINDOW: positions that a query sees back, 0 for all.
@@ -162,7 +162,7 @@ def sizes_of(
         ENTRIES=spec.sink_pool.entries(at),
         SINKS=spec.sink_pool.num,
         EVICTED=spec.sink_pool.window,
-        UNDOABLE=spec.sink_pool.undoable(at),
+        CROP_BLOCKS=spec.sink_pool.crop_blocks(at),
         Q=columns // 2 if int8 else columns,
         N=columns,
         ONE_TOKEN=tokens == 1,

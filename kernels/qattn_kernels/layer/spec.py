@@ -28,9 +28,9 @@ class Compute:
             (`tile`, TurboAttention's).
         q_scale: what shares the INT8 scale of queries in a prefill: `block` of `block_q`, or as `granularity` says.
         k_scale: what shares the scale of keys that have no codes, in a prefill: as `granularity` says.
-        smooth_k: from keys that have no codes a prefill takes off the mean of all that the call sees.
-        smooth_q: from queries a prefill takes off the mean of all (`tensor`) or of `QUERY_BLOCK` (`block`); or `none`.
-        smooth_v: from values in FP8 a prefill takes off the mean of all that the call sees.
+        smooth_k: from keys that have no codes a prefill subtracts the mean of all that the call sees.
+        smooth_q: from queries a prefill subtracts the mean of all (`tensor`) or of `QUERY_BLOCK` (`block`); or `none`.
+        smooth_v: from values in FP8 a prefill subtracts the mean of all that the call sees.
         decode_levels: largest INT8 code of queries in a decode.
         qk_levels, pv_levels: largest INT8 code of queries in a prefill and of weights, and of keys and values that
             have no codes.

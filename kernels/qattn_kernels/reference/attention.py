@@ -68,7 +68,7 @@ def _integers(x: Operand, levels: int) -> Operand:
 def _scores(q: Queries, tiles: Tiles, scores: Scores, levels: int) -> torch.Tensor:
     """Scores fp32 `[B, Hkv, G, T, n, block]` of each query and token, soft-capped, not masked.
 
-    Means that smoothing took off queries and keys before they were quantized are added back.
+    Means that smoothing subtracted from queries and keys before they were quantized are added back.
     """
     heads = tiles.k.x.shape[1]
 
@@ -181,7 +181,7 @@ def attend(
         p = rounded(p * largest, compute.pv) / largest
     out = (_weighted_values(p, v, how.int8_values, levels, tile_rows) * rescale[..., None]).sum(-2)
     out = out / torch.where(total == 0, 1.0, total)[..., None]
-    if tiles.v.mean is not None:  # what smoothing took off, once
+    if tiles.v.mean is not None:  # what smoothing subtracted, once
         out = torch.where(total[..., None] == 0, 0.0, out + tiles.v.mean[:, :, None, None, 0, 0])
     broken = q.broken & (q_pos >= 0)[:, None]
     out = out.flatten(1, 2).masked_fill(broken[..., None], torch.nan)

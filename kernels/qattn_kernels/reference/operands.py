@@ -74,7 +74,7 @@ def quantize_keys(x: torch.Tensor, compute: Compute) -> Operand:
 def channel_values(x: torch.Tensor, visible: torch.Tensor, compute: Compute) -> Operand:
     """Values `[B, H, n, block, D]` rounded to FP8 with a scale a channel of all that the call sees, and dequantized.
 
-    With `compute.smooth_v` their mean is taken off before and stands apart, as `Operand.mean`.
+    With `compute.smooth_v` their mean is subtracted before and kept apart, as `Operand.mean`.
     """
     mean = masked_mean(x, visible) if compute.smooth_v else torch.zeros_like(x[:, :, :1, :1])
     centered = torch.where(visible, x - mean, 0.0)

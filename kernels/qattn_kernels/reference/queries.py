@@ -20,7 +20,7 @@ class Queries(NamedTuple):
         coded: INT8 codes of `exact`, or of `exact - mean`, with a scale a token; None where no product is of integers.
         broken: bool `[B, Hq, T]`, queries that are not finite. They stand as zeros, so that they enter no scale or mean
             of others, and their own output is NaN.
-        mean: fp32 `[B, Hq, T, D]`, what smoothing took off before quantization; None where it is off.
+        mean: fp32 `[B, Hq, T, D]`, what smoothing subtracted before quantization; None where it is off.
     """
 
     exact: torch.Tensor
@@ -64,8 +64,8 @@ def long_queries(q: torch.Tensor, scale: float, compute: Compute, real: torch.Te
 
 
 def query_mean(q: torch.Tensor, smooth: str, real: torch.Tensor) -> torch.Tensor | None:
-    """Means that smoothing takes off queries `[B, Hq, T, D]`: fp32 of the same shape, for each query the mean of all
-    real ones of its head (`smooth` is `tensor`), or of its `QUERY_BLOCK` (`block`); None for `none`.
+    """Means that smoothing subtracts from queries `[B, Hq, T, D]`: fp32 of the same shape, for each query the mean of
+    all real ones of its head (`smooth` is `tensor`), or of its `QUERY_BLOCK` (`block`); None for `none`.
 
     Rounded from fp64, so that it does not depend on the order of the sum.
     """

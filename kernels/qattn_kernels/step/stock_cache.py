@@ -35,8 +35,8 @@ def attend_over(
         spec: of formats in the model's precision; `spec.impl` computes.
 
     Returns:
-        `[B, Hq, T, Dv]` in the query's dtype; fp32 log-sum-exp `[B, Hq, T]` of the true scores, what smoothing took off
-        added back. Zeros in both for padding before a row's first and behind its last new token.
+        `[B, Hq, T, Dv]` in the query's dtype; fp32 log-sum-exp `[B, Hq, T]` of the true scores, what smoothing
+        subtracted added back. Zeros in both for padding before a row's first and behind its last new token.
     """
     at = offset if isinstance(offset, torch.Tensor) else torch.full((), offset, device=query.device)
     at = at.to(query.device, torch.int32).expand(query.shape[0])

@@ -14,7 +14,15 @@ from qattn_kernels.formats.codebook import half_bytes
 from qattn_kernels.formats.packing import read_codes, write_codes
 from qattn_kernels.jit.math import TINY
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import by_part, by_token, in_line, part_order, stack, take_turns, unstack
+from qattn_kernels.jit.tile_order import (
+    deinterleave,
+    interleave,
+    part_order,
+    stack,
+    to_part_order,
+    to_token_order,
+    unstack,
+)
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 
@@ -40,36 +48,36 @@ def to_half(scale):
 
 
 @triton.jit
-def _places(at, GROUP: tl.constexpr, C: tl.constexpr):
-    """Where the scales of a block lie: offsets `[BLOCK, groups]` with a mask; groups cover `DP` channels."""
+def _scale_offsets(at, GROUP: tl.constexpr, C: tl.constexpr):
+    """Offsets `[BLOCK, groups]` of the scales of a block, and their mask; groups cover `DP` channels."""
     COUNT: tl.constexpr = (C.D + GROUP - 1) // GROUP
     g, t = tl.arange(0, C.DP // GROUP), tl.arange(0, C.BLOCK)
     return at * (COUNT * C.BLOCK) + g[None, :] * C.BLOCK + t[:, None], (g < COUNT)[None, :]
 
 
 @triton.jit
-def put_block(S, x, at, ENCODE: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def put_block(S, x, at, ENCODE: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """A full block `[BLOCK, DP]`, whose tokens come as they are. `ENCODE` makes int32 codes of fp32 groups `[BLOCK,
-    groups, GROUP]`, and their fp16 scales; `WOVEN`: see `write_codes`."""
+    groups, GROUP]`, and their fp16 scales; `SHUFFLED`: see `write_codes`."""
     BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
     GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
     code, scale = ENCODE(_grouped(x, GROUP), BITS)
-    where, there = _places(at, GROUP, C)
-    tl.store(S.scale + where, scale, mask=there)
-    write_codes(S.codes, tl.reshape(code, x.shape), at, BITS, WOVEN, VALUES, C)
+    offsets, mask = _scale_offsets(at, GROUP, C)
+    tl.store(S.scale + offsets, scale, mask=mask)
+    write_codes(S.codes, tl.reshape(code, x.shape), at, BITS, SHUFFLED, VALUES, C)
 
 
 @triton.jit
 def get_block(
-    S, at, LEVELS: tl.constexpr, UNIT: tl.constexpr, WOVEN: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr
+    S, at, LEVELS: tl.constexpr, UNIT: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr
 ):
     """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales. `LEVELS` makes INT8 levels of int32 codes, which
     count `UNIT` each."""
     BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
     GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
-    level = LEVELS(read_codes(S.codes, at, BITS, WOVEN, VALUES, C), BITS).to(tl.float32) * UNIT
-    where, there = _places(at, GROUP, C)
-    scale = tl.load(S.scale + where, mask=there, other=0.0).to(tl.float32)
+    level = LEVELS(read_codes(S.codes, at, BITS, SHUFFLED, VALUES, C), BITS).to(tl.float32) * UNIT
+    offsets, mask = _scale_offsets(at, GROUP, C)
+    scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
     return tl.reshape(_grouped(level, GROUP) * scale[:, :, None], level.shape), tl.full([C.BLOCK], 0, tl.float32)
 
 
@@ -103,7 +111,7 @@ def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.con
         else:
             lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, False, C), BITS, C.PLAIN)
             s = stack(join_split(dot_split(lo, x8)), join_split(dot_split(hi, x8)))
-        return s * by_part(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
+        return s * to_part_order(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
 
 
 @triton.jit
@@ -111,7 +119,7 @@ def block_scores(S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: t
     """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels of `half_bytes`, which count
     `UNIT` each."""
     s = group_scores(S, at, query.operand, 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
-    return take_turns(s, C.PARTS) * (query.scale * UNIT)[None, :]
+    return interleave(s, C.PARTS) * (query.scale * UNIT)[None, :]
 
 
 @triton.jit
@@ -139,7 +147,7 @@ def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
         return stack(one, group_values(S, at, y, g + COUNT // 2, COUNT // 2, HALVES, BITS, C))
     else:
         d = g * GROUP + tl.arange(0, GROUP)
-        y = in_line(y * by_token(_scales(S, at, g, GROUP, C), C.PARTS)[:, None], C.PARTS)
+        y = deinterleave(y * to_token_order(_scales(S, at, g, GROUP, C), C.PARTS)[:, None], C.PARTS)
         if BITS == 8:
             t = tl.arange(0, C.BLOCK)
             v = tl.load(
@@ -158,6 +166,6 @@ def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.cons
                  C: tl.constexpr):  # fmt: skip
     """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
     COUNT: tl.constexpr = C.DP // C.V_CHANNELS
-    top = tl.maximum(tl.max(p * by_token(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), TINY)
+    top = tl.maximum(tl.max(p * to_token_order(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), TINY)
     o = group_values(S, at, p * (1.0 / top * SPLIT_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
     return acc * alpha[None, :] + o * (beta * top * (UNIT / 127.0))[None, :], tl.sum(p, 0)

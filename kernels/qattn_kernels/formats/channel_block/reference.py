@@ -55,12 +55,12 @@ class ChannelBlockFormat(OpenFormat):
         """The fp32 level that each code stands for."""
         raise NotImplementedError
 
-    def laid(self, packed: torch.Tensor) -> torch.Tensor:
-        """Packed codes in the order in which they lie in memory."""
+    def shuffle(self, packed: torch.Tensor) -> torch.Tensor:
+        """Packed codes in their order in memory: as `pack` made them, unless a format overrides this."""
         return packed
 
-    def taken(self, codes: torch.Tensor) -> torch.Tensor:
-        """The inverse of `laid`: what lies in memory, in the order that `unpack` reads."""
+    def unshuffle(self, codes: torch.Tensor) -> torch.Tensor:
+        """The inverse of `shuffle`: codes in memory, in the order that `unpack` reads."""
         return codes
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
@@ -80,11 +80,11 @@ class ChannelBlockFormat(OpenFormat):
         code = code.flatten(-2)[..., :dim]
         code = code if self.bits == 8 else pack(code, self.bits)
         code = code.transpose(-1, -2) if self.for_values else code
-        write_rows(state["codes"], block.index, block.write, self.laid(code))
+        write_rows(state["codes"], block.index, block.write, self.shuffle(code))
         write_rows(state["scale"], block.index, block.write, scale.transpose(-1, -2))
 
     def read(self, state: State, blocks: int) -> Operand:
-        codes = self.taken(state["codes"][:, :, :blocks])
+        codes = self.unshuffle(state["codes"][:, :, :blocks])
         codes = codes.transpose(-1, -2) if self.for_values else codes
         level = self.levels(codes if self.bits == 8 else unpack(codes, self.bits))
         dim = level.shape[-1]
@@ -113,14 +113,15 @@ class CodebookFormat(ChannelBlockFormat):
     def levels(self, code: torch.Tensor) -> torch.Tensor:
         return self.integers(code) * self.unit
 
-    def laid(self, packed: torch.Tensor) -> torch.Tensor:
-        """Of four neighbouring bytes the lower halves come first, then the upper ones: what a table looks up at once
-        are the four codes in half a word (`formats/codebook.py`)."""
+    def shuffle(self, packed: torch.Tensor) -> torch.Tensor:
+        """Shuffle packed codes: of four neighbouring bytes the lower halves come first, then the upper ones. A lookup
+        takes the four codes in half a word at once (`formats/codebook.py`)."""
         one, other = packed[..., 0::2], packed[..., 1::2]
         halves = torch.stack(((one & 15) | (other & 15) << 4, (one >> 4) | (other & 240)), -2)
         return halves.unflatten(-1, (-1, 2)).transpose(-2, -3).flatten(-3)
 
-    def taken(self, codes: torch.Tensor) -> torch.Tensor:
+    def unshuffle(self, codes: torch.Tensor) -> torch.Tensor:
+        """The inverse of `shuffle`: 0x21, 0x43, 0xba, 0xdc are 0xa1, 0xb2, 0xc3, 0xd4 again."""
         low, high = codes.unflatten(-1, (-1, 2, 2)).transpose(-2, -3).flatten(-2).unbind(-2)
         one, other = (low & 15) | (high & 15) << 4, (low >> 4) | (high & 240)
         return torch.stack((one, other), -1).flatten(-2)

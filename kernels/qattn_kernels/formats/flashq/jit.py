@@ -67,8 +67,8 @@ def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
         return h, (b * C.H + h).to(tl.int64), (h < 0) if LOW == NONE else (h >= 0)
     else:
         n = tl.arange(0, triton.next_power_of_2(C.H))
-        there = tl.load(S.head_of + b * C.H + n, mask=n < C.H, other=-1)
-        place = tl.sum(tl.where(there == h, n, 0), 0)
+        heads = tl.load(S.head_of + b * C.H + n, mask=n < C.H, other=-1)
+        place = tl.sum(tl.where(heads == h, n, 0), 0)
         wide = C.H - number(S.low)
         index = tl.where(place < wide, b * wide + place, b * (C.H - wide) + place - wide)
         return place, index.to(tl.int64), place >= wide
@@ -89,18 +89,18 @@ def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
     """Where head `h` lives; noted when the row's `first` block closes, unless the ranking kernel did."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     if LOW == RANKED:
-        found, _, _ = locate(S, b, h, LOW, C)
+        place, _, _ = locate(S, b, h, LOW, C)
     else:
-        found = h
+        place = h
         if LOW == LISTED:
             n = tl.arange(0, triton.next_power_of_2(C.H))
             mask = tl.full(n.shape, 0, tl.int64) + number(S.mask)
             low, own = (mask >> n.to(tl.int64)) & 1, (mask >> h.to(tl.int64)) & 1
             before = (n < C.H) & ((low < own) | ((low == own) & (n < h)))
-            found = tl.sum(before.to(tl.int32), 0)
+            place = tl.sum(before.to(tl.int32), 0)
         if first:
-            tl.store(S.head_of + b * C.H + found, h)
-    return found
+            tl.store(S.head_of + b * C.H + place, h)
+    return place
 
 
 @triton.jit
@@ -112,14 +112,14 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     some = tl.max(keep.to(tl.int32), 0) > 0
     low = tl.where(some, tl.min(tl.where(keep[:, None], code, 127.0), 0), 0.0).to(tl.int32)
     high = tl.where(some, tl.max(tl.where(keep[:, None], code, -127.0), 0), 0.0).to(tl.int32)
-    step = tl.maximum((2 * (high - low) + levels) // (2 * levels), 1)
-    zero = low + ((high - low - step * levels) >> 1)
+    channel_scale = tl.maximum((2 * (high - low) + levels) // (2 * levels), 1)
+    zero_point = low + ((high - low - channel_scale * levels) >> 1)
     at = (b * C.H + h).to(tl.int64) * NB + index
-    tl.store(S.s2 + at * C.D + d, step.to(tl.int8), mask=d < C.D)
-    tl.store(S.z2 + at * C.D + d, zero.to(tl.int8), mask=d < C.D)
+    tl.store(S.s2 + at * C.D + d, channel_scale.to(tl.int8), mask=d < C.D)
+    tl.store(S.z2 + at * C.D + d, zero_point.to(tl.int8), mask=d < C.D)
     tl.store(S.s + at, tl.max(scale, 0))
-    zero, step = zero.to(tl.float32), step.to(tl.float32)
-    code = round_even(divide(code - zero[None, :], step[None, :]))
+    zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
+    code = round_even(divide(code - zero_point[None, :], channel_scale[None, :]))
     code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
     if LOW != ALL:
         if place < wide:
@@ -136,8 +136,8 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
     at = (b * C.H + h).to(tl.int64) * NB + index
-    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
-    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
+    channel_scale = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
+    zero_point = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
     code = tl.full([C.BLOCK, C.DP], 0, tl.int32)
     if LOW != ALL:
         if place < wide:
@@ -146,7 +146,7 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
         if place >= wide:
             at2 = (b * (C.H - wide) + place - wide).to(tl.int64) * NB + index
             code = read_codes(S.codes2, at2, 2, False, VALUES, C)
-    x1 = code * step[None, :] + zero[None, :]
+    x1 = code * channel_scale[None, :] + zero_point[None, :]
     return x1.to(tl.int8), tl.load(S.s + at) + tl.full([C.BLOCK], 0, tl.float32)
 
 
@@ -166,33 +166,34 @@ def _by_rows(x, C: tl.constexpr):
 
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
-    """Channel steps go into the query, scaled for the largest that there can be: a maximum would cost a reduction a
-    block, and INT8 pairs have bits to spare. The sum of zeros is one of integers, which a warp has an instruction
-    for."""
+    """Scales of channels go into the query, as shares of the largest that there can be: a maximum would cost a
+    reduction a block, and INT8 pairs have bits to spare. The sum of zero points is one of integers, which a warp has an
+    instruction for."""
     d = tl.arange(0, C.DP)
-    step = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0)
-    zero = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0)
+    channel_scale = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0)
+    zero_point = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0)
     s = tl.load(S.s + at)
-    LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the steps of codes that span [-119, 119]
+    LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the scales of codes that span [-119, 119]
     FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels stay in int32
-    x8 = split_int8(query.normalized * (step.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
-    off = tl.sum((query.normalized * FINE).to(tl.int32) * zero.to(tl.int32)[:, None], 0).to(tl.float32) * query.scale
+    x8 = split_int8(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
+    zero_point_sum = tl.sum((query.normalized * FINE).to(tl.int32) * zero_point.to(tl.int32)[:, None], 0)
+    zero_point_sum = zero_point_sum.to(tl.float32) * query.scale
     products = code_scores(S.codes4 if BITS == 4 else S.codes2, index, x8, BITS, C) * (s * LARGEST)
-    return products * query.scale[None, :] + (off * (s * (1.0 / FINE)))[None, :]
+    return products * query.scale[None, :] + (zero_point_sum * (s * (1.0 / FINE)))[None, :]
 
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    """Channel steps go into the sum, and a zero point is weighed with the sum of the weights: INT8 pairs leave so
+    """Scales of channels go into the sum, and a zero point is weighed with the sum of the weights: INT8 pairs leave so
     little of these that their own sum serves as well as that of rounded ones."""
     d = tl.arange(0, C.DP)
-    step = _by_rows(tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-    zero = _by_rows(tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    channel_scale = _by_rows(tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    zero_point = _by_rows(tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
     s = tl.load(S.s + at)
     o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * SPLIT_TOP, channels(C), BITS, C)
-    o *= (step * (1.0 / 127.0))[:, None]
+    o *= (channel_scale * (1.0 / 127.0))[:, None]
     total = tl.sum(p, 0)
-    return acc * alpha[None, :] + (o + total[None, :] * zero[:, None]) * (beta * s)[None, :], total
+    return acc * alpha[None, :] + (o + total[None, :] * zero_point[:, None]) * (beta * s)[None, :], total
 
 
 @triton.jit

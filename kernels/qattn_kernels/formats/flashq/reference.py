@@ -51,9 +51,9 @@ def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Te
     high = torch.where(keep[..., None], x1, -127).amax(-2)
     low, high = torch.where(keep.any(-1, True), low, 0), torch.where(keep.any(-1, True), high, 0)
     scale = ((2 * (high - low) + levels) // (2 * levels)).clamp(min=1)
-    zero = low + ((high - low - scale * levels) >> 1)
-    code = torch.round((x1 - zero[..., None, :]) / scale[..., None, :]).clamp(0, levels)
-    return code.to(torch.uint8), scale.to(torch.int8), zero.to(torch.int8)
+    zero_point = low + ((high - low - scale * levels) >> 1)
+    code = torch.round((x1 - zero_point[..., None, :]) / scale[..., None, :]).clamp(0, levels)
+    return code.to(torch.uint8), scale.to(torch.int8), zero_point.to(torch.int8)
 
 
 def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kind: str) -> torch.Tensor:
@@ -167,7 +167,7 @@ class FlashQFormat(Format):
             tokens = window.block * bits // 8
             return TensorSpec((b, heads, n, *((dim, tokens) if self.transposed else (tokens, dim))), torch.uint8, 0, 2)
 
-        found = {
+        specs = {
             "codes4": codes(h - self.low(h), 4),
             "codes2": codes(self.low(h), 2),
             "head_of": TensorSpec((b, h), torch.int32),
@@ -176,9 +176,9 @@ class FlashQFormat(Format):
             "s": TensorSpec((b, h, n), torch.float32, block_dim=2),
         }
         if self.buffer_scale == "universal":
-            found["universal"] = TensorSpec((b, h), torch.float32)
-            found["clamped"] = TensorSpec((b, h), torch.int64)
-        return found
+            specs["universal"] = TensorSpec((b, h), torch.float32)
+            specs["clamped"] = TensorSpec((b, h), torch.int64)
+        return specs
 
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return int8_ring(geo, slots, dim, self.transposed)
@@ -210,9 +210,9 @@ class FlashQFormat(Format):
         beyond = (code.abs() > INT8_LEVELS) & applies[..., None] & real[..., None]
         state["clamped"].add_(beyond.sum((-1, -2)))
         fixed = code.clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8)
-        zero = (tokens.scale == 0) | ~applies
+        own = (tokens.scale == 0) | ~applies
         return Operand(
-            torch.where(applies[..., None], fixed, tokens.x), torch.where(zero, tokens.scales, scale[..., None])
+            torch.where(applies[..., None], fixed, tokens.x), torch.where(own, tokens.scales, scale[..., None])
         )
 
     def seen(self, tokens: Operand, state: State) -> Operand:
@@ -224,7 +224,7 @@ class FlashQFormat(Format):
         self._place_heads(state, x1, scale, block)
         head_of = state["head_of"].long()
         wide = state["codes4"].shape[1]
-        steps, zeros = [], []
+        scales, zero_points = [], []
         for bits, heads in ((4, head_of[:, :wide]), (2, head_of[:, wide:])):
             if heads.shape[1] == 0:
                 continue
@@ -233,10 +233,10 @@ class FlashQFormat(Format):
             packed = pack(code, bits)
             packed = packed.transpose(-1, -2) if self.transposed else packed
             write_rows(state[f"codes{bits}"], block.index, block.write, packed)
-            steps.append(s2)
-            zeros.append(z2)
+            scales.append(s2)
+            zero_points.append(z2)
         by_head = head_of[..., None].expand(-1, -1, x1.shape[-1])
-        for name, parts in (("s2", steps), ("z2", zeros)):
+        for name, parts in (("s2", scales), ("z2", zero_points)):
             values = torch.cat(parts, 1)
             write_rows(state[name], block.index, block.write, torch.empty_like(values).scatter_(1, by_head, values))
         write_rows(state["s"], block.index, block.write, scale)

@@ -15,7 +15,7 @@ from qattn_kernels.formats.int8.jit import addresses, channels, numbers
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.math import SMALLEST_NORMAL
 from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
-from qattn_kernels.jit.tile_order import in_line
+from qattn_kernels.jit.tile_order import deinterleave
 
 
 class Tensors(NamedTuple):
@@ -58,7 +58,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     codes = S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :]
     v = numbers(tl.load(codes, mask=(d < C.D)[:, None], other=0)).to(tl.float16)
     scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0)
-    o = unrepeated_columns(tl.dot(v, repeated_columns(in_line(p, C.PARTS).to(tl.float16), C)), C)
+    o = unrepeated_columns(tl.dot(v, repeated_columns(deinterleave(p, C.PARTS).to(tl.float16), C)), C)
     return acc * alpha[None, :] + o * scale[:, None] * beta[None, :], tl.sum(p, 0)
 
 

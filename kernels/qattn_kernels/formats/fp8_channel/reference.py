@@ -36,10 +36,10 @@ class Fp8ChannelFormat(OpenFormat):
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         rows = (geo.batch, geo.heads)
-        found = {"codes": TensorSpec((*rows, geo.blocks, dim, window.block), torch.uint8, block_dim=2)}
+        specs = {"codes": TensorSpec((*rows, geo.blocks, dim, window.block), torch.uint8, block_dim=2)}
         if self.v_scale == "block":
-            return found | {"scale": TensorSpec((*rows, geo.blocks, dim), torch.float32, block_dim=2)}
-        return found | {"scale": TensorSpec((*rows, dim), torch.float32), "clamped": TensorSpec(rows, torch.int64)}
+            return specs | {"scale": TensorSpec((*rows, geo.blocks, dim), torch.float32, block_dim=2)}
+        return specs | {"scale": TensorSpec((*rows, dim), torch.float32), "clamped": TensorSpec(rows, torch.int64)}
 
     def write(self, state: State, block: Block) -> None:
         x = block.tokens.x.float()

@@ -8,7 +8,7 @@ import triton.language as tl
 from qattn_kernels.formats.int8.jit import quantize
 from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
-from qattn_kernels.jit.tile_order import by_token
+from qattn_kernels.jit.tile_order import to_token_order
 
 LEVELS = tl.constexpr(7)
 OFFSET = tl.constexpr(8)  # of a packed code, which has no sign
@@ -36,9 +36,9 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     """The offset of the codes comes out as that many sums of the query."""
-    off = tl.sum(query.normalized, 0) * OFFSET
-    scale = by_token(tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)), C.PARTS)
-    return (code_scores(S.codes, at, query.operand, 4, C) - off[None, :]) * query.scale[None, :] * scale[:, None]
+    offset = tl.sum(query.normalized, 0) * OFFSET
+    scale = to_token_order(tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)), C.PARTS)
+    return (code_scores(S.codes, at, query.operand, 4, C) - offset[None, :]) * query.scale[None, :] * scale[:, None]
 
 
 JIT = INT8_RING._replace(open=open, put=put, get=get, scores=scores, splits_int8=True)

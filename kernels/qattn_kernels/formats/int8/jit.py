@@ -13,7 +13,7 @@ import triton.language as tl
 from qattn_kernels.formats.contract import JitFormat
 from qattn_kernels.jit.math import SMALLEST_NORMAL, TINY, divide, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import by_token, in_line, token_order
+from qattn_kernels.jit.tile_order import deinterleave, to_token_order, token_order
 
 LEVELS = tl.constexpr(127)
 
@@ -115,7 +115,7 @@ def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query
         s = join_split(dot_split(k, query.operand))
     else:  # codes are exact in fp16, whose conversions are far cheaper than bf16's
         s = tl.dot(k.to(tl.float16), query.operand)
-    return s * query.scale[None, :] * by_token(tl.load(scales + t), PARTS)[:, None]
+    return s * query.scale[None, :] * to_token_order(tl.load(scales + t), PARTS)[:, None]
 
 
 @triton.jit
@@ -126,13 +126,13 @@ def token_values(
     come in `token_order`: a value's scale is multiplied into its weight before the weights are rounded."""
     t = tl.arange(0, TOKENS)
     v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < C.D)[:, None], other=0))
-    w = p * by_token(tl.load(scales + t), PARTS)[:, None]
+    w = p * to_token_order(tl.load(scales + t), PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), TINY)
     if C.N > C.Q:
-        o = join_split(dot_split(v, split_weights(in_line(w * (1.0 / top * SPLIT_TOP)[None, :], PARTS), C)))
+        o = join_split(dot_split(v, split_weights(deinterleave(w * (1.0 / top * SPLIT_TOP)[None, :], PARTS), C)))
         unit = 1.0 / 127.0
     else:
-        o = tl.dot(v.to(tl.float16), in_line(w * (1.0 / top)[None, :], PARTS).to(tl.float16))
+        o = tl.dot(v.to(tl.float16), deinterleave(w * (1.0 / top)[None, :], PARTS).to(tl.float16))
         unit = 1.0
     return acc * alpha[None, :] + o * (beta * (top * unit))[None, :], tl.sum(p, 0)
 

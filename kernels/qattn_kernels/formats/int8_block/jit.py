@@ -14,7 +14,7 @@ import triton.language as tl
 from qattn_kernels.formats.int8.jit import LEVELS, addresses, channels, quantize_to
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import in_line
+from qattn_kernels.jit.tile_order import deinterleave
 
 
 class Tensors(NamedTuple):
@@ -55,10 +55,10 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     v = tl.load(codes, mask=(d < C.D)[:, None], other=0)
     scale = tl.load(S.scale + at)
     if C.N > C.Q:
-        o = join_split(dot_split(v, split_weights(in_line(p * SPLIT_TOP, C.PARTS), C)))
+        o = join_split(dot_split(v, split_weights(deinterleave(p * SPLIT_TOP, C.PARTS), C)))
         scale *= 1.0 / 127.0
     else:
-        o = tl.dot(v.to(tl.float16), in_line(p, C.PARTS).to(tl.float16))
+        o = tl.dot(v.to(tl.float16), deinterleave(p, C.PARTS).to(tl.float16))
     return acc * alpha[None, :] + o * (beta * scale)[None, :], tl.sum(p, 0)
 
 

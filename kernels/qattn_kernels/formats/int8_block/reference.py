@@ -35,10 +35,10 @@ class Int8BlockFormat(OpenFormat):
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         rows = (geo.batch, geo.heads)
-        found = {"codes": TensorSpec((*rows, geo.blocks, dim, window.block), torch.int8, block_dim=2)}
+        specs = {"codes": TensorSpec((*rows, geo.blocks, dim, window.block), torch.int8, block_dim=2)}
         if self.granularity == "block":
-            return found | {"scale": TensorSpec((*rows, geo.blocks), torch.float32, block_dim=2)}
-        return found | {"scale": TensorSpec(rows, torch.float32), "clamped": TensorSpec(rows, torch.int64)}
+            return specs | {"scale": TensorSpec((*rows, geo.blocks), torch.float32, block_dim=2)}
+        return specs | {"scale": TensorSpec(rows, torch.float32), "clamped": TensorSpec(rows, torch.int64)}
 
     def _codes(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 codes, not yet clamped, and scales `[...]` of blocks `x` `[B, H, ..., block, D]`."""

@@ -18,13 +18,14 @@ from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.jit.math import TINY, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_int8, unrepeated_columns
-from qattn_kernels.jit.tile_order import by_token, in_line, unstack
+from qattn_kernels.jit.tile_order import deinterleave, to_token_order, unstack
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state; scales are `step`,
+    zero points `zero`."""
 
     codes: Any
     step: Any
@@ -34,21 +35,24 @@ class Tensors(NamedTuple):
 
 @triton.jit
 def _asymmetric(low, high, BITS: tl.constexpr):
+    """fp16 scale and zero point of codes for fp32 values from `low` to `high`."""
     low, high = tl.clamp(low, -LARGEST, LARGEST), tl.clamp(high, -LARGEST, LARGEST)
-    step = tl.div_rn(high - low, tl.full(low.shape, 2**BITS - 1, tl.float32))
-    return step.to(tl.float16), low.to(tl.float16)
+    scale = tl.div_rn(high - low, tl.full(low.shape, 2**BITS - 1, tl.float32))
+    return scale.to(tl.float16), low.to(tl.float16)
 
 
 @triton.jit
-def _encode(x, step, zero, BITS: tl.constexpr):
-    step, zero = tl.broadcast_to(step.to(tl.float32), x.shape), tl.broadcast_to(zero.to(tl.float32), x.shape)
-    code = round_even(tl.div_rn(x - zero, tl.where(step == 0.0, 1.0, step)))
-    return tl.clamp(tl.where(step == 0.0, 0.0, code), 0.0, 2.0**BITS - 1).to(tl.int32)
+def _encode(x, scale, zero_point, BITS: tl.constexpr):
+    """int32 codes of fp32 `x`, from the scale and zero point in fp16; 0 where the scale is 0."""
+    scale = tl.broadcast_to(scale.to(tl.float32), x.shape)
+    zero_point = tl.broadcast_to(zero_point.to(tl.float32), x.shape)
+    code = round_even(tl.div_rn(x - zero_point, tl.where(scale == 0.0, 1.0, scale)))
+    return tl.clamp(tl.where(scale == 0.0, 0.0, code), 0.0, 2.0**BITS - 1).to(tl.int32)
 
 
 @triton.jit
-def _groups(at, C: tl.constexpr):
-    """Where the statistics of values lie: offsets `[BLOCK, groups]` with a mask; groups cover `DP` channels."""
+def _scale_offsets(at, C: tl.constexpr):
+    """Offsets `[BLOCK, groups]` of the scales and zero points of values, and their mask; groups cover `DP` channels."""
     g, t = tl.arange(0, C.DP // min(C.BLOCK, C.DP)), tl.arange(0, C.BLOCK)
     COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
     return at * (COUNT * C.BLOCK) + g[None, :] * C.BLOCK + t[:, None], (g < COUNT)[None, :]
@@ -69,20 +73,21 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     if VALUES:
         x, inside = _by_group(code, C), _by_group(tl.broadcast_to((d < C.D)[None, :], code.shape), C)
         low, high = tl.min(tl.where(inside, x, float("inf")), 2), tl.max(tl.where(inside, x, float("-inf")), 2)
-        where, there = _groups(at, C)
-        step, zero = _asymmetric(tl.where(there, low, 0.0), tl.where(there, high, 0.0), C.V_BITS)
-        tl.store(S.step + where, step, mask=there)
-        tl.store(S.zero + where, zero, mask=there)
-        coded = tl.reshape(_encode(x, step[:, :, None], zero[:, :, None], C.V_BITS), code.shape)
+        offsets, mask = _scale_offsets(at, C)
+        scale, zero_point = _asymmetric(tl.where(mask, low, 0.0), tl.where(mask, high, 0.0), C.V_BITS)
+        tl.store(S.step + offsets, scale, mask=mask)
+        tl.store(S.zero + offsets, zero_point, mask=mask)
+        coded = tl.reshape(_encode(x, scale[:, :, None], zero_point[:, :, None], C.V_BITS), code.shape)
         write_codes(S.codes, coded, at, C.V_BITS, False, True, C)
     else:
         some = tl.max(keep.to(tl.int32), 0) > 0
         low = tl.where(some, tl.min(tl.where(keep[:, None], code, float("inf")), 0), 0.0)
         high = tl.where(some, tl.max(tl.where(keep[:, None], code, float("-inf")), 0), 0.0)
-        step, zero = _asymmetric(low, high, C.K_BITS)
-        tl.store(S.step + at * C.D + d, step, mask=d < C.D)
-        tl.store(S.zero + at * C.D + d, zero, mask=d < C.D)
-        write_codes(S.codes, _encode(code, step[None, :], zero[None, :], C.K_BITS), at, C.K_BITS, False, False, C)
+        scale, zero_point = _asymmetric(low, high, C.K_BITS)
+        tl.store(S.step + at * C.D + d, scale, mask=d < C.D)
+        tl.store(S.zero + at * C.D + d, zero_point, mask=d < C.D)
+        coded = _encode(code, scale[None, :], zero_point[None, :], C.K_BITS)
+        write_codes(S.codes, coded, at, C.K_BITS, False, False, C)
 
 
 @triton.jit
@@ -91,66 +96,67 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     at = (b * C.H + h).to(tl.int64) * NB + index
     if VALUES:
         code = read_codes(S.codes, at, C.V_BITS, False, True, C).to(tl.float32)
-        where, there = _groups(at, C)
-        step = tl.load(S.step + where, mask=there, other=0.0).to(tl.float32)
-        zero = tl.load(S.zero + where, mask=there, other=0.0).to(tl.float32)
-        x = tl.reshape(_by_group(code, C) * step[:, :, None] + zero[:, :, None], code.shape)
+        offsets, mask = _scale_offsets(at, C)
+        scale = tl.load(S.step + offsets, mask=mask, other=0.0).to(tl.float32)
+        zero_point = tl.load(S.zero + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.reshape(_by_group(code, C) * scale[:, :, None] + zero_point[:, :, None], code.shape)
     else:
-        step, zero = _channels(S, at, C)
-        x = read_codes(S.codes, at, C.K_BITS, False, False, C).to(tl.float32) * step[None, :] + zero[None, :]
+        scale, zero_point = _channels(S, at, C)
+        x = read_codes(S.codes, at, C.K_BITS, False, False, C).to(tl.float32) * scale[None, :] + zero_point[None, :]
     return x, tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
 def _channels(S, at, C: tl.constexpr):
+    """fp32 scale and zero point `[DP]` of the key channels of block `at`."""
     d = tl.arange(0, C.DP)
-    step = tl.load(S.step + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
-    return step, tl.load(S.zero + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
+    scale = tl.load(S.step + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
+    return scale, tl.load(S.zero + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
-    """Channel steps go into the query, zeros into a sum of their own."""
-    step, zero = _channels(S, at, C)
-    x = query.scaled * step[:, None]
+    """Scales of channels go into the query, zero points into a sum of their own."""
+    scale, zero_point = _channels(S, at, C)
+    x = query.scaled * scale[:, None]
     size = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)  # of positive numbers it is that of their bits, and cheaper
     top = tl.maximum(size.to(tl.float32, bitcast=True), TINY)
-    off = tl.sum(query.scaled * zero[:, None], 0)[None, :]
+    zero_point_sum = tl.sum(query.scaled * zero_point[:, None], 0)[None, :]
     up = (top * (1.0 / 127.0))[None, :]
-    return code_scores(S.codes, at, split_int8(x * (1.0 / top * SPLIT_TOP)[None, :], C), BITS, C) * up + off
+    return code_scores(S.codes, at, split_int8(x * (1.0 / top * SPLIT_TOP)[None, :], C), BITS, C) * up + zero_point_sum
 
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    """With one group of channels a token's step goes into its weight; with more, values are dequantized."""
+    """With one group of channels a token's scale goes into its weight; with more, values are dequantized."""
     if (C.BLOCK >= C.D) and (C.BLOCK >= 64):
         t = at * C.BLOCK + tl.arange(0, C.BLOCK)
-        w = p * by_token(tl.load(S.step + t).to(tl.float32), C.PARTS)[:, None]
-        off = tl.sum(p * by_token(tl.load(S.zero + t).to(tl.float32), C.PARTS)[:, None], 0)
+        w = p * to_token_order(tl.load(S.step + t).to(tl.float32), C.PARTS)[:, None]
+        zero_point_sum = tl.sum(p * to_token_order(tl.load(S.zero + t).to(tl.float32), C.PARTS)[:, None], 0)
         top = tl.maximum(tl.max(w, 0), TINY)
         o = code_values(S.codes, at, w * (1.0 / top * SPLIT_TOP)[None, :], channels(C), BITS, C)
-        o = o * (top * (1.0 / 127.0))[None, :] + off[None, :]
+        o = o * (top * (1.0 / 127.0))[None, :] + zero_point_sum[None, :]
     else:
         lo, hi = half_values(S.codes, at, channels(C), BITS, C)
-        p_lo, p_hi = unstack(in_line(p, C.PARTS).to(tl.float16))
-        o = tl.dot(_undone_half(S, lo, at, 0, BITS, C), repeated_columns(p_lo, C))
-        o = unrepeated_columns(tl.dot(_undone_half(S, hi, at, 1, BITS, C), repeated_columns(p_hi, C), acc=o), C)
+        p_lo, p_hi = unstack(deinterleave(p, C.PARTS).to(tl.float16))
+        o = tl.dot(_dequantize_half(S, lo, at, 0, BITS, C), repeated_columns(p_lo, C))
+        o = unrepeated_columns(tl.dot(_dequantize_half(S, hi, at, 1, BITS, C), repeated_columns(p_hi, C), acc=o), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 
 @triton.jit
-def _undone_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
-    """Values `[DP, HALF]` of a half tile of codes, in fp16 as their steps and zeros are."""
+def _dequantize_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """Values `[DP, HALF]` of a half tile of codes, in fp16 as their scales and zero points are."""
     HALF: tl.constexpr = C.BLOCK // 2
     GROUP: tl.constexpr = min(C.BLOCK, C.DP)
     COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
     g, t = tl.arange(0, C.DP // GROUP), SECOND * HALF + tl.arange(0, HALF)
-    where, there = at * (COUNT * C.BLOCK) + g[:, None] * C.BLOCK + t[None, :], (g < COUNT)[:, None]
-    step = tl.load(S.step + where, mask=there, other=0.0).to(tl.float32)
-    zero = tl.load(S.zero + where, mask=there, other=0.0).to(tl.float32)
+    offsets, mask = at * (COUNT * C.BLOCK) + g[:, None] * C.BLOCK + t[None, :], (g < COUNT)[:, None]
+    scale = tl.load(S.step + offsets, mask=mask, other=0.0).to(tl.float32)
+    zero_point = tl.load(S.zero + offsets, mask=mask, other=0.0).to(tl.float32)
     if BITS == 2:
-        step *= tl.where(t - SECOND * HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `_crumb_pairs`
-    x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * step[:, None, :] + zero[:, None, :]
+        scale *= tl.where(t - SECOND * HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `_unpack2_pairs`
+    x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * scale[:, None, :] + zero_point[:, None, :]
     return tl.reshape(x, (C.DP, HALF)).to(tl.float16)
 
 

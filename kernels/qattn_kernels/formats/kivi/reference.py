@@ -70,11 +70,11 @@ class KiviFormat(OpenFormat):
 
     def write(self, state: State, block: Block) -> None:
         x = block.tokens.x.float()
-        step, zero = self._by_token(x) if self.per_token else self._by_channel(x, block.keep)
-        steps, zeros = self._spread(step, zero, x.shape[-1])
-        code = pack(encode(x, steps, zeros, self.bits), self.bits)
+        scale, zero_point = self._by_token(x) if self.per_token else self._by_channel(x, block.keep)
+        scales, zero_points = self._spread(scale, zero_point, x.shape[-1])
+        code = pack(encode(x, scales, zero_points, self.bits), self.bits)
         code = code.transpose(-1, -2) if self.per_token else code
-        for name, values in (("codes", code), ("step", step), ("zero", zero)):
+        for name, values in (("codes", code), ("step", scale), ("zero", zero_point)):
             write_rows(state[name], block.index, block.write, values)
 
     def _by_channel(self, x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +92,7 @@ class KiviFormat(OpenFormat):
         low, high = whole.aminmax(dim=-1)
         return asymmetric(low.transpose(-1, -2), high.transpose(-1, -2), self.bits)
 
-    def _spread(self, step: torch.Tensor, zero: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _spread(self, scale: torch.Tensor, zero_point: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point of every value: `[..., block, D]`, or what broadcasts to that."""
 
         def spread(scale: torch.Tensor) -> torch.Tensor:
@@ -100,14 +100,14 @@ class KiviFormat(OpenFormat):
                 return scale[..., None, :]
             return scale.transpose(-1, -2).repeat_interleave(scale.shape[-1], -1)[..., :dim]
 
-        return spread(step), spread(zero)
+        return spread(scale), spread(zero_point)
 
     def read(self, state: State, blocks: int) -> Operand:
         codes = state["codes"][:, :, :blocks]
         code = unpack(codes.transpose(-1, -2) if self.per_token else codes, self.bits).float()
-        step, zero = (state[name][:, :, :blocks].float() for name in ("step", "zero"))
-        step, zero = self._spread(step, zero, code.shape[-1])
-        return Operand((code * step + zero).to(state["ring"].dtype), None)
+        scale, zero_point = (state[name][:, :, :blocks].float() for name in ("step", "zero"))
+        scale, zero_point = self._spread(scale, zero_point, code.shape[-1])
+        return Operand((code * scale + zero_point).to(state["ring"].dtype), None)
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]

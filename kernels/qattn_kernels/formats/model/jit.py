@@ -9,7 +9,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.int8.jit import JIT as INT8
 from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
-from qattn_kernels.jit.tile_order import in_line, token_order
+from qattn_kernels.jit.tile_order import deinterleave, token_order
 
 
 class Tensors(NamedTuple):
@@ -33,8 +33,8 @@ def _tokens(x, t, C: tl.constexpr):
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     at = (b * C.H + h).to(tl.int64) * NB + index
     d = tl.arange(0, C.DP)
-    where = S.x + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
-    tl.store(where, code.to(S.x.dtype.element_ty), mask=write[:, None] & (d < C.D)[None, :])
+    addresses = S.x + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
+    tl.store(addresses, code.to(S.x.dtype.element_ty), mask=write[:, None] & (d < C.D)[None, :])
 
 
 @triton.jit
@@ -57,7 +57,8 @@ def token_values(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, be
     """Weighs values that lie `[tokens, D]`, as keys do: the accumulator, and the sum of the weights `p`
     `[TOKENS, Q]`, which come in `token_order`."""
     v = tl.trans(_tokens(x, tl.arange(0, TOKENS), C))
-    o = unrepeated_columns(tl.dot(v, repeated_columns(in_line(p, PARTS).to(v.dtype), C), input_precision="ieee"), C)
+    w = repeated_columns(deinterleave(p, PARTS).to(v.dtype), C)
+    o = unrepeated_columns(tl.dot(v, w, input_precision="ieee"), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 

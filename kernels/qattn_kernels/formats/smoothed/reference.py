@@ -1,4 +1,4 @@
-"""Smoothed keys: a row's mean key is taken off before another format quantizes them, and kept beside the codes.
+"""Smoothed keys: a row's mean key is subtracted before another format quantizes them, and kept beside the codes.
 
 SageAttention2's smoothing of K: channels of keys share a mean that queries see as one constant, so that codes need not
 span it. Scores are of the true keys here (the mean's share is added back), which leaves soft caps, learned sinks and
@@ -57,8 +57,7 @@ class SmoothedFormat(Format):
         return self.core.integer
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
-        found = self.core.tensors(geo, window, dim)
-        return found | {"mean": TensorSpec((geo.batch, geo.heads, dim), torch.float32)}
+        return self.core.tensors(geo, window, dim) | {"mean": TensorSpec((geo.batch, geo.heads, dim), torch.float32)}
 
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return self.core.ring_tensors(geo, slots, dim)
@@ -81,8 +80,8 @@ class SmoothedFormat(Format):
         first = tree_sum(x[:, :, 0]) / x.shape[-2]
         fixed = (state["mean"] != 0).any(-1, keepdim=True)
         mean = torch.where(fixed, state["mean"], first)[:, :, None, None]
-        there = (tokens.scales != 0)[..., None]  # empty and masked slots have a scale of zero, and so have zeros
-        coded = self.core.seen(self.core.reopen(torch.where(there, x - mean, 0.0)), state)
+        filled = (tokens.scales != 0)[..., None]  # empty and masked slots have a scale of zero, and so have zeros
+        coded = self.core.seen(self.core.reopen(torch.where(filled, x - mean, 0.0)), state)
         return coded._replace(mean=mean.expand(-1, -1, x.shape[2], -1, -1))
 
     def write(self, state: State, block: Block) -> None:

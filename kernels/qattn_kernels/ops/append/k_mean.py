@@ -1,4 +1,4 @@
-"""Smoothed keys in kernels: the mean key that is taken off them; `formats/smoothed/reference.py` specifies it."""
+"""Smoothed keys in kernels: the mean key that is subtracted from them; `formats/smoothed/reference.py` specifies it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from qattn_kernels.ops.append.smooth import dequantize, mean_key
 @triton.jit(do_not_specialize=["span_stride", "NB"])
 def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN, NB,
                 K_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (head, row) before a long call: `CALL_MEAN` `[B, H, D]`, the mean that the call takes off its keys. It
-    is the row's own if a block of it closed before, or closes now, which fixes it; else that of what stands in the
+    """Program (head, row) before a long call: `CALL_MEAN` `[B, H, D]`, the mean that the call subtracts from its keys.
+    It is the row's own if a block of it closed before, or closes now, which fixes it; else that of what stands in the
     first."""
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)

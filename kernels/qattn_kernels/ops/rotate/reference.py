@@ -1,7 +1,7 @@
 """A random rotation of head dims in plain PyTorch: the specification.
 
-Signs, then a Walsh-Hadamard transform. Queries and keys turned alike keep their products, values are turned back in the
-output; a channel that stands out is spread over all, so that one scale fits a token better.
+Signs, then a Walsh-Hadamard transform. Queries and keys rotated alike keep their products, values are rotated back in
+the output; a channel that stands out is spread over all, so that one scale fits a token better.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         entries = _load_table(TABLE, at)
         for j in range(0, closing):
             total = closed + j + 1
-            entries = _forget(entries, total - C.UNDOABLE, closed, flags)
+            entries = _forget(entries, total - C.CROP_BLOCKS, closed, flags)
             size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_OPEN, C)
             chosen = t < 0
             for _ in tl.static_range(SINKS):

@@ -33,7 +33,7 @@ def compete(state: State, spec: LayerSpec, region: Region) -> Region:
         blocks = int(region.closing.max())
     for j in range(blocks):
         closes, count = (j < region.closing)[:, None], (region.closed + j + 1)[:, None]
-        _forget(state, table, closes, count - pool.undoable(spec.window), region.closed)
+        _forget(state, table, closes, count - pool.crop_blocks(spec.window), region.closed)
         for _ in range(pool.num):
             best, t = norms[:, :, j].min(-1)
             t = (norms[:, :, j] == best[..., None]).int().argmax(-1)  # the oldest of equal ones

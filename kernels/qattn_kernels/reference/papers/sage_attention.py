@@ -114,7 +114,7 @@ def sage_attention(
         tiles: list[Tile] = []
         for j in visible_tiles(i, b_kv):
             S = (Q_hat[:, row] @ K_hat[j].mT) * delta_Q[:, row, None] * delta_K[j]
-            S = S + product(Q_m[:, row], K_tiles[j])  # what smoothing Q took off: the paper's Delta S
+            S = S + product(Q_m[:, row], K_tiles[j])  # what smoothing Q subtracted: the paper's Delta S
             S = mask(S + product(Q_i, K_m), i, j)  # and smoothing K
             m = S.amax(-1)
             if tiles and pv != "model":  # FP8 keeps of a weight what its size below the running maximum leaves
