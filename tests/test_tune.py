@@ -174,6 +174,15 @@ def test_entries_say_again_what_their_bits_would_cover(tmp_path):
     assert [(spec.k.bits, spec.v.bits) for spec in specs] == [(4, 2), (4, 2), (4, "mixed")]
 
 
+@pytest.mark.parametrize("base", ["sage2:granularity=token", "sage2:bits=4,smooth_q=none", "sage2:bits=4"])
+def test_entries_leave_out_what_their_version_covers(base: str):
+    names = [base, "sage2:version=1"]
+    recipe = recipe_of([Option(names[i], (), (), 1, 0.0) for i in (0, 0, 1)], find_recipes(names))
+    config = tiny_llama(num_hidden_layers=3).config
+    alone = [found.layer_specs(config) for found in find_recipes(names).values()]
+    assert recipe.layer_specs(config) == [alone[0][0], alone[0][1], alone[1][2]]
+
+
 def test_a_candidate_is_for_any_layer(readings):
     mixed = find_recipe("turbo", None, {"layers": {"0": {"bits": 2}}})
     with pytest.raises(QAttnError, match="leave out layers"):

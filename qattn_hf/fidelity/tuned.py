@@ -43,7 +43,9 @@ def changes(base: Method, wanted: Method) -> dict[str, Any]:
     }
     explicit, full = wanted.model_dump(exclude_unset=True), wanted.model_dump()
     entry = {key: value for key, value in explicit.items() if key not in inherited or inherited[key] != value}
-    entry |= {key: full[key] for key in inherited if key not in explicit and inherited[key] != full[key]}
+    # what a setting of the entry covers (`version: 1` of sage2) takes its default there by itself
+    uncovered = wanted.not_overridden(inherited, entry)
+    entry |= {key: full[key] for key in uncovered if key not in explicit and inherited[key] != full[key]}
     remaining = wanted.not_overridden(inherited, entry)  # settings that these cover must be repeated
     entry |= {key: value for key, value in explicit.items() if key not in remaining}
     return entry if same else {"method": wanted.name(), **entry}

@@ -108,7 +108,7 @@ def to_panel(side, x, scale, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _row_mean(S, K_MEAN, block, C: tl.constexpr):
-    """The mean key that a block of a short call takes off its keys; the row's first block fixes it."""
+    """The mean key that a block of a short call subtracts from its keys; the row's first block fixes it."""
     d, bh = tl.arange(0, C.DP), block.bh
     if block.row.closed == 0:
         t = tl.arange(0, C.BLOCK)
@@ -153,7 +153,7 @@ def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexp
 @triton.jit
 def _long_side(S, K_MEAN, x, tokens, panel, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
     """Keys or values of one block of a long call: into the panel, and into the arenas if it closes or the format has no
-    ring. `K_MEAN`: the mean that this call takes off its keys (`k_mean.mean_kernel`)."""
+    ring. `K_MEAN`: the mean that this call subtracts from its keys (`k_mean.mean_kernel`)."""
     b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.capacity, tokens.keep
     t = tl.arange(0, C.BLOCK)
     code, scale = codec.open(x)

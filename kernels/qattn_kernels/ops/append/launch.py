@@ -30,7 +30,7 @@ def rank(call: Call) -> None:
 
 
 def call_mean(call: Call) -> None:
-    """Before a long call: the mean that it takes off smoothed keys; nothing where keys are not."""
+    """Before a long call: the mean that it subtracts from smoothed keys; nothing where keys are not smoothed."""
     if call.sizes.SMOOTH_K:
         mean_kernel[(call.sizes.H, call.batch)](
             *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.k_mean, call.call_mean,
