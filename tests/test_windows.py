@@ -140,3 +140,20 @@ def test_what_is_advised_for_a_window_is_a_way_out(family):
         model = tiny(family, **short, sliding_window=None)
         want = model.generate(IDS, max_new_tokens=3, **GREEDY)
         assert torch.equal(patch(model, "none").generate(IDS, max_new_tokens=3, **GREEDY), want)
+
+
+def test_learned_sinks_take_part():
+    """gpt-oss gives each query head a logit that stands for no token; served where no layer has a window."""
+    experts = {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    kinds = ["full_attention"] * GQA["num_hidden_layers"]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt_oss", **GQA, **experts, rope_parameters=rope, layer_types=kinds)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for layer in model.model.layers:
+        layer.self_attn.sinks.normal_()
+    want = model(IDS).logits
+    assert (patch(model, "none:family=false")(IDS).logits - want).abs().max() < 1e-5  # sums of fp32 in another order
+    for layer in model.model.layers:
+        layer.self_attn.sinks.fill_(-1e4)
+    assert (model(IDS).logits - want).abs().max() > 1e-3
