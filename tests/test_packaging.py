@@ -26,6 +26,7 @@ pytestmark = pytest.mark.xdist_group("packaging")  # one process builds, not eac
 SMOKE = """
 import json, pathlib, sys
 import qattn_hf, qattn_kernels, qattn_kernels.layer.spec
+from qattn_kernels.launch import tuned
 from qattn_hf.assets import configs_dir, demo_model_dir, tasks_dir
 from qattn_hf.families import list_families
 from transformers import AutoConfig
@@ -37,6 +38,7 @@ print(json.dumps({
     "configs": sorted(p.name for p in configs_dir().glob("*.yaml")),
     "families": sorted(t for family in list_families() for t in family.model_types),
     "tasks": sorted(p.name for p in tasks_dir().glob("*.yaml")),
+    "tuned": tuned.read(tuned.DEFAULT).gpu,
     "layers": AutoConfig.from_pretrained(demo_model_dir()).num_hidden_layers,
     "demo_model": sorted(p.name for p in demo_model_dir().iterdir()),
 }))
@@ -95,6 +97,7 @@ def test_installed_wheel_works_from_another_directory(built, fresh_environment, 
     assert found["qattn_hf"].startswith(environment) and found["qattn_kernels"].startswith(environment)
     assert found["recipe"] == "turbo" and found["layers"] >= 1
     assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert found["tuned"] == "NVIDIA H200"
     assert found["families"] == FAMILIES
     assert found["tasks"] == sorted(path.name for path in (ROOT / "eval" / "tasks").glob("*.yaml"))
     assert f"qattn_hf-{found['version']}-" in built[1].name
@@ -108,6 +111,7 @@ def test_editable_install_works_from_another_directory(fresh_environment, tmp_pa
     assert Path(found["qattn_hf"]) == ROOT / "qattn_hf" / "__init__.py"
     assert Path(found["qattn_kernels"]) == ROOT / "kernels" / "qattn_kernels" / "__init__.py"
     assert found["configs"] == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert found["tuned"] == "NVIDIA H200"
     assert found["families"] == FAMILIES
     assert found["tasks"] == sorted(path.name for path in (ROOT / "eval" / "tasks").glob("*.yaml"))
 

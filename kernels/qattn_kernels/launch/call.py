@@ -15,7 +15,8 @@ from qattn_kernels.reference.rows import region_blocks
 
 
 class Table(NamedTuple):
-    """The tensors `sink.*` of a layer."""
+    """The table of sinks (`ops/sink_pool/table.py`): the tensors `sink.*` of a layer, and inside kernels what they hold
+    of one row and head, `[ENTRIES]` each."""
 
     pos: Any
     slot: Any

@@ -67,7 +67,7 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         warps = 2
     places = chip.multiprocessors * _programs(size, spec, dtype, warps, stages, chip)
-    # else the compiler gives some of these 168, as it happens: 3 to 7 % slower on an H200 than the 226 they want
+    # else the compiler may give these 168, which was 5 % slower at 32k on an H200 than the 226 they take so
     registers = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
     shares = plan(places, rows * size.H, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
     return Launch(shares, warps, stages, registers)

@@ -6,28 +6,16 @@ changed holds for queries from `visible_from` on, as in single steps, and the bi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import round_even
 from qattn_kernels.jit.rows import FOREVER, flip_bits, packed_since, slot_bits
 from qattn_kernels.jit.tokens import new_tokens, ring_codes, row_before, with_ring
+from qattn_kernels.launch.call import Table
 from qattn_kernels.launch.panel import PanelTensors
 
 UNDECIDED = tl.constexpr(9223372036854775807)  # an age that no entry has
-
-
-class Entries(NamedTuple):
-    """The table of sinks of a row and head, `[ENTRIES]` each: see `ops/sink_pool/table.py`."""
-
-    pos: Any
-    slot: Any
-    born: Any
-    evicted: Any
-    written: Any
-    norm: Any
 
 
 @triton.jit
@@ -70,7 +58,7 @@ def sinks_visible(TABLE, at, row, p, window, C: tl.constexpr):
 @triton.jit
 def _load_table(TABLE, at):
     pos, slot, norm = tl.load(TABLE.pos + at), tl.load(TABLE.slot + at), tl.load(TABLE.norm + at)
-    return Entries(pos, slot, tl.load(TABLE.born + at), tl.load(TABLE.evicted + at), tl.load(TABLE.written + at), norm)
+    return Table(pos, slot, tl.load(TABLE.born + at), tl.load(TABLE.evicted + at), tl.load(TABLE.written + at), norm)
 
 
 @triton.jit
@@ -101,7 +89,7 @@ def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
     entry_pos, entry_slot = tl.where(mine, pos + index, entry_pos), tl.where(mine, slot + index, entry_slot)
     born, norm = tl.where(mine, count, born), tl.where(mine, best, norm)
     hit = t == tl.where(takes, index, -1)
-    return Entries(entry_pos, entry_slot, born, evicted, written, norm), tl.where(hit, float("inf"), size), hit
+    return Table(entry_pos, entry_slot, born, evicted, written, norm), tl.where(hit, float("inf"), size), hit
 
 
 @triton.jit
@@ -112,7 +100,7 @@ def _write_back(entries, count, C: tl.constexpr):
     age = evicted.to(tl.int64) * 4294967296 + pos
     oldest = tl.min(tl.where(waiting, age, UNDECIDED), 0)
     oldest = tl.where(tl.sum(waiting.to(tl.int32), 0) > C.EVICTED, oldest, -1)
-    return Entries(pos, slot, born, evicted, tl.where(waiting & (age == oldest), count, written), norm)
+    return Table(pos, slot, born, evicted, tl.where(waiting & (age == oldest), count, written), norm)
 
 
 @triton.jit
@@ -122,7 +110,7 @@ def _forget(entries, until, closed, flags):
     gone = (written > 0) & (written <= until)
     flip_bits(flags, slot, gone & (written > closed) & (born <= closed))
     pos, slot, norm = tl.where(gone, 0, pos), tl.where(gone, 0, slot), tl.where(gone, 0.0, norm)
-    return Entries(pos, slot, tl.where(gone, 0, born), tl.where(gone, 0, evicted), tl.where(gone, 0, written), norm)
+    return Table(pos, slot, tl.where(gone, 0, born), tl.where(gone, 0, evicted), tl.where(gone, 0, written), norm)
 
 
 @triton.jit
