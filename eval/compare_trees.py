@@ -6,7 +6,8 @@
 
 The other checkout is measured first, and its first method once more at the end, to show whether the machine changed
 meanwhile. All kernels are compiled, in parallel, before anything is timed. Prints one JSON row for each measurement:
-that of `qattn bench`, with its `tree` (`before`, `after`) and `pass`; then the ratio of each pair as text.
+that of `qattn bench`, with its `tree` (`before`, `after`) and `pass`; then the ratio of each pair as text. A method
+that the other checkout does not have is measured in this one alone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from functools import partial
 import torch
 from qattn_hf.bench import decode, prefill, timing
 from qattn_hf.bench.layers import Heads
+from qattn_hf import list_methods
 from qattn_hf.recipe import find_recipe
 job = json.loads(sys.argv[1])
 bench = {"decode": decode, "prefill": prefill}[job["bench"]]
@@ -42,6 +44,8 @@ if job["warm"]:
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 heads = Heads() if device.type == "cuda" else Heads(4, 2, 32, torch.float32)
 for way, method, settings in job["methods"]:
+    if method not in list_methods():
+        continue
     settings = find_recipe(method, None, settings).settings
     for point in (bench.Point(*point) for point in job["points"]):
         figures = timing.attempt(partial(bench._packed, point, settings, heads, device), ours=True)
@@ -86,18 +90,19 @@ def main(arguments: list[str] | None = None) -> None:
     benches = {name: list(named or methods) for name, methods in METHODS.items() if options.bench in (None, name)}
     jobs = [(tree, bench, [name]) for tree in (other, ROOT) for bench, names in benches.items() for name in names]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        compiled = [pool.submit(list, measured(*job, options.quick, warm=True)) for job in jobs]
-        assert all(rows.result() for rows in compiled)
-    times: dict[tuple[Any, ...], list[float]] = {}
+        for rows in [pool.submit(list, measured(*job, options.quick, warm=True)) for job in jobs]:
+            rows.result()
+    times: dict[tuple[Any, ...], dict[int, float]] = {}
     for number, (tree, name) in enumerate(((other, "before"), (ROOT, "after"), (other, "before"))):
         for bench, methods in benches.items():
             for row in measured(tree, bench, methods[:1] if number == 2 else methods, options.quick):
                 print(json.dumps({**row, "tree": name, "pass": number}), flush=True)
                 place = (bench, row["way"], row["batch"], row.get("context") or row.get("tokens"))
-                times.setdefault(place, []).append(row.get("ms", float("nan")))
-    for (bench, way, batch, tokens), (before, after, *again) in times.items():
-        print(f"# {bench} {way} {batch}x{tokens}: {before:.4f} ms, now {after:.4f}: {before / after:.3f}x", end="")
-        print(*(f", and once more {ms:.4f}" for ms in again))
+                times.setdefault(place, {})[number] = row.get("ms", float("nan"))
+    for (bench, way, batch, tokens), ms in times.items():
+        if len(ms) > 1:
+            print(f"# {bench} {way} {batch}x{tokens}: {ms[0]:.4f} ms, now {ms[1]:.4f}: {ms[0] / ms[1]:.3f}x", end="")
+            print(f", and once more {ms[2]:.4f}" if 2 in ms else "")
 
 
 if __name__ == "__main__":
