@@ -10,8 +10,16 @@ from qattn_kernels.formats.granularity import QUERY_BLOCK
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.panel import Panel
 from qattn_kernels.layer.spec import Compute, LayerSpec
-from qattn_kernels.layout import Row, Window
-from qattn_kernels.ops.prefill.quantize import FIELDS, TILE, keys_kernel, settle_kernel, stats_kernel, values_kernel
+from qattn_kernels.layout import Window
+from qattn_kernels.ops.prefill.quantize import (
+    FIELDS,
+    TILE,
+    keys_kernel,
+    query_means_kernel,
+    settle_kernel,
+    stats_kernel,
+    values_kernel,
+)
 from qattn_kernels.reference.operands import FP8, fp8_values
 
 STEP = 256  # slots of a program that gathers statistics
@@ -98,17 +106,15 @@ def _with_keys(
 
 
 def _query_means(q: torch.Tensor, panel: Panel, compute: Compute) -> torch.Tensor:
-    """fp32 `[B, Hq, n, D]`: of each block of real queries, or n = 1, of all. By a product in the model's precision:
-    what rounding a mean loses stays in the queries around it."""
-    tokens = q.shape[2]
+    """fp32 `[B, Hq, n, D]`: means of each block of real queries, or n = 1, of all."""
+    batch, heads, tokens, dim = q.shape
     size = tokens if compute.smooth_q == "tensor" else QUERY_BLOCK
-    row = Row(*panel.rows[:, : len(Row._fields), None].unbind(1))
-    place = torch.arange(tokens, device=q.device) - row.first
-    block = torch.where((place >= 0) & (place < row.count), place // size, -1)
-    member = (block[:, None] == torch.arange(-(-tokens // size), device=q.device)[:, None]).float()
-    share = member / member.sum(-1, keepdim=True).clamp(min=1)
-    q = torch.where(q.isfinite().all(-1, keepdim=True), q, 0.0)  # see `reference.queries.Queries`
-    return (share.to(q.dtype)[:, None] @ q).float().contiguous()
+    parts = -(-tokens // size)
+    means = torch.empty((batch, heads, parts, dim), dtype=torch.float32, device=q.device)
+    query_means_kernel[(parts, batch * heads)](
+        q, q.stride()[:3], panel.rows, means, heads, size, D=dim, DP=power_of_two(dim), enable_fp_fusion=True
+    )
+    return means
 
 
 def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -116,7 +122,7 @@ def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, sca
     sees hold any finite number, whatever key lies there."""
     heads = k.shape[1]
     by_head = (q_mean * scale).unflatten(1, (heads, -1)).flatten(2, 3)
-    shift = (by_head @ k.float().transpose(-1, -2)).nan_to_num_(0.0, 0.0, 0.0)
+    shift = by_head @ k.nan_to_num(0.0, 0.0, 0.0).float().transpose(-1, -2)
     if mean is not None:
         shift -= by_head @ mean[..., None]
     return shift.unflatten(2, (-1, q_mean.shape[2])).flatten(1, 2).contiguous()

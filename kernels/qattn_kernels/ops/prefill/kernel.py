@@ -19,7 +19,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.granularity import QUERY_BLOCK
-from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, ROUNDER_BITS, broken, float_to_int8, to_codes
+from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, ROUNDER_BITS, float_to_int8, to_codes
 from qattn_kernels.jit.rows import load_row
 from qattn_kernels.ops.prefill.weights import (
     LARGEST,
@@ -217,16 +217,16 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
 @triton.jit
 def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C: tl.constexpr):
     """`[BM, DP]` as the product takes them, the unit of their products with keys: log2, or the cap's exponent, one for
-    all of them or one each, `[BM]`; and in it their products with the keys' mean. Those that are not finite stand as
-    zeros, and `_finish` finds a NaN at their places in `lse`: registers are what is short."""
+    all of them or one each, `[BM]`; and in it their products with the keys' mean. Those that are not finite enter no
+    scale of others, and `_finish` finds a NaN at their places in `lse`, else 0: registers are what is short."""
     d = tl.arange(0, C.DP)
     q += column.to(tl.int64)[:, None] * stride + d[None, :]
     there = (d < C.D)[None, :]
-    nonfinite = broken(tl.load(q, mask=real[:, None] & there, other=0).to(tl.float32), 1)
-    real &= ~nonfinite
-    tl.store(lse, tl.where(nonfinite, float("nan"), 0.0), mask=inside)
-    # read again: chosen from what was read, it would not lie in shared memory as the products want it
     x = tl.load(q, mask=real[:, None] & there, other=0)
+    # NaN where a number is not finite, else 0. By products: comparing all numbers makes so many integer instructions that
+    # ptxas moves registers by multiplications, in the main loop too, and an INT8 prefill was 5 % slower on an H200
+    mark = tl.sum(x.to(tl.float32) * 0.0, 1)
+    tl.store(lse, mark, mask=inside)
     unit, k_mean_scores = scale, tl.full([C.BM], 0.0, tl.float32)
     to_log2 = factor(cap, C)
     if C.SMOOTH_K:
@@ -237,7 +237,7 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
         if C.SMOOTH_Q != "none":
             x -= tl.where(real[:, None], tl.load(q_mean + d, mask=d < C.D, other=0.0)[None, :], 0.0)
         x *= scale
-        top = tl.max(tl.abs(x), 1)
+        top = tl.where(mark == 0.0, tl.max(tl.abs(x), 1), 0.0)
         if C.Q_GROUP == "block":
             top = tl.max(top, 0) + tl.zeros_like(top) if C.BY_ROW else tl.max(top, 0)
         elif C.Q_GROUP == "thread":
@@ -326,9 +326,9 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
 def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
             C: tl.constexpr):  # fmt: skip
     """Normalise and write the outputs, and their log-sum-exp to `lse` `[BM]`: zeros for columns without a token, and
-    for queries that see nothing; NaN outputs where `lse` holds a NaN."""
+    for queries that see nothing; NaN outputs where `lse` holds a NaN (what follows there in `lse` is any number)."""
     tl.debug_barrier()
-    nonfinite = tl.load(lse, mask=inside, other=0.0) != 0.0
+    mark = tl.load(lse, mask=inside, other=0.0)
     acc, total, top, _ = sums
     WHOLE: tl.constexpr = LEVELS if C.V_INT8 else (LARGEST if C.V_FP8 else 1.0)  # what a weight of 1 is
     if C.SMOOTH_K and not C.SOFTCAP:
@@ -340,7 +340,7 @@ def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, to, r
         acc, total, top = acc * fade[:, None], total * fade, new
         total += tl.exp2(sink - new) * WHOLE
     some = real & (total > 0.0)
-    weight = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
+    weight = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0) + mark
     sums = top * LN2 + tl.log(tl.where(some, total, 1.0) / WHOLE)
     sums = tl.where(some, sums, tl.where(real, NEGATIVE, 0.0))
     tl.store(lse, sums, mask=inside)
@@ -350,6 +350,5 @@ def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, to, r
         x *= tl.load(v_channel + d, mask=d < C.DV, other=0.0)[None, :]
         if C.SMOOTH_V:
             x = tl.where(some[:, None], x + tl.load(v_mean + d, mask=d < C.DV, other=0.0)[None, :], x)
-    x = tl.where(nonfinite[:, None], float("nan"), x)
     where = ((b.to(tl.int64) * T + to)[:, None] * C.HQ + h) * C.DV + d[None, :]
     tl.store(out + where, x.to(out.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])

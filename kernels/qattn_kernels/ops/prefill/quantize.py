@@ -7,7 +7,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.int_group.jit import shared
-from qattn_kernels.jit.math import SMALLEST_NORMAL, round_even, short_scale
+from qattn_kernels.jit.math import SMALLEST_NORMAL, broken, round_even, short_scale
 from qattn_kernels.jit.rows import load_row
 
 TILE = tl.constexpr(64)
@@ -159,3 +159,22 @@ def values_kernel(V, strides, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N
             code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
             tl.store(where, tl.trans(code.to(tl.int8)), mask=(d < D)[:, None])
             tl.store(SCALES + head.to(tl.int64) * N + n, scale)
+
+
+@triton.jit(do_not_specialize=["size"])
+def query_means_kernel(Q, strides, ROWS, OUT, heads, size, D: tl.constexpr, DP: tl.constexpr):
+    """fp32 means `[B, Hq, n, D]` of each `size` real queries `[B, Hq, T, D]`; those that are not finite count as zeros.
+    One program takes one of the n means of a row and head."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    row = load_row(ROWS, head // heads)
+    d = tl.arange(0, DP)
+    begin = part * size
+    end = tl.minimum(begin + size, row.count)
+    sums = tl.full([TILE, DP], 0.0, tl.float32)
+    for start in range(begin, end, TILE):
+        t = start + tl.arange(0, TILE)
+        there = (t < end)[:, None] & (d < D)[None, :]
+        x = tl.load(_of_head(Q, strides, head, heads, row.first + t) + d[None, :], mask=there, other=0.0).to(tl.float32)
+        sums += tl.where(broken(x, 1)[:, None], 0.0, x)
+    mean = tl.sum(sums, 0) / tl.maximum(end - begin, 1).to(tl.float32)
+    tl.store(OUT + (head.to(tl.int64) * tl.num_programs(0) + part) * D + d, mean, mask=d < D)
