@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from qattn_hf.errors import QAttnError
+from qattn_kernels.layer.arena import Layout, empty_arena, places, views
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.layer.state import layer_tensors
-from qattn_kernels.layout import Geometry, State
+from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.ring import resized_ring
 
 if TYPE_CHECKING:
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """New tensors, geometry and spec of a layer, to be applied by `QAttnLayer.take`.
+    """A new arena, geometry and spec of a layer, to be applied by `QAttnLayer.take`.
 
     Attributes:
-        state: those tensors of the state that are replaced, by name.
-        geometry: None where the layer has no tensors yet.
+        arena, geometry: None where the layer has no tensors yet.
     """
 
-    state: State
+    arena: torch.Tensor | None
     geometry: Geometry | None
     spec: LayerSpec
 
@@ -52,22 +51,26 @@ def selected(layer: QAttnLayer, indices: Any) -> Change | None:
         rows = torch.arange(batch)[index].view(-1).to(layer.device)
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QAttnError(f"these are no rows of a cache that has {batch}: {error}. Nothing was changed") from None
-    return _with_rows(layer, len(rows), lambda tensor, dim: tensor.index_select(dim, rows))
+    return _with_rows(layer, rows)
 
 
 def repeated(layer: QAttnLayer, repeats: int) -> Change | None:
     """The layer with each row repeated `repeats` times in sequence; None before its first call."""
     if not layer.is_initialized:
         return None
-    batch = layer.geometry.batch * repeats
-    return _with_rows(layer, batch, lambda tensor, dim: tensor.repeat_interleave(repeats, dim))
+    return _with_rows(layer, torch.arange(layer.geometry.batch, device=layer.device).repeat_interleave(repeats))
 
 
-def _with_rows(layer: QAttnLayer, batch: int, move: Callable[[torch.Tensor, int], torch.Tensor]) -> Change:
-    tensors = layer.state_tensors().items()
-    with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-        state = {name: move(tensor, dim).clone() for name, (tensor, dim) in tensors if dim is not None}
-    return Change(state, replace(layer.geometry, batch=batch), layer.spec)
+def _with_rows(layer: QAttnLayer, rows: torch.Tensor) -> Change:
+    """The layer with these of its rows, int64 `[B]`."""
+
+    def move(tensor: torch.Tensor, spec: TensorSpec, new: torch.Tensor) -> None:
+        if spec.batch_dim is None:
+            new.copy_(tensor)
+        else:
+            torch.index_select(tensor, spec.batch_dim, rows, out=new)
+
+    return _changed(layer, replace(layer.geometry, batch=len(rows)), layer.spec, move)
 
 
 def with_horizon(layer: QAttnLayer, tokens: int) -> Change | None:
@@ -77,20 +80,37 @@ def with_horizon(layer: QAttnLayer, tokens: int) -> Change | None:
         return None
     spec = replace(old, window=replace(old.window, horizon=tokens))
     if not layer.is_initialized:
-        return Change({}, None, spec)
-    with torch.inference_mode(False):
-        return Change(resized_ring(layer.state, old, spec), layer.geometry, spec)
+        return Change(None, None, spec)
+    resized = resized_ring(layer.state, old, spec)
+    return _changed(layer, layer.geometry, spec, lambda tensor, _, new: new.copy_(tensor), resized)
 
 
 def with_blocks(layer: QAttnLayer, blocks: int) -> Change:
     """The layer with capacity for `blocks` blocks, more than before, and the same content."""
-    geometry, state = replace(layer.geometry, blocks=blocks), {}
-    with torch.inference_mode(False):
-        for name, spec in layer_tensors(geometry, layer.spec).items():
-            if spec.block_dim is not None:
-                state[name] = spec.empty_state(layer.device)
-                state[name].narrow(spec.block_dim, 0, layer.blocks).copy_(layer.state[name])
-    return Change(state, geometry, layer.spec)
+
+    def move(tensor: torch.Tensor, spec: TensorSpec, new: torch.Tensor) -> None:
+        (new if spec.block_dim is None else new.narrow(spec.block_dim, 0, layer.blocks)).copy_(tensor)
+
+    return _changed(layer, replace(layer.geometry, blocks=blocks), layer.spec, move)
+
+
+def _changed(
+    layer: QAttnLayer,
+    geometry: Geometry,
+    spec: LayerSpec,
+    move: Callable[[torch.Tensor, TensorSpec, torch.Tensor], Any],
+    resized: State | None = None,
+) -> Change:
+    """The layer in a new arena, to which `move` takes each state tensor, or what `resized` has in its place."""
+    layout = Layout(geometry, spec)
+    with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+        arena = empty_arena(layout, layer.device)
+    for name, new in views(arena, layout).items():
+        if resized and name in resized:
+            new.copy_(resized[name])
+        else:
+            move(layer.state[name], places(layout)[0][name][1], new)
+    return Change(arena, geometry, spec)
 
 
 def reorder(layer: QAttnLayer, beam_idx: torch.Tensor, room: torch.Tensor | None = None) -> None:

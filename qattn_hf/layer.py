@@ -12,13 +12,14 @@ from transformers.cache_utils import CacheLayerMixin
 from qattn_hf import changes
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
+from qattn_kernels.layer.arena import Layout, empty_arena, places, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.reference import crop
-from qattn_kernels.step.operator import attend, state_names
+from qattn_kernels.step.operator import attend
 
 
 def with_room(blocks: int) -> int:
@@ -55,8 +56,9 @@ class QAttnLayer(CacheLayerMixin):
         self.planned = max_cache_len is not None  # the capacity is known to suffice, so it stays as it is
         self.blocks = self._blocks_for(max_cache_len or 1)
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-            self.state: State = {"seen": torch.zeros((), dtype=torch.int64)}
-        self._text = spec.encode()
+            self.state: State = {"seen": torch.zeros((), dtype=torch.int64)}  # all are views of the arena later on
+        self.arena: torch.Tensor | None = None
+        self._layout, self._seen_at = "", 0  # where they lie in it
         self.moves = 0  # how often tensors were replaced, which invalidates captured steps
         self.edits, self.torn = 0, False  # changes of the state so far; whether one began and did not end
         # Upper bound of the slots any row uses, kept on the host so that no step waits for the device. None: compiled
@@ -105,8 +107,7 @@ class QAttnLayer(CacheLayerMixin):
         self.geometry = self.geometry_of(key_states, value_states)
         self.dtype, self.device = key_states.dtype, device
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-            self.state = {name: spec.empty_state(device) for name, spec in self.tensor_specs().items()}
-        self._fix_addresses()
+            self._adopt(empty_arena(Layout(self.geometry, self.spec), device))
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +119,8 @@ class QAttnLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> torch.Tensor:
         """Columns fed so far, padding included: a new 0-d int64 tensor on the layer's device."""
+        if torch.compiler.is_compiling() and self.arena is not None:  # a view beside the arena would be an input more
+            return self.arena[self._seen_at : self._seen_at + 8].view(torch.int64).view(()).clone()
         return self.state["seen"].clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -130,8 +133,7 @@ class QAttnLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty the layer; the tensors and their addresses stay."""
-        for tensor in self.state.values():
-            tensor.zero_()
+        (self.state["seen"] if self.arena is None else self.arena).zero_()
         self._used, self.edits, self.torn = 0, 0, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -207,8 +209,8 @@ class QAttnLayer(CacheLayerMixin):
             handle.key,
             handle.value,
             span,
-            list(self.state.values()),
-            self._text,
+            self.arena,
+            self._layout,
             scores.scale,
             scores.softcap,
             scores.window,
@@ -279,11 +281,10 @@ class QAttnLayer(CacheLayerMixin):
         """Apply a change of the module `changes`; None changes nothing. It cannot fail half way."""
         if change is None:
             return
-        self.spec, self._text = change.spec, change.spec.encode()
-        if change.geometry is not None:
+        self.spec = change.spec
+        if change.geometry is not None and change.arena is not None:
             self.geometry, self.blocks = change.geometry, change.geometry.blocks
-            self.state.update(change.state)
-            self._fix_addresses()
+            self._adopt(change.arena)
 
     @contextmanager
     def editing(self) -> Iterator[None]:
@@ -346,10 +347,22 @@ class QAttnLayer(CacheLayerMixin):
                 "Pass QAttnCache.for_model(model), or none"
             )
 
-    def _fix_addresses(self) -> None:
-        """Mark the tensors' addresses as static for compiled steps, and count the move for captured ones."""
-        assert tuple(self.state) == state_names(self.spec)
+    def _adopt(self, arena: torch.Tensor) -> None:
+        """Take an arena of the present geometry and spec: mark its address as static for compiled steps, and count the
+        move for captured ones."""
+        layout = Layout(self.geometry, self.spec)
+        with torch.inference_mode(False):
+            self.arena, self.state, self._layout = arena, views(arena, layout), layout.encode()
+        self._seen_at = places(layout)[0]["seen"][0]
         self.moves += 1
         if not torch.compiler.is_compiling():
-            for tensor in self.state.values():
-                torch._dynamo.mark_static_address(tensor)
+            torch._dynamo.mark_static_address(arena)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the views, which a pickle would write out one by one."""
+        return {**vars(self), "state": self.state if self.arena is None else {}}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields)
+        if self.arena is not None:
+            self.state = views(self.arena, Layout(self.geometry, self.spec))

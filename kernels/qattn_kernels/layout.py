@@ -130,7 +130,3 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def empty_state(self, device: torch.device) -> torch.Tensor:
-        """Zeros: the state of a row that has seen nothing."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from qattn_hf.layer import QAttnLayer
 from qattn_kernels.layout import Geometry
 
 Result = TypeVar("Result")
+ARENA = attrgetter("arena")
 
 IDLE = 2  # sets of arenas that are kept for reuse; the least recently used one is freed
 SPARE = 0.03  # an idle set may have that much more capacity than the next cache needs
@@ -142,7 +144,8 @@ def _fits(old: list[QAttnLayer], layers: list[QAttnLayer], shape: Hashable) -> b
         return False
     if any(not b.blocks <= a.blocks <= b.blocks * (1 + SPARE) for a, b in zip(old, layers, strict=True)):
         return False
-    return _references(old) <= UNSHARED and all(_references(layer.state.values()) <= UNSHARED for layer in old)
+    tensors = [layer.state.values() for layer in old]
+    return _references(old) <= UNSHARED and all(_references(x) <= UNSHARED for x in (*tensors, map(ARENA, old)))
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

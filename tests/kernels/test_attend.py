@@ -10,12 +10,12 @@ from helpers import attention_fp64, feed, make_layer, random_qkv
 
 from qattn_hf.layer import QAttnLayer
 from qattn_kernels.formats.flashq.reference import FlashQFormat
+from qattn_kernels.layer.arena import Layout, decode_layout
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.spec import decode_spec
 from qattn_kernels.reference.rows import bits_to_bool, bool_to_bits, columns_back, real_first
 from qattn_kernels.reference.softmax import sas_exp
-from qattn_kernels.step.operator import state_names
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -184,11 +184,11 @@ def test_operator_is_registered_rightly(tokens: int):
     q, k, v = random_qkv(2, 100)
     feed(layer, q, k, v, [60])
     span = torch.tensor([[0, tokens]], dtype=torch.int32)
-    state = list(layer.state.values())
-    assert tuple(layer.state) == state_names(layer.spec)
-    args = (q[:, :, 60 : 60 + tokens], k[:, :, 60 : 60 + tokens], v[:, :, 60 : 60 + tokens], span, state)
+    layout = Layout(layer.geometry, layer.spec)
+    assert decode_layout(layout.encode()) == layout
+    args = (q[:, :, 60 : 60 + tokens], k[:, :, 60 : 60 + tokens], v[:, :, 60 : 60 + tokens], span, layer.arena)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.qattn.attend, (*args, layer.spec.encode(), 0.1, 0.0, 0, None, 1), test_utils=checks)
+    torch.library.opcheck(torch.ops.qattn.attend, (*args, layout.encode(), 0.1, 0.0, 0, None, 1), test_utils=checks)
 
 
 def test_gradients_fail_loudly():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
+from qattn_kernels.launch.plan import planned
+from qattn_kernels.layer.arena import decode_layout, views
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.spec import Compute, LayerSpec, decode_spec
-from qattn_kernels.layer.state import layer_tensors
-from qattn_kernels.layout import Geometry, State
+from qattn_kernels.layer.spec import SHORT_CALL, Compute, LayerSpec
+from qattn_kernels.layout import State
 from qattn_kernels.ops.rotate.reference import rotate, rotate_back
 from qattn_kernels.step.reference import reference_step
 
@@ -19,13 +20,6 @@ Rotate = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 
 class CapacityError(ValueError):
     """A call would not fit the capacity of its cache; nothing was written."""
-
-
-@lru_cache(maxsize=1024)
-def state_names(spec: LayerSpec) -> tuple[str, ...]:
-    """Names of the state tensors in the order in which the operator takes them."""
-    heads = max(spec.k.least_heads, spec.v.least_heads)
-    return tuple(layer_tensors(Geometry(1, heads, 8, 8, 1, torch.float32), spec))
 
 
 def _check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
@@ -53,14 +47,13 @@ def _rotated(
     return (x if rotation == "none" else next(rotated) for x, rotation in sides)
 
 
-@torch.library.custom_op("qattn::attend", mutates_args={"state"})
-def attend(
+def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     span: torch.Tensor,
-    state: list[torch.Tensor],
-    spec: str,
+    arena: torch.Tensor,
+    layout: str,
     scale: float,
     softcap: float,
     window: int,
@@ -72,36 +65,78 @@ def attend(
     Args:
         query: `[B, Hq, T, D]`. key, value: `[B, Hkv, T, D]`.
         span: int32 `[B or 1, 2]`, first real column of the new tokens and how many real ones follow.
-        state: the layer's tensors in the order of `state_names`, changed in place.
-        spec: `LayerSpec.encode()`.
+        arena: uint8, all state of the layer, changed in place (`layer.arena`).
+        layout: `Layout.encode()` of its sizes and of the layer's spec.
         scale, softcap, window, sinks: see `Scores`.
         past: an upper bound of the blocks that any row has closed before the call; the capacity always is one.
 
     Returns:
-        `[B, Hq, T, Dv]` in the query's dtype, zeros for padding; fp32 log-sum-exp `[B, Hq, T]`.
+        `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory, zeros for padding; fp32 log-sum-exp
+        `[B, Hq, T]`.
 
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    layer = decode_spec(spec)
-    named = dict(zip(state_names(layer), state, strict=True))
-    scores = Scores(scale, softcap, window, sinks)
-    _check_capacity(named, layer, span)
-    if layer.impl == "triton":  # which is loaded when it is first used
-        from qattn_kernels.ops.rotate import launch
+    with torch.no_grad():  # nothing here has a gradient, and state must never require one
+        where, scores = decode_layout(layout), Scores(scale, softcap, window, sinks)
+        layer = where.spec
+        if layer.impl == "triton":
+            return _fused(query, key, value, span, arena, layout, scores, past)
+        state = views(arena, where)
+        _check_capacity(state, layer, span)
+        with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
+            query, key, value = _rotated(query, key, value, layer.compute, partial(map, rotate))
+            out, lse = reference_step(query, key, value, span, state, layer, scores)
+            out = out if layer.compute.rotate_v == "none" else rotate_back(out)
+            return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    arena: torch.Tensor,
+    layout: str,
+    scores: Scores,
+    past: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_attend` in kernels, by the launch plan of an earlier call of these shapes."""
+    if span.device.type == "cpu":
+        where = decode_layout(layout)
+        _check_capacity(views(arena, where), where.spec, span)
+    tensors, sinks = (query, key, value, span), scores.sinks
+    shapes = tuple([(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))])
+    settings = scores.scale, scores.softcap, scores.window, past if key.shape[2] > SHORT_CALL else 0
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        from qattn_kernels.ops.rotate import launch  # which loads Triton when it is first used
         from qattn_kernels.step.kernels import fused_step
 
-        with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
-            query, key, value = _rotated(query, key, value, layer.compute, launch.rotate)
-            out, lse = fused_step(query, key, value, span, named, layer, scores, past)
-            return out if layer.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
-    with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
-        query, key, value = _rotated(query, key, value, layer.compute, partial(map, rotate))
-        out, lse = reference_step(query, key, value, span, named, layer, scores)
-        return out if layer.compute.rotate_v == "none" else rotate_back(out), lse
+        where = decode_layout(layout)
+        q, k, v = _rotated(query, key, value, where.spec.compute, launch.rotate)
+        out, lse = fused_step(q, k, v, span, views(arena, where), where.spec, scores, past)
+        return out if where.spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
+
+    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
+        out, lse = planned((layout, shapes, settings, query.device), (arena, *tensors, sinks), compute)
+    return out, lse
 
 
-@attend.register_fake
-def _(query, key, value, span, state, spec, scale, softcap, window, sinks, past):
-    shape = (*query.shape[:3], value.shape[3])
-    return query.new_empty(shape), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _shapes(query, key, value, span, arena, layout, scale, softcap, window, sinks, past):
+    batch, heads, tokens = query.shape[:3]
+    out = query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2)
+    return out, query.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+# by hand: `torch.library.custom_op` takes several times as long for each call
+LIBRARY = torch.library.Library("qattn", "FRAGMENT")
+LIBRARY.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor span, Tensor(a!) arena, str layout, float scale, "
+    "float softcap, int window, Tensor? sinks, int past) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+LIBRARY.impl("attend", torch.library.fallthrough_kernel, "Autograd")  # results have no gradient
+torch.library.register_fake("qattn::attend", _shapes, lib=LIBRARY)
+attend = torch.ops.qattn.attend.default  # arguments, results and errors: see `_attend`

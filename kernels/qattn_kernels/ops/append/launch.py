@@ -9,6 +9,7 @@ from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.panel import Panel, tensors
+from qattn_kernels.launch.plan import launch
 from qattn_kernels.ops.append.k_mean import mean_kernel
 from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, unpack_past_kernel
 from qattn_kernels.ops.append.ranking import rank_kernel
@@ -23,7 +24,8 @@ def rank(call: Call) -> None:
     if max(kinds) < 0:
         return
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
-    rank_kernel[(call.batch,)](
+    launch(
+        rank_kernel, (call.batch,),
         *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, *call.picked, call.blocks,
         k.open, k.seen, v.open, v.seen, *kinds, call.sizes, **codes(call.sizes),
     )  # fmt: skip
@@ -32,7 +34,8 @@ def rank(call: Call) -> None:
 def call_mean(call: Call) -> None:
     """Before a long call: the mean that it subtracts from smoothed keys; nothing where keys are not smoothed."""
     if call.sizes.SMOOTH_K:
-        mean_kernel[(call.sizes.H, call.batch)](
+        launch(
+            mean_kernel, (call.sizes.H, call.batch),
             *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.k_mean, call.call_mean,
             call.blocks, jit_of(call.spec.k).open, call.sizes, **codes(call.sizes),
         )  # fmt: skip
@@ -41,7 +44,8 @@ def call_mean(call: Call) -> None:
 def append(call: Call) -> None:
     """Write the tokens of a short call and close what is full; the decode commits the lengths."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
-    short_kernel[(region_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch)](
+    launch(
+        short_kernel, (region_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.blocks,
         k.open, k.seen, k.place, k.put, v.open, v.seen, v.place, v.put, power_of_two(call.tokens), call.sizes,
@@ -54,7 +58,8 @@ def append_long(call: Call, panel: Panel) -> None:
     and to the ring later (`finish`)."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     blocks = region_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
-    long_kernel[(blocks, call.sizes.H, call.batch)](
+    launch(
+        long_kernel, (blocks, call.sizes.H, call.batch),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.call_mean, *call.picked, tensors(panel), call.rows, call.blocks,
         panel.pos.shape[1], k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes,
@@ -88,7 +93,8 @@ def unpack_past(call: Call, panel: Panel, past: int) -> None:
     if past == 0:
         return
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
-    unpack_past_kernel[(min(past, call.blocks), call.sizes.H, call.batch)](
+    launch(
+        unpack_past_kernel, (min(past, call.blocks), call.sizes.H, call.batch),
         call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.k_mean,
         tensors(panel), call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes,
         **codes(call.sizes),
@@ -99,7 +105,8 @@ def finish(call: Call) -> None:
     """After a long call: the newest tokens go to the ring, and the rows' lengths are committed."""
     k, v, size = jit_of(call.spec.k), jit_of(call.spec.v), call.sizes
     grid = (-(-size.RING // size.BLOCK), size.H, call.batch) if size.RING else (1, 1, call.batch)
-    finish_kernel[grid](
+    launch(
+        finish_kernel, grid,
         *call.new, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.table, call.blocks,
         call.batch, call.tokens, k.open, v.open, size, **codes(call.sizes),
     )  # fmt: skip

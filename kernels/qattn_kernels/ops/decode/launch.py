@@ -8,6 +8,7 @@ import torch
 
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
+from qattn_kernels.launch.plan import launch
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import chip_of, choose
@@ -39,7 +40,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     skip_counts, sparsity = skip_counts_of(state) if size.SPARSE_V else None, call.spec.sparsity
     sas_threshold = call.spec.compute.sas_threshold * LOG2E
     scoring = scores.scale * LOG2E, float(scores.softcap), scores.window, sas_threshold  # a `parts.Scoring`
-    decode_kernel[(batch * size.H, -(-rows // size.Q), splits)](
+    launch(
+        decode_kernel, (batch * size.H, -(-rows // size.Q), splits),
         call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks,
         call.table, call.moved, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, skip_counts, call.blocks, batch, tokens,
@@ -50,7 +52,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     chunk = FEW_SPLITS if many <= FEW_SPLITS else MANY_SPLITS  # not of the capacity: sums must not depend on it
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
     lse = empty(batch, size.H * size.G, tokens)
-    merge_kernel[(rows, size.H, batch)](
+    launch(
+        merge_kernel, (rows, size.H, batch),
         parts, stats, skip_counts, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
         state["dropped"], call.blocks, splits, tokens,
         *tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk == FEW_SPLITS else 4,

@@ -9,6 +9,7 @@ import torch
 from qattn_kernels.formats.granularity import QUERY_BLOCK
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.panel import Panel
+from qattn_kernels.launch.plan import launch
 from qattn_kernels.layer.spec import Compute, LayerSpec
 from qattn_kernels.layout import Window
 from qattn_kernels.ops.prefill.quantize import (
@@ -72,7 +73,8 @@ def _statistics(panel: Panel, compute: Compute, window: Window) -> _Statistics:
         return torch.empty(shape, dtype=torch.float32, device=k.device)
 
     stats = empty(sides, batch * heads, parts, FIELDS.value, dim)
-    stats_kernel[(parts, batch * heads, sides)](
+    launch(
+        stats_kernel, (parts, batch * heads, sides),
         k, v, k.stride()[:3], v.stride()[:3], panel.bias, panel.rows, stats, heads, slots,
         **sizes, STEP=STEP, BLOCK=window.block, SMOOTH_V=compute.smooth_v, num_warps=8,
         enable_fp_fusion=True,
@@ -80,7 +82,8 @@ def _statistics(panel: Panel, compute: Compute, window: Window) -> _Statistics:
     mean, scale = empty(sides, batch, heads, dim), empty(sides, batch, heads, dim)
     clean = torch.empty(batch * heads, dtype=torch.int32, device=k.device)
     largest = torch.finfo(FP8[compute.pv]).max if fp8 else 1.0
-    settle_kernel[(batch * heads, sides)](
+    launch(
+        settle_kernel, (batch * heads, sides),
         stats, mean, scale, clean, parts, largest, **sizes, CHUNK=32, SMOOTH_K=int(compute.smooth_k),
         SMOOTH_V=int(compute.smooth_v), enable_fp_fusion=True,
     )  # fmt: skip
@@ -93,7 +96,8 @@ def _with_keys(
     (batch, heads, slots), dim = panel.bias.shape, panel.k.shape[3]
     codes = torch.empty((batch, heads, slots, dim), dtype=torch.int8, device=panel.k.device)
     scales = torch.empty_like(panel.bias)
-    keys_kernel[(-(-slots // TILE.value), batch * heads)](
+    launch(
+        keys_kernel, (-(-slots // TILE.value), batch * heads),
         panel.k, panel.k.stride()[:3], panel.bias, panel.rows, panel.bias if mean is None else mean, codes, scales,
         heads, slots, LEVELS=compute.qk_levels, GROUP=compute.k_scale, SMOOTH=mean is not None, D=dim,
         DP=power_of_two(dim), BLOCK=window.block, enable_fp_fusion=True,
@@ -111,8 +115,18 @@ def _query_means(q: torch.Tensor, panel: Panel, compute: Compute) -> torch.Tenso
     size = tokens if compute.smooth_q == "tensor" else QUERY_BLOCK
     parts = -(-tokens // size)
     means = torch.empty((batch, heads, parts, dim), dtype=torch.float32, device=q.device)
-    query_means_kernel[(parts, batch * heads)](
-        q, q.stride()[:3], panel.rows, means, heads, size, D=dim, DP=power_of_two(dim), enable_fp_fusion=True
+    launch(
+        query_means_kernel,
+        (parts, batch * heads),
+        q,
+        q.stride()[:3],
+        panel.rows,
+        means,
+        heads,
+        size,
+        D=dim,
+        DP=power_of_two(dim),
+        enable_fp_fusion=True,
     )
     return means
 
@@ -153,7 +167,8 @@ def _values(
     window: Window,
 ) -> None:
     (batch, heads, slots), dim = panel.bias.shape, panel.v.shape[3]
-    values_kernel[(-(-slots // TILE.value), batch * heads)](
+    launch(
+        values_kernel, (-(-slots // TILE.value), batch * heads),
         panel.v, panel.v.stride()[:3], panel.bias, panel.rows, mean, channel, codes, scales, heads, slots,
         FP8=fp8, SMOOTH=smooth, D=dim, DP=power_of_two(dim), BLOCK=window.block, enable_fp_fusion=True,
     )  # fmt: skip

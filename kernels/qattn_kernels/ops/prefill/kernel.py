@@ -223,8 +223,9 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
     q += column.to(tl.int64)[:, None] * stride + d[None, :]
     there = (d < C.D)[None, :]
     x = tl.load(q, mask=real[:, None] & there, other=0)
-    # NaN where a number is not finite, else 0. By products: comparing all numbers makes so many integer instructions that
-    # ptxas moves registers by multiplications, in the main loop too, and an INT8 prefill was 5 % slower on an H200
+    # NaN where a number is not finite, else 0. By products: comparing all numbers takes so many integer instructions
+    # that ptxas moves registers by multiplications, in the main loop too, and an INT8 prefill was 5 % slower on an
+    # H200
     mark = tl.sum(x.to(tl.float32) * 0.0, 1)
     tl.store(lse, mark, mask=inside)
     unit, k_mean_scores = scale, tl.full([C.BM], 0.0, tl.float32)

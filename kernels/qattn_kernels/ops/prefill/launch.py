@@ -9,6 +9,7 @@ import torch
 
 from qattn_kernels.launch.constants import PrefillSizes, power_of_two
 from qattn_kernels.launch.panel import Panel
+from qattn_kernels.launch.plan import launch
 from qattn_kernels.launch.tuned import Prefill, gpu_name, tuned_for
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
@@ -35,7 +36,8 @@ def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor
     column, inverse = torch.empty_like(panel.bias), torch.empty_like(panel.bias)
     batch, heads, slots = panel.bias.shape
     clean = torch.empty(batch * heads, dtype=torch.int32, device=panel.bias.device)
-    value_columns[(batch * heads,)](
+    launch(
+        value_columns, (batch * heads,),
         panel.v_scale, panel.bias, column, inverse, clean, panel.rows, heads, slots, BLOCK=block, STEP=STEP,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -122,7 +124,8 @@ def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> t
         panel.bias if x is None else x for x in (panel.k_mean, panel.q_mean, panel.shift, panel.v_channel, panel.v_mean)
     )
     cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
-    attend[(batch * hq * -(-tokens // sizes.BM),)](
+    launch(
+        attend, (batch * hq * -(-tokens // sizes.BM),),
         q, *q.stride()[:3], panel.k, k_scale, panel.v, column, inverse, clean, panel.pos, panel.rows, sinks, extra, out,
         lse, tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
         num_warps=config.warps * max(1, sizes.BM // MODEL_QUERIES), num_stages=config.stages, enable_fp_fusion=True,

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from qattn_kernels.launch.plan import constant, launch
 from qattn_kernels.ops.rotate.kernel import rotate_kernel
 from qattn_kernels.ops.rotate.reference import signs
 
@@ -23,9 +24,10 @@ def rotate(tensors: list[torch.Tensor], back: bool = False) -> list[torch.Tensor
     batch, _, tokens, dim = given[0].shape
     rows, size = tuple(batch * h * tokens for h in heads), dim & -dim
     tile = NUMBERS // size
-    rotate_kernel[(-(-max(rows) * (dim // size) // tile), len(given))](
+    launch(
+        rotate_kernel, (-(-max(rows) * (dim // size) // tile), len(given)),
         tuple(given), tuple(out), *(tuple(s for x in part for s in x.stride()[:3]) for part in (given, out)),
-        signs(dim, given[0].device), rows, heads, tokens, 1 / math.sqrt(size),
+        constant(signs, dim, given[0].device), rows, heads, tokens, 1 / math.sqrt(size),
         COUNT=len(given), BACK=back, DIM=dim, SIZE=size, STAGES=size.bit_length() - 1, ROWS=tile,
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip

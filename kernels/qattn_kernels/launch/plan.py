@@ -1,0 +1,306 @@
+"""Launch plans: what the calls of one shape launch, worked out once.
+
+Working out the arguments of a call's kernels, and Triton's own look at each of them, costs the host more than all else
+that a decode step does. So the first call of a shape is recorded: which kernels it launches, and for each pointer among
+their arguments which tensor of the call it belongs to, and how far behind its start. Later calls fill in addresses and
+launch what was compiled, layer by layer: a plan knows no address, so that all layers of a model share it.
+
+    launch(kernel, grid, *arguments, **options)      # in place of kernel[grid](*arguments, **options)
+    planned(key, inputs, compute)                    # the results of compute(), recorded or launched from a plan
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 512  # bytes between temporary tensors: PyTorch's own, so that kernels compiled for one fit the other
+PLANS = 512  # the least recently used one is forgotten; each new prompt length makes one
+ARENAS = 4096  # addresses whose arguments a plan keeps
+ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty_like.default,
+}
+
+
+class Pointer(NamedTuple):
+    """An address as a plan knows it.
+
+    Attributes:
+        base: number of a tensor: first the call's inputs, then its results, then the room for its temporary tensors.
+        offset: bytes behind its start.
+        dtype: of what lies there.
+    """
+
+    base: int
+    offset: int
+    dtype: torch.dtype
+
+
+class Launch(NamedTuple):
+    """A launch of a compiled kernel with all its arguments; in the interpreter, of the function, with its options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple
+    options: dict[str, Any]
+
+
+class Bound(NamedTuple):
+    """A launch over one arena.
+
+    Attributes:
+        run: launches, given all arguments and the stream.
+        arguments: with the arena's addresses; still a `Pointer` where another tensor's belongs.
+        open_places: those of them that each call fills, by number.
+    """
+
+    run: Callable[..., Any]
+    arguments: list[Any]
+    open_places: list[tuple[int, Any]]
+
+
+class Result(NamedTuple):
+    """Shape of a tensor that a call returns."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows one call: its launches, the tensors that it allocates, and what else it does on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.allocated: list[torch.Tensor] = []  # held, so that no two share an address
+        self.foreign: str | None = None  # what it does that no plan can repeat
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.paused:
+            return out
+        if func in ALLOCATIONS:
+            self.allocated.append(out)
+        elif not func.is_view:
+            self.foreign = self.foreign or str(func)
+        return out
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context whose work on the device is not the call's own."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+
+_state = threading.local()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel, as `kernel[grid](*arguments, **options)` does."""
+    recorder = getattr(_state, "recorder", None)
+    if recorder is None:
+        kernel[grid](*arguments, **options)
+        return
+    with recorder.pause():
+        compiled = kernel[grid](*arguments, **options)
+    if compiled is None:  # the interpreter, which takes options and tensors each time
+        recorder.launches.append(Launch(kernel, grid, arguments, options))
+        return
+    parameters = kernel.signature.parameters
+    bound = kernel.signature.bind(*arguments, **{k: v for k, v in options.items() if k in parameters})
+    bound.apply_defaults()
+    recorder.launches.append(Launch(compiled, (*grid, 1, 1)[:3], tuple(bound.arguments.values()), {}))
+
+
+_constants: dict[int, torch.Tensor] = {}
+
+
+def constant(make: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """A tensor that plans may keep: `make(*arguments)`, which is always the same one and never changes."""
+    recorder = getattr(_state, "recorder", None)
+    with recorder.pause() if recorder is not None else nullcontext():
+        found = make(*arguments)
+    return _constants.setdefault(id(found), found)
+
+
+class Unplannable(Exception):
+    """A call that no plan can repeat, with the reason."""
+
+
+class Plan:
+    """The launches of calls of one shape.
+
+    Args:
+        launches: in order. results: what the call returns. temporary: bytes of the tensors that it needs meanwhile.
+    """
+
+    def __init__(self, launches: list[Launch], results: list[Result], temporary: int):
+        self.launches, self.results, self.temporary = launches, results, temporary
+        self._bound: dict[int, list[Bound]] = {}  # by the address of an arena
+
+    def run(self, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Launch everything for these inputs; the first of them, the arena, keeps its address from call to call."""
+        assert inputs[0] is not None
+        device = inputs[0].device
+        results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in self.results]
+        room = torch.empty(self.temporary, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            self._interpret([*inputs, *results, room])
+            return results
+        addresses = [0 if x is None else x.data_ptr() for x in (*inputs, *results, room)]
+        bound = self._bound.get(addresses[0])
+        if bound is None:
+            if len(self._bound) >= ARENAS:
+                self._bound.clear()
+            bound = self._bound[addresses[0]] = [_bind(x, addresses[0]) for x in self.launches]
+        stream = torch.cuda.current_stream(device).cuda_stream
+        for run, arguments, open_places in bound:
+            filled = arguments.copy()
+            for place, value in open_places:
+                filled[place] = _filled(value, addresses)
+            run(*filled, stream=stream)
+        return results
+
+    def _interpret(self, tensors: list[torch.Tensor | None]) -> None:
+        """The same in Triton's interpreter, whose pointers are tensors."""
+
+        def tensor(value: Any) -> Any:
+            if isinstance(value, Pointer):
+                return _at(tensors[value.base], value)
+            if isinstance(value, tuple):
+                made = map(tensor, value)
+                return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+            return value
+
+        for kernel, grid, arguments, options in self.launches:
+            kernel[grid](*map(tensor, arguments), **{name: tensor(x) for name, x in options.items()})
+
+
+def _bind(one: Launch, arena: int) -> Bound:
+    """A launch with the addresses in the arena that begins at `arena` filled in."""
+
+    def fixed(value: Any) -> Any:
+        if isinstance(value, Pointer):
+            return arena + value.offset if value.base == 0 else value
+        return tuple(map(fixed, value)) if isinstance(value, tuple) else value
+
+    arguments = [fixed(x) for x in one.arguments]
+    return Bound(one.kernel[one.grid], arguments, [(i, x) for i, x in enumerate(arguments) if _has_pointer(x)])
+
+
+def _at(base: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
+    """A tensor of one number where `pointer` points."""
+    assert base is not None
+    start = base.storage_offset() * base.itemsize + pointer.offset
+    found = torch.empty(0, dtype=pointer.dtype)
+    return found.set_(base.untyped_storage(), start // pointer.dtype.itemsize, (1,), (1,))
+
+
+def _has_pointer(value: Any) -> bool:
+    return isinstance(value, Pointer) or (isinstance(value, tuple) and any(map(_has_pointer, value)))
+
+
+def _filled(value: Any, addresses: list[int]) -> Any:
+    if isinstance(value, Pointer):
+        return addresses[value.base] + value.offset
+    return tuple([_filled(x, addresses) for x in value]) if isinstance(value, tuple) else value
+
+
+def _plan(recorder: _Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor]) -> Plan:
+    """The plan of a recorded call, whose input 0 is the arena.
+
+    Raises:
+        Unplannable: it did more than allocate and launch, or an argument belongs to none of its tensors.
+    """
+    if recorder.foreign is not None:
+        raise Unplannable(f"it calls {recorder.foreign}")
+    spans = [(x.data_ptr(), x.nbytes if i == 0 else 1, i, 0) for i, x in enumerate(inputs) if x is not None]
+    if len({start for start, *_ in spans}) < len(spans):
+        raise Unplannable("inputs share an address")
+    returned = {x.data_ptr(): i for i, x in enumerate(results, len(inputs))}
+    room, end = len(inputs) + len(results), 0
+    for x in recorder.allocated:
+        place = returned.get(x.data_ptr())
+        spans.append((x.data_ptr(), x.nbytes, room if place is None else place, 0 if place is not None else end))
+        end += 0 if place is not None else -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+    if not set(returned) <= {x.data_ptr() for x in recorder.allocated}:
+        raise Unplannable("it returns a tensor that it did not allocate")
+
+    def pointer(value: Any) -> Any:
+        if isinstance(value, tuple):
+            made = map(pointer, value)
+            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        if not isinstance(value, torch.Tensor) or id(value) in _constants:
+            return value
+        if not value.numel():
+            return Pointer(0, 0, value.dtype)  # read by nobody
+        address = value.data_ptr()
+        for start, size, base, offset in spans:
+            if start <= address < start + size:
+                return Pointer(base, offset + address - start, value.dtype)
+        raise Unplannable(f"an argument {tuple(value.shape)} {value.dtype} is no tensor of the call")
+
+    launches = [
+        Launch(x.kernel, x.grid, pointer(x.arguments), {name: pointer(value) for name, value in x.options.items()})
+        for x in recorder.launches
+    ]
+    return Plan(launches, [Result(x.shape, x.stride(), x.dtype) for x in results], end)
+
+
+_plans: OrderedDict[Hashable, Plan | None] = OrderedDict()
+
+
+def planned(
+    key: Hashable, inputs: Sequence[torch.Tensor | None], compute: Callable[[], Sequence[torch.Tensor]]
+) -> Sequence[torch.Tensor]:
+    """Results of `compute()`: launched from the plan of an earlier call, if there is one.
+
+    Args:
+        key: all that the launches depend on, but for addresses: shapes, strides, dtypes, device, settings.
+        inputs: the tensors that `compute` reads and writes. The first, the layer's arena, keeps its address.
+        compute: does nothing on the device but allocate and `launch`; if it does more, each call computes anew.
+    """
+    key = key, tuple([0 if x is None else x.data_ptr() % 16 for x in inputs])  # kernels are compiled for aligned loads
+    plan = _plans.get(key)
+    if plan is not None:
+        _plans.move_to_end(key)
+        return plan.run(inputs)
+    elif key not in _plans:
+        return _record(key, inputs, compute)
+    return compute()
+
+
+def _record(
+    key: Hashable, inputs: Sequence[torch.Tensor | None], compute: Callable[[], Sequence[torch.Tensor]]
+) -> Sequence[torch.Tensor]:
+    recorder = _state.recorder = _Recorder()
+    try:
+        with recorder:
+            results = compute()
+    finally:
+        _state.recorder = None
+    try:
+        _plans[key] = _plan(recorder, inputs, results)
+    except Unplannable as reason:
+        log.debug("no launch plan for this call: %s", reason)
+        _plans[key] = None
+    while len(_plans) > PLANS:
+        _plans.popitem(last=False)
+    return results

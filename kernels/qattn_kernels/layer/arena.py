@@ -1,0 +1,62 @@
+"""All state of one layer in one tensor of bytes, and the tensors of `layer.state` as views of it.
+
+So an operator takes one tensor that it changes, whatever the method; a compiled step has one input a layer; and a copy
+of a layer is one copy.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from qattn_kernels.layer.spec import LayerSpec, decode_spec
+from qattn_kernels.layer.state import layer_tensors
+from qattn_kernels.layout import Geometry, State, TensorSpec
+
+ALIGNMENT = 128  # bytes: a cache line, and more than the widest load asks for
+
+
+class Layout(NamedTuple):
+    """What says where everything lies in the arena of a layer."""
+
+    geometry: Geometry
+    spec: LayerSpec
+
+    def encode(self) -> str:
+        """One line of text that `decode_layout` reads back: operators take text where they cannot take objects."""
+        geo = vars(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
+        return json.dumps(geo) + "\n" + self.spec.encode()
+
+
+@lru_cache(maxsize=1024)
+def decode_layout(text: str) -> Layout:
+    """The layout that `Layout.encode` wrote as `text`."""
+    geometry, spec = text.split("\n")
+    sizes = json.loads(geometry)
+    return Layout(Geometry(**{**sizes, "dtype": getattr(torch, sizes["dtype"])}), decode_spec(spec))
+
+
+@lru_cache(maxsize=1024)
+def places(layout: Layout) -> tuple[dict[str, tuple[int, TensorSpec]], int]:
+    """Where each state tensor begins, in bytes, with its shape and role, by name; and the bytes of the arena."""
+    found, end = {}, 0
+    for name, tensor in layer_tensors(*layout).items():
+        found[name] = end, tensor
+        end += -(-tensor.nbytes() // ALIGNMENT) * ALIGNMENT
+    return found, end
+
+
+def empty_arena(layout: Layout, device: torch.device) -> torch.Tensor:
+    """uint8 zeros: the state of rows that have seen nothing."""
+    return torch.zeros(places(layout)[1], dtype=torch.uint8, device=device)
+
+
+def views(arena: torch.Tensor, layout: Layout) -> State:
+    """The state tensors by name; writing to them writes to the arena."""
+    return {
+        name: arena[begin : begin + tensor.nbytes()].view(tensor.dtype).view(tensor.shape)
+        for name, (begin, tensor) in places(layout)[0].items()
+    }
