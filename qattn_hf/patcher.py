@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qattn_hf import _compat, hooks
+from qattn_hf import _compat, hooks, warm
 from qattn_hf.cuda_graph.capture import resolve_decode
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
@@ -73,6 +73,8 @@ def patch(
         _restore(before)
         raise
     hooks.install(model, patched)
+    if chosen.settings.packs():
+        warm.begin_for(model, specs, shard_of(model).size)
     return model
 
 

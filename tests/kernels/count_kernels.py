@@ -1,4 +1,5 @@
-"""Which kernels a process would compile for a method: `python count_kernels.py METHOD` prints one name a line.
+"""Which kernels a process would compile for a method: `python count_kernels.py METHOD` prints one name a line; with
+`warm` behind it, those that calls compile after `step.warm` has compiled what it knows of.
 
 Nothing is compiled or run, and no GPU is needed: Triton's launches are followed up to the point where a kernel that is
 not there yet would be compiled.
@@ -23,7 +24,9 @@ from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_hf.spelling import split_method
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.step.kernels import fused_step
+from qattn_kernels.step.warm import LayerShape, launches
 
 # rows and tokens of prompts, each followed by steps of one token
 SHAPES = [(1, 100), (1, 700), (1, 3000), (1, 20000), (2, 700), (3, 300), (8, 700), (16, 512), (32, 1000), (50, 700)]
@@ -64,11 +67,21 @@ def follow_launches(compiled: list[str]) -> None:
     torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
 
 
-def main(method: str) -> None:
+def warm(spec: LayerSpec) -> None:
+    """Compile what `patch` begins to compile."""
+    shape = LayerShape(spec, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
+    for one in launches(shape):
+        one.kernel.warmup(*one.arguments, grid=one.grid, **one.options)
+
+
+def main(method: str, ahead: bool) -> None:
     compiled: list[str] = []
     follow_launches(compiled)
     name, settings = split_method(method)
     spec = replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton")
+    if ahead:
+        warm(spec)
+        compiled.clear()
     for batch, prompt in SHAPES:
         layer = QAttnLayer(spec, prompt + NEW_TOKENS)
         for tokens in (prompt, 1, 1):
@@ -84,4 +97,4 @@ def main(method: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "warm" in sys.argv)

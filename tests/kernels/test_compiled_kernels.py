@@ -19,12 +19,21 @@ TWICE = {"merge_kernel", "pool_kernel"}
 MOST = {"turbo": 12, "int8": 12, "sage2": 13, "turbo:bits=mixed": 20, "sinkq": 20}  # with a later prompt's own kernel
 
 
+def names(*arguments: str) -> Counter[str]:
+    environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}  # else Triton 3.9 warns that its default will change
+    found = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr
+    return Counter(found.stdout.split())
+
+
 @pytest.mark.parametrize("method", MOST)
 def test_ten_shapes_compile_each_kernel_once(method: str):
-    environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}  # else Triton 3.9 warns that its default will change
-    found = subprocess.run([sys.executable, SCRIPT, method], capture_output=True, text=True, env=environment)
-    assert found.returncode == 0, found.stderr
-    kernels = Counter(found.stdout.split())
+    kernels = names(method)
     assert {"long_kernel", "short_kernel", "decode_kernel", "merge_kernel"} <= set(kernels)
     assert all(count <= 1 + (name in TWICE) for name, count in kernels.items()), kernels
     assert kernels.total() <= MOST[method]
+
+
+@pytest.mark.parametrize("method", ["turbo", "sage2", "sinkq"])
+def test_what_patch_begins_to_compile_is_all_that_they_need(method: str):
+    assert not names(method, "warm")

@@ -5,33 +5,25 @@ that a decode step does. So the first call of a shape is recorded: which kernels
 their arguments which tensor of the call it belongs to, and how far behind its start. Later calls fill in addresses and
 launch what was compiled, layer by layer: a plan knows no address, so that all layers of a model share it.
 
-    launch(kernel, grid, *arguments, **options)      # in place of kernel[grid](*arguments, **options)
     planned(key, inputs, compute)                    # the results of compute(), recorded or launched from a plan
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from qattn_kernels.launch.launches import CONSTANTS, Launch, Recorder, recorded
 
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 512  # bytes between temporary tensors: PyTorch's own, so that kernels compiled for one fit the other
 PLANS = 512  # the least recently used one is forgotten; each new prompt length makes one
 ARENAS = 4096  # addresses whose arguments a plan keeps
-ALLOCATIONS = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.empty_like.default,
-}
 
 
 class Pointer(NamedTuple):
@@ -46,15 +38,6 @@ class Pointer(NamedTuple):
     base: int
     offset: int
     dtype: torch.dtype
-
-
-class Launch(NamedTuple):
-    """A launch of a compiled kernel with all its arguments; in the interpreter, of the function, with its options."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple
-    options: dict[str, Any]
 
 
 class Bound(NamedTuple):
@@ -77,67 +60,6 @@ class Result(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-
-class _Recorder(TorchDispatchMode):
-    """Follows one call: its launches, the tensors that it allocates, and what else it does on the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: list[Launch] = []
-        self.allocated: list[torch.Tensor] = []  # held, so that no two share an address
-        self.foreign: str | None = None  # what it does that no plan can repeat
-        self.paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self.paused:
-            return out
-        if func in ALLOCATIONS:
-            self.allocated.append(out)
-        elif not func.is_view:
-            self.foreign = self.foreign or str(func)
-        return out
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Context whose work on the device is not the call's own."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
-
-
-_state = threading.local()
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a Triton kernel, as `kernel[grid](*arguments, **options)` does."""
-    recorder = getattr(_state, "recorder", None)
-    if recorder is None:
-        kernel[grid](*arguments, **options)
-        return
-    with recorder.pause():
-        compiled = kernel[grid](*arguments, **options)
-    if compiled is None:  # the interpreter, which takes options and tensors each time
-        recorder.launches.append(Launch(kernel, grid, arguments, options))
-        return
-    parameters = kernel.signature.parameters
-    bound = kernel.signature.bind(*arguments, **{k: v for k, v in options.items() if k in parameters})
-    bound.apply_defaults()
-    recorder.launches.append(Launch(compiled, (*grid, 1, 1)[:3], tuple(bound.arguments.values()), {}))
-
-
-_constants: dict[int, torch.Tensor] = {}
-
-
-def constant(make: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    """A tensor that plans may keep: `make(*arguments)`, which is always the same one and never changes."""
-    recorder = getattr(_state, "recorder", None)
-    with recorder.pause() if recorder is not None else nullcontext():
-        found = make(*arguments)
-    return _constants.setdefault(id(found), found)
 
 
 class Unplannable(Exception):
@@ -223,7 +145,7 @@ def _filled(value: Any, addresses: list[int]) -> Any:
     return tuple([_filled(x, addresses) for x in value]) if isinstance(value, tuple) else value
 
 
-def _plan(recorder: _Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor]) -> Plan:
+def _plan(recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor]) -> Plan:
     """The plan of a recorded call, whose input 0 is the arena.
 
     Raises:
@@ -247,7 +169,7 @@ def _plan(recorder: _Recorder, inputs: Sequence[torch.Tensor | None], results: S
         if isinstance(value, tuple):
             made = map(pointer, value)
             return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
-        if not isinstance(value, torch.Tensor) or id(value) in _constants:
+        if not isinstance(value, torch.Tensor) or id(value) in CONSTANTS:
             return value
         if not value.numel():
             return Pointer(0, 0, value.dtype)  # read by nobody
@@ -290,12 +212,7 @@ def planned(
 def _record(
     key: Hashable, inputs: Sequence[torch.Tensor | None], compute: Callable[[], Sequence[torch.Tensor]]
 ) -> Sequence[torch.Tensor]:
-    recorder = _state.recorder = _Recorder()
-    try:
-        with recorder:
-            results = compute()
-    finally:
-        _state.recorder = None
+    results, recorder = recorded(compute)
     try:
         _plans[key] = _plan(recorder, inputs, results)
     except Unplannable as reason:

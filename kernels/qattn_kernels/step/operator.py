@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from qattn_kernels.launch.plan import planned
-from qattn_kernels.layer.arena import decode_layout, views
+from qattn_kernels.layer.arena import Layout, decode_layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, Compute, LayerSpec
 from qattn_kernels.layout import State
@@ -102,25 +102,37 @@ def _fused(
     past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_attend` in kernels, by the launch plan of an earlier call of these shapes."""
+    where = decode_layout(layout)
     if span.device.type == "cpu":
-        where = decode_layout(layout)
         _check_capacity(views(arena, where), where.spec, span)
+    call = partial(compute, query, key, value, span, arena, where, scores, past)
     tensors, sinks = (query, key, value, span), scores.sinks
     shapes = tuple([(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))])
     settings = scores.scale, scores.softcap, scores.window, past if key.shape[2] > SHORT_CALL else 0
 
-    def compute() -> tuple[torch.Tensor, torch.Tensor]:
-        from qattn_kernels.ops.rotate import launch  # which loads Triton when it is first used
-        from qattn_kernels.step.kernels import fused_step
-
-        where = decode_layout(layout)
-        q, k, v = _rotated(query, key, value, where.spec.compute, launch.rotate)
-        out, lse = fused_step(q, k, v, span, views(arena, where), where.spec, scores, past)
-        return out if where.spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
-
     with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
-        out, lse = planned((layout, shapes, settings, query.device), (arena, *tensors, sinks), compute)
+        out, lse = planned((layout, shapes, settings, query.device), (arena, *tensors, sinks), call)
     return out, lse
+
+
+def compute(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    arena: torch.Tensor,
+    layout: Layout,
+    scores: Scores,
+    past: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the kernels of a call, as `_attend` describes it."""
+    from qattn_kernels.ops.rotate import launch  # which loads Triton when it is first used
+    from qattn_kernels.step.kernels import fused_step
+
+    spec = layout.spec
+    query, key, value = _rotated(query, key, value, spec.compute, launch.rotate)
+    out, lse = fused_step(query, key, value, span, views(arena, layout), spec, scores, past)
+    return out if spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
 
 
 def _shapes(query, key, value, span, arena, layout, scale, softcap, window, sinks, past):

@@ -7,9 +7,9 @@ import torch
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import power_of_two
+from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.panel import Panel, tensors
-from qattn_kernels.launch.plan import launch
 from qattn_kernels.ops.append.k_mean import mean_kernel
 from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, unpack_past_kernel
 from qattn_kernels.ops.append.ranking import rank_kernel

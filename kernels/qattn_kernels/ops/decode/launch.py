@@ -8,7 +8,7 @@ import torch
 
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.plan import launch
+from qattn_kernels.launch.launches import launch
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import chip_of, choose

@@ -8,8 +8,8 @@ import torch
 
 from qattn_kernels.formats.granularity import QUERY_BLOCK
 from qattn_kernels.launch.constants import power_of_two
+from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.panel import Panel
-from qattn_kernels.launch.plan import launch
 from qattn_kernels.layer.spec import Compute, LayerSpec
 from qattn_kernels.layout import Window
 from qattn_kernels.ops.prefill.quantize import (
@@ -116,18 +116,9 @@ def _query_means(q: torch.Tensor, panel: Panel, compute: Compute) -> torch.Tenso
     parts = -(-tokens // size)
     means = torch.empty((batch, heads, parts, dim), dtype=torch.float32, device=q.device)
     launch(
-        query_means_kernel,
-        (parts, batch * heads),
-        q,
-        q.stride()[:3],
-        panel.rows,
-        means,
-        heads,
-        size,
-        D=dim,
-        DP=power_of_two(dim),
-        enable_fp_fusion=True,
-    )
+        query_means_kernel, (batch * heads, parts),
+        q, q.stride()[:3], panel.rows, means, heads, size, D=dim, DP=power_of_two(dim), enable_fp_fusion=True,
+    )  # fmt: skip
     return means
 
 

@@ -8,8 +8,8 @@ import os
 import torch
 
 from qattn_kernels.launch.constants import PrefillSizes, power_of_two
+from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.panel import Panel
-from qattn_kernels.launch.plan import launch
 from qattn_kernels.launch.tuned import Prefill, gpu_name, tuned_for
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from qattn_kernels.launch.plan import constant, launch
+from qattn_kernels.launch.launches import constant, launch
 from qattn_kernels.ops.rotate.kernel import rotate_kernel
 from qattn_kernels.ops.rotate.reference import signs
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
+from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.panel import Panel, tensors
-from qattn_kernels.launch.plan import launch
 from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel
 
 

@@ -1,0 +1,150 @@
+"""Launches of Triton kernels, followed by whoever wants to know them: a plan that repeats them, or a compiler.
+
+launch(kernel, grid, *arguments, **options)      # in place of kernel[grid](*arguments, **options)
+recorded(compute)                                # the results of compute(), and what it launched
+collected(compute)                               # what compute() would launch
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+SILENT = 1.0  # seconds to wait for a compiler before saying so
+ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty_like.default,
+}
+
+
+class Launch(NamedTuple):
+    """A launch of a compiled kernel with all its arguments; in the interpreter, of the function, with its options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple
+    options: dict[str, Any]
+
+
+class Recorder(TorchDispatchMode):
+    """Follows one call: its launches, the tensors that it allocates, and what else it does on the device."""
+
+    def __init__(self, collects: bool = False) -> None:
+        super().__init__()
+        self.collects = collects  # launches are only noted down
+        self.launches: list[Launch] = []
+        self.allocated: list[torch.Tensor] = []  # held, so that no two share an address
+        self.foreign: str | None = None  # what it does that no plan can repeat
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.paused:
+            return out
+        if func in ALLOCATIONS:
+            self.allocated.append(out)
+        elif not func.is_view:
+            self.foreign = self.foreign or str(func)
+        return out
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context whose work on the device is not the call's own."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+
+_state = threading.local()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel, as `kernel[grid](*arguments, **options)` does."""
+    recorder = getattr(_state, "recorder", None)
+    if recorder is not None and recorder.collects:
+        recorder.launches.append(Launch(kernel, grid, arguments, options))
+        return
+    if kernel in _expected:
+        _wait_for(kernel)
+    if recorder is None:
+        kernel[grid](*arguments, **options)
+        return
+    with recorder.pause():
+        compiled = kernel[grid](*arguments, **options)
+    if compiled is None:  # the interpreter, which takes options and tensors each time
+        recorder.launches.append(Launch(kernel, grid, arguments, options))
+        return
+    parameters = kernel.signature.parameters
+    bound = kernel.signature.bind(*arguments, **{k: v for k, v in options.items() if k in parameters})
+    bound.apply_defaults()
+    recorder.launches.append(Launch(compiled, (*grid, 1, 1)[:3], tuple(bound.arguments.values()), {}))
+
+
+def recorded(compute: Callable[[], Result]) -> tuple[Result, Recorder]:
+    """Results of `compute()`, and what it did."""
+    recorder = _state.recorder = Recorder()
+    try:
+        with recorder:
+            return compute(), recorder
+    finally:
+        _state.recorder = None
+
+
+def collected(compute: Callable[[], Any]) -> list[Launch]:
+    """What `compute()` would launch; nothing is."""
+    recorder = _state.recorder = Recorder(collects=True)
+    try:
+        compute()
+    finally:
+        _state.recorder = None
+    return recorder.launches
+
+
+def compile_launch(one: Launch) -> None:
+    """Compile and load the kernel of a launch that was `collected`."""
+    compiled = one.kernel.warmup(*one.arguments, grid=one.grid, **one.options)
+    compiled[(1, 1, 1)]  # which loads it, and launches nothing
+
+
+_expected: dict[Any, Future] = {}  # compilations by the function that they compile
+
+
+def expect(kernel: Any, compilation: Future) -> Future:
+    """Let launches of `kernel` wait for a compilation in another thread, so that it is not compiled twice."""
+    _expected[kernel] = compilation
+    return compilation
+
+
+def _wait_for(kernel: Any) -> None:
+    compilation = _expected[kernel]
+    done, _ = wait([compilation], timeout=SILENT)
+    if not done:
+        left = sum(not x.done() for x in _expected.values())
+        log.warning("compiling %d kernels for this GPU, once: Triton keeps them for later processes", left)
+        wait([compilation])
+    _expected.pop(kernel, None)
+
+
+CONSTANTS: dict[int, torch.Tensor] = {}
+
+
+def constant(make: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """A tensor that plans may keep: `make(*arguments)`, which is always the same one and never changes."""
+    recorder = getattr(_state, "recorder", None)
+    with recorder.pause() if recorder is not None else nullcontext():
+        found = make(*arguments)
+    return CONSTANTS.setdefault(id(found), found)

@@ -1,0 +1,50 @@
+"""Kernels compiled side by side before a call needs them: by `patch` in threads, or ahead by `qattn warm`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from qattn_kernels.layer.spec import LayerSpec
+
+
+def begin(
+    config: PretrainedConfig,
+    specs: list[LayerSpec],
+    dtype: torch.dtype,
+    devices: Iterable[torch.device],
+    shards: int = 1,
+) -> list[Future]:
+    """Begin to compile, in threads, the kernels that `generate` needs; calls wait for those that they launch.
+
+    Args:
+        specs: one `LayerSpec` a layer; those of the reference need no kernels. dtype: of keys and values.
+        devices: GPUs on which layers run. shards: processes among which the heads are split.
+
+    Returns:
+        a future for each kernel function; none fails, since a call that needs a kernel compiles it again and says why
+        it could not.
+    """
+    fused = dict.fromkeys(spec for spec in specs if spec.impl == "triton")
+    if not fused:
+        return []
+    from qattn_kernels.step.warm import LayerShape, warm  # which loads Triton
+
+    text = config.get_text_config(decoder=True)
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    capped = bool(getattr(text, "attn_logit_softcapping", None))
+    return warm(
+        LayerShape(spec, heads // shards, kv_heads // shards, dim, dtype, device, capped)
+        for spec in fused
+        for device in devices
+    )
+
+
+def begin_for(model: PreTrainedModel, specs: list[LayerSpec], shards: int) -> list[Future]:
+    """`begin` for a model on its GPUs; nothing for a model elsewhere."""
+    devices = dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda")
+    return begin(model.config, specs, model.dtype, devices, shards) if devices else []
