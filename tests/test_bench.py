@@ -175,6 +175,15 @@ def test_an_output_of_nonsense_is_no_figure(monkeypatch):
     assert "not finite" in row["error"] and "ms" not in row
 
 
+def test_first_calls_are_measured_in_two_processes(bench):
+    code, out, err = bench("first-call", "--method", "int8", "--json")
+    cold, warm = (json.loads(line) for line in out.splitlines())
+    assert code == 0 and (cold["cache"], warm["cache"]) == ("cold", "warm")
+    assert cold["kernels"] == warm["kernels"] == 0  # on a CPU the reference computes
+    assert len(cold["waits_s"]) == 2 and cold["wait_s"] == pytest.approx(sum(cold["waits_s"]))
+    assert "cache warm, kernels 0: int8: " in err
+
+
 def test_generate_times_every_way(bench):
     code, out, _ = bench("generate", "--json", "--new-tokens", "6", "--batch", "2", "--context", "70")
     rows = {row["way"]: row for row in map(json.loads, out.splitlines())}

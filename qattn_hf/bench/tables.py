@@ -87,7 +87,18 @@ def generate_table(rows: list[Row]) -> Table:
     return header, lines
 
 
-TABLES = {"decode": decode_table, "prefill": prefill_table, "generate": generate_table}
+def first_call_table(rows: list[Row]) -> Table:
+    """Kernels compiled, and seconds waited for them, by processes without and with kernels on disk."""
+    lines = [[row["way"], row["cache"], str(row["kernels"]), _figure(row, "wait_s", ".1f")] for row in rows]
+    return ["way", "kernels on disk", "compiled", "wait, s"], lines
+
+
+TABLES = {
+    "decode": decode_table,
+    "prefill": prefill_table,
+    "generate": generate_table,
+    "first-call": first_call_table,
+}
 
 
 def table(rows: list[Row]) -> Table:

@@ -122,6 +122,24 @@ def generate(
     show(measured.rows(points, ways, lm, where, new_tokens), as_json, output, plot)
 
 
+@bench.command("first-call")
+def first_call(
+    method: Annotated[list[str] | None, methods_option(DEFAULT_OF_GENERATE)] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Seconds that a process waits for the compiler over prompts of ten shapes, with no kernel on disk and with all.
+
+    Example: qattn bench first-call --method turbo
+    """
+    from qattn_hf.bench import first_call as measured
+    from qattn_hf.recipe import find_recipes
+
+    recipes = find_recipes(method or DEFAULT_OF_GENERATE)
+    show(measured.rows(list(recipes), chosen_device(device)), as_json, output, None)
+
+
 def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
     """The ways of `--way`; without it the default ones, with `all` every one."""
     from qattn_hf.bench.ways import default_ways
@@ -233,11 +251,13 @@ def show(rows: Iterator[dict[str, Any]], as_json: bool, output: Path | None, plo
 
 def progress(row: dict[str, Any]) -> str:
     """One line about a measured row, for stderr."""
-    place = ", ".join(f"{key} {row[key]}" for key in ("batch", "context", "tokens") if key in row)
+    keys = "batch", "context", "tokens", "cache", "kernels"
+    place = ", ".join(f"{key} {row[key]}" for key in keys if key in row)
     place += f", room for {row['context'] * row['room']}" if row.get("room", 1) > 1 else ""
     if "error" in row:
         return f"{place}: {row['way']}: {row['error']}"
     figures = {"ms": "ms", "tops": "TOPS", "gb_per_s": "GB/s", "ms_per_token": "ms a token", "step_ms": "ms a step"}
+    figures["wait_s"] = "s of waiting"
     values = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
     ran = ", ".join(str(row[key]) for key in ("impl", "decode") if row.get(key))
     return f"{place}: {row['way']}: {values}" + (f" ({ran})" if ran else "")

@@ -26,13 +26,6 @@ def restore(call: Call, panel: Panel, past: int) -> None:
     """Sinks of at most `past` blocks to their slots of the panel; before the pool competes."""
     if call.table is not None and past > 0:
         launch(
-            restore_kernel,
-            (call.sizes.H, call.batch),
-            call.table,
-            call.k_sinks,
-            call.v_sinks,
-            tensors(panel),
-            panel.pos.shape[1],
-            call.sizes,
-            **codes(call.sizes),
-        )
+            restore_kernel, (call.sizes.H, call.batch),
+            call.table, call.k_sinks, call.v_sinks, tensors(panel), panel.pos.shape[1], call.sizes, **codes(call.sizes),
+        )  # fmt: skip
