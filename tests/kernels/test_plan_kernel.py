@@ -26,7 +26,7 @@ SOME = CASES + MORE_CASES if DEVICE == "cuda" else list(FEW.values())
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_plans", type(plan._plans)())
+    monkeypatch.setattr(plan, "_plans", {})
 
 
 @pytest.fixture

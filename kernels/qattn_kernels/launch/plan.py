@@ -11,7 +11,6 @@ launch what was compiled, layer by layer: a plan knows no address, so that all l
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from qattn_kernels.launch.launches import CONSTANTS, Launch, Recorder, recorded
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 512  # bytes between temporary tensors: PyTorch's own, so that kernels compiled for one fit the other
-PLANS = 512  # the least recently used one is forgotten; each new prompt length makes one
+PLANS = 1024  # then all are forgotten; each new prompt length makes one
 ARENAS = 4096  # addresses whose arguments a plan keeps
 
 
@@ -45,13 +44,15 @@ class Bound(NamedTuple):
 
     Attributes:
         run: launches, given all arguments and the stream.
-        arguments: with the arena's addresses; still a `Pointer` where another tensor's belongs.
-        open_places: those of them that each call fills, by number.
+        arguments: with the arena's addresses; anything where another tensor's belongs.
+        tensors: where each call fills in an address: number of the argument, of the tensor, and bytes behind its start.
+        tuples: the arguments that have such places inside, by number.
     """
 
     run: Callable[..., Any]
     arguments: list[Any]
-    open_places: list[tuple[int, Any]]
+    tensors: list[tuple[int, int, int]]
+    tuples: list[tuple[int, tuple]]
 
 
 class Result(NamedTuple):
@@ -86,19 +87,26 @@ class Plan:
         if device.type == "cpu":
             self._interpret([*inputs, *results, room])
             return results
-        addresses = [0 if x is None else x.data_ptr() for x in (*inputs, *results, room)]
+        if torch.cuda.current_device() == device.index:
+            self._launch([0 if x is None else x.data_ptr() for x in (*inputs, *results, room)])
+        else:
+            with torch.cuda.device(device):  # Triton launches on the current device, whatever the tensors' own is
+                self._launch([0 if x is None else x.data_ptr() for x in (*inputs, *results, room)])
+        return results
+
+    def _launch(self, addresses: list[int]) -> None:
         bound = self._bound.get(addresses[0])
         if bound is None:
             if len(self._bound) >= ARENAS:
                 self._bound.clear()
             bound = self._bound[addresses[0]] = [_bind(x, addresses[0]) for x in self.launches]
-        stream = torch.cuda.current_stream(device).cuda_stream
-        for run, arguments, open_places in bound:
+        for run, arguments, tensors, tuples in bound:
             filled = arguments.copy()
-            for place, value in open_places:
+            for place, base, offset in tensors:
+                filled[place] = addresses[base] + offset
+            for place, value in tuples:
                 filled[place] = _filled(value, addresses)
-            run(*filled, stream=stream)
-        return results
+            run(*filled)
 
     def _interpret(self, tensors: list[torch.Tensor | None]) -> None:
         """The same in Triton's interpreter, whose pointers are tensors."""
@@ -124,7 +132,9 @@ def _bind(one: Launch, arena: int) -> Bound:
         return tuple(map(fixed, value)) if isinstance(value, tuple) else value
 
     arguments = [fixed(x) for x in one.arguments]
-    return Bound(one.kernel[one.grid], arguments, [(i, x) for i, x in enumerate(arguments) if _has_pointer(x)])
+    tensors = [(i, x.base, x.offset) for i, x in enumerate(arguments) if isinstance(x, Pointer)]
+    tuples = [(i, x) for i, x in enumerate(arguments) if not isinstance(x, Pointer) and _has_pointer(x)]
+    return Bound(one.kernel[one.grid], arguments, tensors, tuples)
 
 
 def _at(base: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
@@ -186,7 +196,7 @@ def _plan(recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Se
     return Plan(launches, [Result(x.shape, x.stride(), x.dtype) for x in results], end)
 
 
-_plans: OrderedDict[Hashable, Plan | None] = OrderedDict()
+_plans: dict[Hashable, Plan | None] = {}
 
 
 def planned(
@@ -202,22 +212,19 @@ def planned(
     key = key, tuple([0 if x is None else x.data_ptr() % 16 for x in inputs])  # kernels are compiled for aligned loads
     plan = _plans.get(key)
     if plan is not None:
-        _plans.move_to_end(key)
         return plan.run(inputs)
-    elif key not in _plans:
-        return _record(key, inputs, compute)
-    return compute()
+    return compute() if key in _plans else _record(key, inputs, compute)
 
 
 def _record(
     key: Hashable, inputs: Sequence[torch.Tensor | None], compute: Callable[[], Sequence[torch.Tensor]]
 ) -> Sequence[torch.Tensor]:
     results, recorder = recorded(compute)
+    if len(_plans) >= PLANS:
+        _plans.clear()
     try:
         _plans[key] = _plan(recorder, inputs, results)
     except Unplannable as reason:
         log.debug("no launch plan for this call: %s", reason)
         _plans[key] = None
-    while len(_plans) > PLANS:
-        _plans.popitem(last=False)
     return results

@@ -77,18 +77,20 @@ def _attend(
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    with torch.no_grad():  # nothing here has a gradient, and state must never require one
-        where, scores = decode_layout(layout), Scores(scale, softcap, window, sinks)
-        layer = where.spec
-        if layer.impl == "triton":
-            return _fused(query, key, value, span, arena, layout, scores, past)
-        state = views(arena, where)
-        _check_capacity(state, layer, span)
-        with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
-            query, key, value = _rotated(query, key, value, layer.compute, partial(map, rotate))
-            out, lse = reference_step(query, key, value, span, state, layer, scores)
-            out = out if layer.compute.rotate_v == "none" else rotate_back(out)
-            return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+    if torch.is_grad_enabled():  # nothing here has a gradient, and state must never require one
+        with torch.no_grad():
+            return _attend(query, key, value, span, arena, layout, scale, softcap, window, sinks, past)
+    where, scores = decode_layout(layout), Scores(scale, softcap, window, sinks)
+    layer = where.spec
+    if layer.impl == "triton":
+        return _fused(query, key, value, span, arena, layout, scores, past)
+    state = views(arena, where)
+    _check_capacity(state, layer, span)
+    with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
+        query, key, value = _rotated(query, key, value, layer.compute, partial(map, rotate))
+        out, lse = reference_step(query, key, value, span, state, layer, scores)
+        out = out if layer.compute.rotate_v == "none" else rotate_back(out)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
 def _fused(
@@ -110,8 +112,7 @@ def _fused(
     shapes = tuple([(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))])
     settings = scores.scale, scores.softcap, scores.window, past if key.shape[2] > SHORT_CALL else 0
 
-    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
-        out, lse = planned((layout, shapes, settings, query.device), (arena, *tensors, sinks), call)
+    out, lse = planned((layout, shapes, settings, query.device), (arena, *tensors, sinks), call)
     return out, lse
 
 
@@ -130,9 +131,10 @@ def compute(
     from qattn_kernels.step.kernels import fused_step
 
     spec = layout.spec
-    query, key, value = _rotated(query, key, value, spec.compute, launch.rotate)
-    out, lse = fused_step(query, key, value, span, views(arena, layout), spec, scores, past)
-    return out if spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
+    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
+        query, key, value = _rotated(query, key, value, spec.compute, launch.rotate)
+        out, lse = fused_step(query, key, value, span, views(arena, layout), spec, scores, past)
+        return out if spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
 
 
 def _shapes(query, key, value, span, arena, layout, scale, softcap, window, sinks, past):
