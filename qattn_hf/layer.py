@@ -56,9 +56,11 @@ class QAttnLayer(CacheLayerMixin):
         self.planned = max_cache_len is not None  # the capacity is known to suffice, so it stays as it is
         self.blocks = self._blocks_for(max_cache_len or 1)
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-            self.state: State = {"seen": torch.zeros((), dtype=torch.int64)}  # all are views of the arena later on
+            self.state: State = {
+                "columns_seen": torch.zeros((), dtype=torch.int64)
+            }  # all are views of the arena later on
         self.arena: torch.Tensor | None = None
-        self._layout, self._seen_at = "", 0  # where they lie in it
+        self._layout, self._columns_seen_at = "", 0  # where they lie in it
         self.moves = 0  # how often tensors were replaced, which invalidates captured steps
         self.edits, self.torn = 0, False  # changes of the state so far; whether one began and did not end
         # Upper bound of the slots any row uses, kept on the host so that no step waits for the device. None: compiled
@@ -120,8 +122,8 @@ class QAttnLayer(CacheLayerMixin):
     def get_seq_length(self) -> torch.Tensor:
         """Columns fed so far, padding included: a new 0-d int64 tensor on the layer's device."""
         if torch.compiler.is_compiling() and self.arena is not None:  # a view beside the arena would be an input more
-            return self.arena[self._seen_at : self._seen_at + 8].view(torch.int64).view(()).clone()
-        return self.state["seen"].clone()
+            return self.arena[self._columns_seen_at : self._columns_seen_at + 8].view(torch.int64).view(()).clone()
+        return self.state["columns_seen"].clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.capacity, 0
@@ -133,7 +135,7 @@ class QAttnLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty the layer; the tensors and their addresses stay."""
-        (self.state["seen"] if self.arena is None else self.arena).zero_()
+        (self.state["columns_seen"] if self.arena is None else self.arena).zero_()
         self._used, self.edits, self.torn = 0, 0, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -157,7 +159,7 @@ class QAttnLayer(CacheLayerMixin):
         count = int(tokens_to_remove)
         if not self.is_initialized or count == 0:  # a deferred stop check says 0 at every step: no wait for the device
             return
-        columns = int(self.state["seen"])
+        columns = int(self.state["columns_seen"])
         drop = min(-count, columns) if count < 0 else max(0, columns - count)
         if drop == 0:
             return
@@ -257,7 +259,7 @@ class QAttnLayer(CacheLayerMixin):
             CapacityError: the capacity was fixed before and is too small; nothing was changed.
         """
         used = self._used = self._slots_used()
-        slack = max(0, used - int(self.state["seen"]))  # slots lost to short blocks
+        slack = max(0, used - int(self.state["columns_seen"]))  # slots lost to short blocks
         if self.max_cache_len is None:
             self._grow(max(self.blocks, self._blocks_for(tokens + slack)))
             self.planned = True
@@ -353,7 +355,7 @@ class QAttnLayer(CacheLayerMixin):
         layout = Layout(self.geometry, self.spec)
         with torch.inference_mode(False):
             self.arena, self.state, self._layout = arena, views(arena, layout), layout.encode()
-        self._seen_at = places(layout)[0]["seen"][0]
+        self._columns_seen_at = places(layout)[0]["columns_seen"][0]
         self.moves += 1
         if not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(arena)

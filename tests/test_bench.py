@@ -48,7 +48,7 @@ def test_a_filled_layer_stands_where_a_fed_one_does(case: Case, length: int):
     if length:
         feed(fed, q[:, :, :length], k[:, :, :length], v[:, :, :length], [length])
     layers.fill(filled, length)
-    for name in ("length", "longest", "seen", "closed", "open_start", "block_len", "block_pos"):
+    for name in ("length", "longest", "columns_seen", "closed", "open_start", "block_len", "block_pos"):
         assert torch.equal(fed.state[name], filled.state[name]), name
     for layer in (fed, filled):
         out = feed(layer, *(x[:, :, length:] for x in (q, k, v)), [1, 30, 60, 70])

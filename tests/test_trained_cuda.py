@@ -28,7 +28,7 @@ CUTS = (61, 122, 183, 188, 204, 205, 206) if ON_GPU else (61, 122, 127, 128, 129
 # may err no more than that, in the mean of all calls of a width (of one token, whose few rows are steep or not, each
 # may round either way); and by as much as its products of halves and INT8 pairs do, where the reference has floats.
 SLACK, FLOOR = 1.25, 2e-3
-# Sinks in an INT8 panel have the scale of their block, and so few of its levels, since they are small; a head that
+# Sinks in unpacked INT8 keys have the scale of their block, and so few of its levels, since they are small; a head that
 # looks at them alone shows it: 1.4 times the reference's error, which has them by their own scales. KL is the same.
 POOL_SLACK = 2.0
 

@@ -37,7 +37,7 @@ class RowState(NamedTuple):
     Attributes:
         length, closed, open_start: int32 `[B]`, as in `Row`.
         longest: int32 `[B]`, the most tokens that a row ever had.
-        seen: columns of all calls so far, padding included.
+        columns_seen: columns of all calls, padding included.
         padded: columns up to the last padding.
         overflow: `[B]`, tokens that did not fit.
     """
@@ -46,7 +46,7 @@ class RowState(NamedTuple):
     closed: Any
     open_start: Any
     longest: Any
-    seen: Any
+    columns_seen: Any
     padded: Any
     overflow: Any
 

@@ -64,7 +64,7 @@ def fill(layer: QAttnLayer, length: int) -> None:
             _fill_numbers(state, name)
     for name in ("length", "longest"):
         state[name].fill_(length)
-    state["seen"].fill_(length)
+    state["columns_seen"].fill_(length)
     state["closed"].fill_(closed)
     state["open_start"].fill_(closed * window.block)
     state["block_len"][:, :closed] = window.block
@@ -97,10 +97,11 @@ def _fill_numbers(state: State, name: str) -> None:
     tensor, kind = state[name], name.rpartition(".")[2]
     if kind == "dropped":
         tensor.zero_()
-    elif kind == "s2":
+    elif kind == "channel_scale":
         tensor.random_(5, 16)
-    elif kind == "z2":  # centred: with 4-bit codes, code * s2 + z2 then fits INT8; s2 comes first by name
-        tensor.copy_((-15 * state[name.removesuffix("z2") + "s2"].int()) // 2)
+    elif kind == "zero_point" and tensor.dtype == torch.int8:
+        # centred, so that 4-bit `code * channel_scale + zero_point` fits INT8; the scale comes first by name
+        tensor.copy_((-15 * state[name.removesuffix("zero_point") + "channel_scale"].int()) // 2)
     elif tensor.dtype == torch.uint8:
         tensor.random_(0, 127)  # which is no number in FP8
     elif tensor.dtype == torch.int8:

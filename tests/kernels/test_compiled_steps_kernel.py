@@ -112,7 +112,7 @@ def test_steps_past_the_capacity_are_found_out(case: Case, impl: str):
     full = {name: tensor.clone() for name, tensor in fed.layer.state.items()}
     fed.hidden(5)
     moved = {name for name, tensor in fed.layer.state.items() if not torch.equal(tensor, full[name])}
-    assert moved <= {"seen", "padded", "overflow"} | {name for name in moved if name.startswith("v_")}
+    assert moved <= {"columns_seen", "padded", "overflow"} | {name for name in moved if name.startswith("v_")}
     assert fed.layer.state["overflow"].tolist() == [5, 5]
     for call in (lambda: fed.call(1), lambda: fed.call(40), lambda: fed.layer.plan(10)):
         with pytest.raises(CapacityError, match=r"5 are lost.*larger max_cache_len"):

@@ -22,12 +22,12 @@ def test_undone_codes_fit_int8_and_are_near(seed: int, bits: int, size: float):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(1, 2, 64, 8, generator=g) * size * torch.rand(1, 2, 1, 8, generator=g)
     x1, scale = stage_one(int8_tokens(x))
-    code, s2, z2 = (t.int() for t in stage_two(x1, torch.ones(1, 2, 64, dtype=torch.bool), bits))
-    dequantize = code * s2[:, :, None] + z2[:, :, None]
-    assert z2.min() >= -127 and z2.max() <= 117
+    code, channel_scale, zero_point = (t.int() for t in stage_two(x1, torch.ones(1, 2, 64, dtype=torch.bool), bits))
+    dequantize = code * channel_scale[:, :, None] + zero_point[:, :, None]
+    assert zero_point.min() >= -127 and zero_point.max() <= 117
     assert dequantize.min() >= -123 and dequantize.max() <= 122
     reach = (
-        s2[:, :, None] / 2 + (2**bits - 1) / 2
+        channel_scale[:, :, None] / 2 + (2**bits - 1) / 2
     )  # half a step, and what rounding the step itself can lose at the ends
     assert ((dequantize - x1.int()).abs() <= reach).all()
     assert ((x1 * scale[..., None, None] - x).abs() <= scale[..., None, None] * 1.001).all()
@@ -36,10 +36,11 @@ def test_undone_codes_fit_int8_and_are_near(seed: int, bits: int, size: float):
 def test_stage_two_by_hand():
     """A channel from -100 to 20: 4 bits scale (240 + 15) // 30 = 8, zero point -100 + ((120 - 120) >> 1) = -100."""
     x1 = torch.tensor([-100, 20, -60, 0]).view(1, 1, 4, 1).to(torch.int8)
-    code, s2, z2 = stage_two(x1, torch.ones(1, 1, 4, dtype=torch.bool), 4)
-    assert (s2.item(), z2.item(), code.flatten().tolist()) == (8, -100, [0, 15, 5, 12])  # 12.5 rounds to even
-    code, s2, z2 = stage_two(x1, torch.tensor([[[False, True, True, True]]]), 2)
-    assert (s2.item(), z2.item(), code.flatten().tolist()) == (27, -61, [0, 3, 0, 2])
+    code, channel_scale, zero_point = stage_two(x1, torch.ones(1, 1, 4, dtype=torch.bool), 4)
+    codes = [0, 15, 5, 12]  # 12.5 rounds to even
+    assert (channel_scale.item(), zero_point.item(), code.flatten().tolist()) == (8, -100, codes)
+    code, channel_scale, zero_point = stage_two(x1, torch.tensor([[[False, True, True, True]]]), 2)
+    assert (channel_scale.item(), zero_point.item(), code.flatten().tolist()) == (27, -61, [0, 3, 0, 2])
 
 
 def test_stage_one_shares_the_largest_token_scale():
@@ -71,8 +72,8 @@ def test_more_bits_are_never_worse():
     keep = torch.ones(2, 2, 64, dtype=torch.bool)
     errors = []
     for bits in (2, 4):
-        code, s2, z2 = (t.int() for t in stage_two(x1, keep, bits))
-        errors.append((code * s2[:, :, None] + z2[:, :, None] - x1).square().float().mean((-1, -2)))
+        code, channel_scale, zero_point = (t.int() for t in stage_two(x1, keep, bits))
+        errors.append((code * channel_scale[:, :, None] + zero_point[:, :, None] - x1).square().float().mean((-1, -2)))
     assert (errors[1] < errors[0] / 4).all()  # the step is five times smaller
 
 
@@ -132,7 +133,7 @@ def test_universal_scale_comes_from_the_first_call(side: str):
     feed(layer, q, k, v, [150])
     scale = x[:, :, :150].abs().amax((2, 3)) / 119
     torch.testing.assert_close(layer.state[f"{side}.universal"], scale)
-    assert torch.equal(layer.state[f"{side}.s"][:, :, 0], layer.state[f"{side}.universal"]), (
+    assert torch.equal(layer.state[f"{side}.scale"][:, :, 0], layer.state[f"{side}.universal"]), (
         "of all tokens of that call"
     )
     assert layer.state[f"{side}.clamped"].sum() == 0

@@ -38,7 +38,7 @@ def test_kernels_know_a_format_by_one_typed_object(name: str):
 
 def test_a_function_that_is_missing_fails_at_once():
     with pytest.raises(TypeError, match="required positional argument"):
-        JitFormat(Tensors=tuple, open=None)  # type: ignore[call-arg]
+        JitFormat(Tensors=tuple, quantize_tokens=None)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="unexpected field names"):
         importlib.import_module("qattn_kernels.formats.int8.jit").JIT._replace(scorse=None)
 

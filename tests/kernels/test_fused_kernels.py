@@ -15,7 +15,7 @@ from helpers import DEVICE, Case, case_id, make_layer
 from kernel_cases import BY_CHANNELS, CASES, FORMATS, INT8, KIVI, LONG, MORE_CASES, NONE, SMOOTHED, TURBO, TWO_BITS
 
 from qattn_hf.layer import QAttnLayer
-from qattn_kernels.formats.fp8.jit import open as open_fp8
+from qattn_kernels.formats.fp8.jit import quantize_tokens as quantize_fp8
 from qattn_kernels.formats.fp8.reference import fp8_tokens
 from qattn_kernels.launch.call import make_call
 from qattn_kernels.layer.scores import Scores
@@ -109,7 +109,7 @@ def test_columns_of_padding_in_the_last_of_many_rows(tokens: int):
         layer.lazy_initialization(k, v)
         run(q, k, v, span, layer.state, layer.spec, Scores(q.shape[-1] ** -0.5), *([0] if run is fused_step else []))
     assert differing(one, other) == []
-    assert other.state["padded"] == 2 and other.state["seen"] == tokens
+    assert other.state["padded"] == 2 and other.state["columns_seen"] == tokens
 
 
 @pytest.mark.parametrize("case", SMOOTHED, ids=case_id)
@@ -346,7 +346,7 @@ def test_offsets_beyond_two_to_the_31(case: Case):
 @triton.jit
 def _open_rows(X, CODES):
     at = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    code, _ = open_fp8(tl.load(X + at))
+    code, _ = quantize_fp8(tl.load(X + at))
     tl.store(CODES + at, code)
 
 

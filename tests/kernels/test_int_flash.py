@@ -41,7 +41,7 @@ def test_values_by_hand():
     fmt.write(state, block)
     assert state["codes"][0, 0, 0].tolist() == [[127, -4], [2, 0], [0, -127]]  # [D, tokens]
     assert state["scale"].tolist() == [[[1.0]]]
-    assert torch.equal(fmt.read(state, 1).dequantize()[:, :, 0], fmt.seen(block.tokens, state).dequantize())
+    assert torch.equal(fmt.read(state, 1).dequantize()[:, :, 0], fmt.block_form(block.tokens, state).dequantize())
 
 
 def test_one_scale_serves_all_later_values_clamped_and_counted():

@@ -1,4 +1,5 @@
-"""The prefill kernel over panels made by hand: against fp64 attention over what the panel holds, and the reference."""
+"""The prefill kernel over unpacked keys and values made by hand: against fp64 attention over what they hold, and the
+reference."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from qattn_kernels.formats import Operand, get_format
 from qattn_kernels.formats.base import int8_tokens
 from qattn_kernels.formats.flashq.reference import stage_one
 from qattn_kernels.formats.int8_block.reference import Int8BlockFormat
-from qattn_kernels.launch.panel import Panel
+from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, LayerSpec, Sparsity
 from qattn_kernels.layout import ROW_FIELDS, Window
@@ -34,9 +35,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 @dataclass(frozen=True)
 class Case:
     """`tokens` columns a call after `past` tokens, `hq` query heads over `heads`; row `b` has the columns
-    `spans[b]` `(first, count)`. `form` of the panel: `flashq` blocks, `int8` tokens, the model's dtype, or INT8 tokens
-    of keys with values by block, `full`, or in the model's dtype, `half`. `short`: the first block has lost its last
-    tokens to a crop. `masked`: some tokens are."""
+    `spans[b]` `(first, count)`. `form` of the unpacked keys and values: `flashq` blocks, `int8` tokens, the model's
+    dtype, or INT8 tokens of keys with values by block, `full`, or in the model's dtype, `half`. `short`: the first
+    block has lost its last tokens to a crop. `masked`: some tokens are."""
 
     tokens: int = 65
     past: int = 0
@@ -84,7 +85,7 @@ def data(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def tiles_of(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[Tiles, torch.Tensor]:
-    """Tiles as the reference would see them, and `Panel.rows`."""
+    """Tiles as the reference would see them, and `UnpackedKV.rows`."""
     rows, heads, n, block = k.shape[:4]
     closed = (case.past + case.short) // block
     slot = torch.arange(n * block).view(n, block)
@@ -105,7 +106,7 @@ def tiles_of(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[Tiles, torch
         if form == "model":
             return Operand(x, None)
         if form == "int8_block":
-            return Int8BlockFormat().seen(Operand(x, None), {})
+            return Int8BlockFormat().block_form(Operand(x, None), {})
         coded = int8_tokens(x)
         if form == "int8":
             return coded
@@ -118,8 +119,8 @@ def tiles_of(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[Tiles, torch
     return Tiles(*map(side, (k, v), case.forms), pos, since, torch.full_like(since, FOREVER), keep), fields
 
 
-def panel_of(case: Case, tiles: Tiles, fields: torch.Tensor) -> Panel:
-    """The same as a panel, its unseen slots full of numbers that must not matter."""
+def unpacked_of(case: Case, tiles: Tiles, fields: torch.Tensor) -> UnpackedKV:
+    """The same as unpacked keys and values, their unseen slots full of numbers that must not matter."""
     dead = ~tiles.keep
 
     def side(x: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -131,7 +132,7 @@ def panel_of(case: Case, tiles: Tiles, fields: torch.Tensor) -> Panel:
     v = v if v_scale is None else v.transpose(2, 3).contiguous()
     bias = torch.where(dead, -math.inf, 0.0).flatten(2, 3)
     pos = tiles.pos.flatten(1).contiguous()
-    return Panel(k.to(DEVICE), k_scale, v.to(DEVICE), v_scale, bias.to(DEVICE), pos.to(DEVICE), fields.to(DEVICE))
+    return UnpackedKV(k.to(DEVICE), k_scale, v.to(DEVICE), v_scale, bias.to(DEVICE), pos.to(DEVICE), fields.to(DEVICE))
 
 
 def exact(q: torch.Tensor, see: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
@@ -173,7 +174,7 @@ def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **comp
 
     on_device = replace(scores, sinks=None if scores.sinks is None else scores.sinks.to(DEVICE))
     wide = q.to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # strides as a model's projection leaves them
-    out, lse = (x.cpu() for x in prefill(wide.to(DEVICE), panel_of(case, tiles, fields), spec, on_device))
+    out, lse = (x.cpu() for x in prefill(wide.to(DEVICE), unpacked_of(case, tiles, fields), spec, on_device))
     assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous()
     # a unit of an integer sum is a thousandth of a large score; rounded weights are off by 0.29 / 127 each, and each in
     # its own way where tiles differ: 200 of them by 0.03, of which three times is allowed
@@ -238,8 +239,8 @@ def test_padding_masks_and_crops(compute: str):
 def test_queries_that_see_nothing():
     case = Case(tokens=34, hq=1, form="int8")
     tiles, fields = tiles_of(case, *data(case)[1:])
-    panel = panel_of(case, tiles._replace(keep=torch.zeros_like(tiles.keep)), fields)
-    out, lse = prefill(data(case)[0].to(DEVICE), panel, spec_of(case), Scores(0.1))
+    unpacked = unpacked_of(case, tiles._replace(keep=torch.zeros_like(tiles.keep)), fields)
+    out, lse = prefill(data(case)[0].to(DEVICE), unpacked, spec_of(case), Scores(0.1))
     assert not out.any() and lse.isneginf().all()
 
 

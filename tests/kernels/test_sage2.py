@@ -99,7 +99,7 @@ def test_a_prefill_sees_keys_around_the_mean_of_the_row():
     layer = make_layer(("turbo", {"smooth_k": True}))
     feed(layer, q, k, v, [64])
     later = int8_tokens((k[:, :, 64:] + 9.0)[:, :, None])
-    seen = layer.spec.k.seen(later, side_of(layer.state, "k"))
+    seen = layer.spec.k.block_form(later, side_of(layer.state, "k"))
     assert seen.mean is not None and torch.equal(seen.mean[:, :, 0, 0], layer.state["k.mean"])
 
 

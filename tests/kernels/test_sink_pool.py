@@ -115,7 +115,7 @@ def test_leaving_a_key_out_is_replacing_it_by_the_mean():
     pooled, plain = make_layer(("sinkq", {**SMALL, "sink_num": 1})), make_layer(("sinkq", {**SMALL, "sink_num": 0}))
     feed(pooled, q, k, v, [32])
     feed(plain, q, replaced, v, [32])
-    for name in ("k.step", "k.zero"):
+    for name in ("k.scale", "k.zero_point"):
         assert torch.equal(pooled.state[name], plain.state[name])
     read = [layer.spec.k.read(side_of(layer.state, "k"), 1).x[:, :, 0, others] for layer in (pooled, plain)]
     assert torch.equal(*read)
@@ -131,9 +131,9 @@ def test_what_comes_back_is_read_clamped_from_its_codes():
     assert not bits_to_bool(layer.state["dropped"])[0, 0, 0].any()
     back = layer.spec.k.read(side_of(layer.state, "k"), 1).x[0, 0, 0]
     others = k[0, 0, [t for t in range(32) if t != 7]]
-    step = layer.state["k.step"][0, 0, 0].float()
+    scale = layer.state["k.scale"][0, 0, 0].float()
     want = torch.maximum(torch.minimum(k[0, 0, 7], others.amax(0)), others.amin(0))
-    assert ((back[7] - want).abs() <= step * 0.51).all()  # half a step, and fp16's rounding of the step itself
+    assert ((back[7] - want).abs() <= scale * 0.51).all()  # half a scale, and fp16's rounding of the scale itself
 
 
 def with_sink(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -170,7 +170,7 @@ def test_variants_of_the_papers_ablation(settings, other):
     for layer in layers:
         feed(layer, *qkv, [128])
     assert torch.equal(*(layer.state["sink.pos"] for layer in layers)) is not other
-    assert not torch.equal(*(layer.state["k.step"] for layer in layers))
+    assert not torch.equal(*(layer.state["k.scale"] for layer in layers))
     assert output_error(("sinkq", SMALL), qkv) < output_error(("sinkq", {**SMALL, **settings}), qkv)
 
 
@@ -196,7 +196,7 @@ def test_the_papers_pool_leaves_only_its_own_out_of_the_scales():
         others[found["pos"][found["born"] > 0]] = False
         x = k[0, head, :384]
         low = torch.where(others, x, torch.inf).view(12, 32, -1).amin(1)
-        assert torch.equal(layer.state["k.zero"][0, head, :12], low.half())
+        assert torch.equal(layer.state["k.zero_point"][0, head, :12], low.half())
 
 
 @pytest.mark.parametrize("cuts", [[64], [50, *range(51, 65)]], ids=["prefill", "steps"])
@@ -209,7 +209,7 @@ def test_a_sink_with_a_spike_does_not_raise_the_scale_of_its_block(cuts: list[in
     layer = make_layer(("turbo", {"sink_num": 1}))
     feed(layer, q, k, v, cuts)
     assert (table(layer, 0)["pos"] == 9).any()
-    torch.testing.assert_close(layer.state["k.s"][0, :, 0], torch.full((2,), 1 / 119))
+    torch.testing.assert_close(layer.state["k.scale"][0, :, 0], torch.full((2,), 1 / 119))
 
 
 def test_first_layers_have_no_pool():

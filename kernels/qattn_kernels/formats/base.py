@@ -1,7 +1,8 @@
 """The contract of a format: how keys or values of a layer are quantized, stand in memory, and are dequantized.
 
-A token is open, as a format holds it in its ring (or, without a ring, in the arena), until its block closes. `open`
-makes that form of new tokens, `write` closes a block, `read` dequantizes closed blocks as far as a product needs.
+A token is open, as a format holds it in its ring (or, without a ring, in the arena), until its block closes.
+`quantize_tokens` makes that form of new tokens, `write` closes a block, `read` dequantizes closed blocks as far as a
+product needs.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Block:
     """One block of every row on its way into the arena.
 
     Attributes:
-        tokens: `[B, H, block, D]` as `Format.open` made them.
+        tokens: `[B, H, block, D]` as `Format.quantize_tokens` made them.
         keep: bool `[B, H, block]`, false for tokens that must not widen a scale: masked ones and sinks.
         index: `[B]`, the block's place in the arena.
         write: bool `[B]`, rows in which it is written.
@@ -181,20 +182,21 @@ class Format:
         codes = state["ring"]
         return Operand(codes.transpose(-1, -2) if self.transposed else codes, state.get("ring_scale"))
 
-    def open(self, new: Arrival, state: State) -> Operand:
+    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         """Quantize new tokens one by one: `[B, H, T, D]` in the form that they have until their block closes.
 
         It may fix scales of the row in `state`.
         """
         raise NotImplementedError
 
-    def reopen(self, x: torch.Tensor) -> Operand:
-        """fp32 numbers `[..., block, D]`, from which a wrapping format took a mean, in the form that `open` makes."""
+    def requantize(self, x: torch.Tensor) -> Operand:
+        """fp32 numbers `[..., block, D]`, from which a wrapping format took a mean, in the form that `quantize_tokens`
+        makes."""
         raise NotImplementedError
 
-    def seen(self, tokens: Operand, state: State) -> Operand:
-        """The form in which a prefill multiplies full blocks of new tokens, `[B, H, n, block, D]`: by default as `open`
-        made them."""
+    def block_form(self, tokens: Operand, state: State) -> Operand:
+        """The form in which a prefill multiplies full blocks of new tokens, `[B, H, n, block, D]`: by default as
+        `quantize_tokens` made them."""
         return tokens
 
     def write(self, state: State, block: Block) -> None:
@@ -258,7 +260,7 @@ class OpenFormat(Format):
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return {"ring": TensorSpec((geo.batch, geo.heads, slots, dim), geo.dtype)}
 
-    def open(self, new: Arrival, state: State) -> Operand:
+    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         return Operand(new.x.to(state["ring"].dtype), None)
 
 

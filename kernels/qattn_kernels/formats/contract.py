@@ -24,15 +24,16 @@ class JitFormat(NamedTuple):
     Attributes:
         Tensors: named tuple of one side's state tensors, which the functions take as `S`. A format with a ring has
             `ring` among them, and `ring_scale` if that holds INT8.
-        open: `(x)`: codes and scales of new tokens.
-        seen: `(code, scale, keep)`: those of a full block as its codes will say them, by the scale of the tokens to
-            keep; for a prefill also of an unfinished block, where open tokens have no codes but the panel is INT8.
+        quantize_tokens: `(x)`: codes and scales of new tokens.
+        block_form: `(code, scale, keep)`: those of a full block as its codes will say them, by the scale of the tokens
+            to keep; for a prefill also of an unfinished block, where open tokens have no codes but the unpacked keys
+            and values are INT8.
         place: where a head's codes go, decided when its row's first block closes.
         locate: where they are, and whether in 2 bits.
         put: `(S, code, scale, keep, write, t, ...)`: writes the codes of tokens `t` of a block into the arenas. Scales
             that they share are those of the tokens in `keep`. A format with a ring gets full blocks and writes all of
             each; one without writes the tokens in `write`.
-        get: a block in panel form.
+        get: a block, unpacked.
         scores: product of queries (`ops.decode.queries.QueryTile`) with one block of keys, whose tokens stand in
             `token_order`, since packed bytes hold several part tiles; None in a format of values alone.
         values: the same of weights with one block of values; None in a format of keys alone.
@@ -43,8 +44,8 @@ class JitFormat(NamedTuple):
     """
 
     Tensors: type
-    open: Any
-    seen: Any
+    quantize_tokens: Any
+    block_form: Any
     place: Any
     locate: Any
     put: Any

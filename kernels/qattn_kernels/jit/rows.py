@@ -56,14 +56,14 @@ def commit_row(ROWS, STATE, row, b, B, columns, C: tl.constexpr):
     if overflow > 0:
         tl.store(state.overflow + b, tl.load(state.overflow + b) + overflow)
     if b == 0:
-        columns_seen, padding = tl.load(state.seen), 0
+        columns_seen, padding = tl.load(state.columns_seen), 0
         for begin in range(0, B, COMMITTED):
             n = begin + tl.arange(0, COMMITTED)
             starts = tl.load(ROWS + n * ROW_FIELDS + FIRST, mask=n < B, other=0)
             counts = tl.load(ROWS + n * ROW_FIELDS + COUNT, mask=n < B, other=columns)
             # columns up to the end of the row's padding
             padding = tl.maximum(padding, tl.max(tl.where(starts + counts < columns, columns, starts), 0))
-        tl.store(state.seen, columns_seen + columns)
+        tl.store(state.columns_seen, columns_seen + columns)
         if padding > 0:
             tl.store(state.padded, columns_seen + padding)
 

@@ -58,9 +58,10 @@ def with_ring(S, code, scale, pos, old, bh, VALUES: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def chosen_bits(CHOSEN, regions, bh, j, C: tl.constexpr):
-    """The bits of the tokens of block `j` of the region that the sink pool took; nobody reads them without a pool."""
-    return CHOSEN + (bh.to(tl.int64) * regions + j) * (C.BLOCK // 8)
+def chosen_bits(CHOSEN, open_blocks, bh, j, C: tl.constexpr):
+    """The bits of the tokens of block `j` of the open span that the sink pool took; nobody reads them without a
+    pool."""
+    return CHOSEN + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from qattn_kernels.launch.constants import Sizes, sizes_of
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layout import ROW_FIELDS, RowState, State
-from qattn_kernels.reference.rows import region_blocks
+from qattn_kernels.reference.rows import open_span_blocks
 
 
 class Table(NamedTuple):
@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
 class Call(NamedTuple):
     """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
-    or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the region that it takes, `moved` the
+    or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the open span that it takes, `moved` the
     slots that a short call moves. `call_mean`
     fp32 `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads."""
 
@@ -80,7 +80,7 @@ class Call(NamedTuple):
 
     @property
     def picked(self) -> tuple:
-        """What the sink pool took of the region, and how many blocks that has; without a pool nobody reads it."""
+        """What the sink pool took of the open span, and how many blocks that has; without a pool nobody reads it."""
         return (self.state["dropped"], 0) if self.chosen is None else (self.chosen, self.chosen.shape[2])
 
     @property
@@ -112,7 +112,7 @@ def make_call(
     sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5
     if spec.sink_pool.num:
         table = Table(*(state[f"sink.{name}"] for name in Table._fields))
-        shape = (batch, heads, region_blocks(spec.window, tokens), spec.window.block // 8)
+        shape = (batch, heads, open_span_blocks(spec.window, tokens), spec.window.block // 8)
         chosen = torch.empty(shape, dtype=torch.uint8, device=key.device)
         moved = torch.empty((batch, heads, 2 * sizes.SINKS), dtype=torch.int32, device=key.device)
         sinks = table, sink_tensors(state, "k"), sink_tensors(state, "v"), chosen, moved

@@ -82,7 +82,7 @@ class PrefillSizes(NamedTuple):
         HQ: query heads. G: of each KV head. D, DV: head dims of K and V. DP, DVP: the powers of two that hold them.
     Tiles:
         BM: queries of a program. BN: slots of a tile of the main loop. TAIL: of the others. STAGES: of their pipelines.
-    The panel:
+    Unpacked keys and values:
         BLOCK: slots of a block. BLOCK_SCALES: the slots of a closed block share scales, in groups of K.
         K_CODES, V_CODES: keys, values are INT8 there. V_FP8: values are FP8, there and in the product.
     Products:

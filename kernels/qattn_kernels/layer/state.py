@@ -22,12 +22,13 @@ def row_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
     - `dropped`: one bit a token slot, set where its score is masked. `nonfinite`: how many tokens were not finite.
     - with sparse V the counters of `SkipCounts`.
 
-    Of all rows together: `seen`: columns so far, padding included. `padded`: columns up to the end of the last padding.
+    Of all rows together: `columns_seen`: columns of all calls, padding included. `padded`: columns up to the end of the
+    last padding.
     """
     i32, i64, u8 = torch.int32, torch.int64, torch.uint8
     names = ("length", "closed", "open_start", "origin", "longest", "ring_from", "overflow")
     tensors = {name: TensorSpec((geo.batch,), i32) for name in names}
-    tensors["seen"] = tensors["padded"] = TensorSpec((), i64, batch_dim=None)
+    tensors["columns_seen"] = tensors["padded"] = TensorSpec((), i64, batch_dim=None)
     tensors["block_pos"] = tensors["block_len"] = TensorSpec((geo.batch, geo.blocks), i32, block_dim=1)
     tensors["dropped"] = TensorSpec((geo.batch, geo.heads, geo.blocks, spec.window.block // 8), u8, block_dim=2)
     tensors["nonfinite"] = TensorSpec((geo.batch, geo.heads), i64)

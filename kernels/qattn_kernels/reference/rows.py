@@ -1,4 +1,5 @@
-"""Rows of a cache: where the tokens of a call stand, and the region of open and new tokens that every call works on.
+"""Rows of a cache: where the tokens of a call stand, and the open span, the open and new tokens that every call works
+on.
 
 Open tokens are those whose block is not closed yet. They stand in the ring, or in a format without one in the arena.
 """
@@ -15,10 +16,10 @@ from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State, Window
 
 
-class Region(NamedTuple):
+class OpenSpan(NamedTuple):
     """The open span of each row: its tokens that are open before a call, and the call's new ones, cut into blocks.
 
-    Block `j` of the region is block `closed + j` of the arenas.
+    Block `j` of the open span is block `closed + j` of the arenas.
 
     Attributes:
         pos: `[B, n, block]`, row positions.
@@ -26,7 +27,7 @@ class Region(NamedTuple):
         keep: bool `[B, H, n, block]`, false past the row's end and for masked tokens: those that are not finite.
         k, v: keys and values in the form that they have in the ring, `[B, H, n, block, D]`.
         closed: `[B]`, closed blocks before the call.
-        closing: `[B]`, blocks of the region that the call closes, its first ones.
+        closing: `[B]`, blocks of the open span that the call closes, its first ones.
         chosen: bool `[B, H, n, block]`, tokens that the sink pool took.
         given: attention mass that each token's query gave the open ones (`ops.sink_pool.mass`); None unless the pool
             selects by it.
@@ -43,8 +44,8 @@ class Region(NamedTuple):
     given: torch.Tensor | None = None
 
 
-def region_blocks(window: Window, tokens: int) -> int:
-    """How many blocks a region has: room for the most tokens a row can have open, and for `tokens` new ones."""
+def open_span_blocks(window: Window, tokens: int) -> int:
+    """How many blocks an open span has: room for the most tokens a row can have open, and for `tokens` new ones."""
     return -(-(window.span - 1 + window.residual + tokens) // window.block)
 
 
@@ -101,7 +102,7 @@ def bool_to_bits(flags: torch.Tensor) -> torch.Tensor:
 
 
 class _Places(NamedTuple):
-    """Where each token of a region stands, all `[B, n]`.
+    """Where each token of an open span stands, all `[B, n]`.
 
     Attributes:
         pos: row position.
@@ -119,7 +120,7 @@ class _Places(NamedTuple):
 
 
 def _places(state: State, window: Window, tokens: int, count: torch.Tensor) -> _Places:
-    flat = torch.arange(region_blocks(window, tokens) * window.block, device=count.device)
+    flat = torch.arange(open_span_blocks(window, tokens) * window.block, device=count.device)
     pos = state["open_start"][:, None] + flat
     fresh = pos - state["length"][:, None]
     slot = (state["closed"] * window.block)[:, None] + flat
@@ -137,8 +138,8 @@ def _open_tokens(fmt: Format, side: State, at: _Places, blocks: int) -> Operand:
 
 
 def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
-    """The tokens of a region `[B, H, n, D]`: those open `before`, the new ones as they `arrived` `[B, H, T, D]`, zeros
-    past the row's end."""
+    """The tokens of an open span `[B, H, n, D]`: those open `before`, the new ones as they `arrived` `[B, H, T, D]`,
+    zeros past the row's end."""
 
     def join(older: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
         there = torch.where(at.new[:, None, :, None], pick(newer, at.fresh), older)
@@ -148,11 +149,11 @@ def _join(before: Operand, arrived: Operand, at: _Places) -> Operand:
     return Operand(join(before.x, arrived.x), scale)
 
 
-def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, count: torch.Tensor) -> Region:
-    """The region of a call from `k`, `v` `[B, H, T, D]`, real tokens first, and `count` `[B]`.
+def build_open_span(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, count: torch.Tensor) -> OpenSpan:
+    """The open span of a call from `k`, `v` `[B, H, T, D]`, real tokens first, and `count` `[B]`.
 
     Tokens that are not finite in K or V become zeros, are masked, and counted in the state (`nonfinite`). Formats may
-    fix scales of the row here (`Format.open`); nothing else of the state changes.
+    fix scales of the row here (`Format.quantize_tokens`); nothing else of the state changes.
     """
     window, tokens, length = spec.window, k.shape[2], state["length"]
     at = _places(state, window, tokens, count)
@@ -164,7 +165,7 @@ def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor
     for name, fmt, x in (("k", spec.k, k), ("v", spec.v, v)):
         side = side_of(state, name)
         clean = torch.where((real[:, None] & ~bad)[..., None], x.float(), 0.0)
-        arrived = fmt.open(Arrival(clean, real, length, count, window.block), side)
+        arrived = fmt.quantize_tokens(Arrival(clean, real, length, count, window.block), side)
         joined = _join(_open_tokens(fmt, side, at, state["block_len"].shape[1]), arrived, at)
         sides.append(joined.map(lambda x: x.unflatten(2, (-1, window.block))))
 
@@ -175,4 +176,4 @@ def build_region(state: State, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor
     ready = (length + count - state["open_start"] - window.residual).clamp(min=0)
     closing = ready // window.span * (window.span // window.block)
     pos = at.pos.unflatten(1, (-1, window.block))
-    return Region(pos, valid, keep, sides[0], sides[1], state["closed"].clone(), closing, torch.zeros_like(keep))
+    return OpenSpan(pos, valid, keep, sides[0], sides[1], state["closed"].clone(), closing, torch.zeros_like(keep))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.launch.call import Call, make_call
-from qattn_kernels.launch.panel import Panel
+from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layout import State
-from qattn_kernels.ops.append.launch import append, append_long, call_mean, finish, make_panel, rank, unpack_past
+from qattn_kernels.ops.append.launch import append, append_long, call_mean, empty_unpacked, finish, rank, unpack_past
 from qattn_kernels.ops.decode.launch import decode
 from qattn_kernels.ops.prefill.launch import prefill
 from qattn_kernels.ops.sink_pool.launch import compete, restore
@@ -41,14 +41,14 @@ def fused_step(
     return out, lse
 
 
-def write_long(call: Call, past: int) -> Panel:
+def write_long(call: Call, past: int) -> UnpackedKV:
     """Write the tokens of a long call and close full blocks; returns the keys and values that its queries see, the past
     unpacked for this call."""
-    panel = make_panel(call, past)
-    unpack_past(call, panel, past)
-    restore(call, panel, past)
+    unpacked = empty_unpacked(call, past)
+    unpack_past(call, unpacked, past)
+    restore(call, unpacked, past)
     compete(call)
     rank(call)
     call_mean(call)
-    append_long(call, panel)
-    return panel
+    append_long(call, unpacked)
+    return unpacked

@@ -14,7 +14,7 @@ from qattn_kernels.ops.prefill.reference import packed_past, prefill
 from qattn_kernels.ops.sink_pool.mass import given
 from qattn_kernels.ops.sink_pool.reference import compete
 from qattn_kernels.ops.sink_pool.table import settle
-from qattn_kernels.reference.rows import build_region, columns_back, fitting, real_first
+from qattn_kernels.reference.rows import build_open_span, columns_back, fitting, real_first
 
 
 def reference_step(
@@ -38,20 +38,20 @@ def reference_step(
     tokens = torch.arange(q.shape[2], device=q.device)
     q_pos = torch.where(tokens < count[:, None], state["length"][:, None] + tokens, -1).int()
     q, k, v = (real_first(x, span) for x in (q, k, v))
-    region = build_region(state, spec, k, v, count)
+    open_span = build_open_span(state, spec, k, v, count)
     short = q.shape[2] <= SHORT_CALL
     past = None if short else packed_past(state, spec)
     if spec.sink_pool.num:
         if spec.sink_pool.select == "attention":
-            region = region._replace(given=given(q, q_pos, state, spec.window, region, scores))
-        region = compete(state, spec, region)
-    append(state, spec, region, span, q.shape[2])
+            open_span = open_span._replace(given=given(q, q_pos, state, spec.window, open_span, scores))
+        open_span = compete(state, spec, open_span)
+    append(state, spec, open_span, span, q.shape[2])
     if past is None:
-        result = decode(q, q_pos, state, spec, region, scores)
+        result = decode(q, q_pos, state, spec, open_span, scores)
     else:
-        result = prefill(q, q_pos, past, state, spec, region, scores)
+        result = prefill(q, q_pos, past, state, spec, open_span, scores)
     if spec.sink_pool.num:
-        settle(state, region.closed)
+        settle(state, open_span.closed)
     if result.skip_counts is not None:
         add_skip_counts(state, result.skip_counts)
     return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]

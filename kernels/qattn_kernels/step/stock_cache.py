@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from qattn_kernels.formats import Operand
-from qattn_kernels.launch.panel import Panel
+from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, LayerSpec, decode_spec
 from qattn_kernels.layout import ROW_FIELDS, Row
@@ -67,7 +67,7 @@ def over(
         from qattn_kernels.ops.prefill.launch import prefill
 
         with torch.cuda.device_of(query):  # as in `step.operator.attend`
-            return prefill(query, _panel(key, value, key_mask, rows, layer), layer, scores)
+            return prefill(query, _unpacked(key, value, key_mask, rows, layer), layer, scores)
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
         return _reference(query, key, value, key_mask, rows, layer, scores)
 
@@ -80,7 +80,7 @@ def _(query, key, value, key_mask, offset, spec, scale, softcap, window, sinks):
 
 
 def _rows(key_mask: torch.Tensor, offset: torch.Tensor, tokens: int) -> torch.Tensor:
-    """`Panel.rows` of a stock cache, whose columns are slots: int32 `[B, ROW_FIELDS]`.
+    """`UnpackedKV.rows` of a stock cache, whose columns are slots: int32 `[B, ROW_FIELDS]`.
 
     A row's past reaches to its first real query. Padding between real tokens is computed like them, since its keys
     alone matter to others.
@@ -94,9 +94,9 @@ def _rows(key_mask: torch.Tensor, offset: torch.Tensor, tokens: int) -> torch.Te
     return pad(torch.stack([x.int() for x in row], 1), (0, ROW_FIELDS - len(row)))
 
 
-def _panel(
+def _unpacked(
     key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor, rows: torch.Tensor, spec: LayerSpec
-) -> Panel:
+) -> UnpackedKV:
     """Keys and values of a stock cache as a prefill kernel takes them; the cache's columns are its slots.
 
     What the prefill quantizes stays where the cache has it; what it does not is copied, in whole blocks.
@@ -106,7 +106,7 @@ def _panel(
     coded_k, coded_v = _coded(spec.compute)
     bias = pad(torch.where(key_mask, 0.0, -torch.inf), (0, behind), value=-torch.inf)
     pos = torch.arange(columns + behind, dtype=torch.int32, device=key.device)
-    return Panel(
+    return UnpackedKV(
         _side(key, coded_k, behind),
         None,
         _side(value, coded_v, behind),

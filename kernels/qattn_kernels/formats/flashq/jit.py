@@ -24,9 +24,9 @@ class Tensors(NamedTuple):
     codes4: Any
     codes2: Any
     head_of: Any
-    s2: Any
-    z2: Any
-    s: Any
+    channel_scale: Any
+    zero_point: Any
+    scale: Any
     ring: Any
     ring_scale: Any
     low: Any
@@ -44,7 +44,7 @@ def head_numbers(fmt: FlashQFormat, heads: int) -> dict[str, int]:
 
 
 @triton.jit
-def open(x):
+def quantize_tokens(x):
     return quantize(x, LEVELS)
 
 
@@ -75,7 +75,7 @@ def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def seen(code, scale, keep):
+def block_form(code, scale, keep):
     """First stage: INT8 codes with a scale a token to `X1` with one scale a block, whole numbers in fp32; tokens
     outside `keep` do not raise the scale."""
     s = tl.max(tl.where(keep, scale, 0.0), 0)
@@ -115,9 +115,9 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     channel_scale = tl.maximum((2 * (high - low) + levels) // (2 * levels), 1)
     zero_point = low + ((high - low - channel_scale * levels) >> 1)
     at = (b * C.H + h).to(tl.int64) * NB + index
-    tl.store(S.s2 + at * C.D + d, channel_scale.to(tl.int8), mask=d < C.D)
-    tl.store(S.z2 + at * C.D + d, zero_point.to(tl.int8), mask=d < C.D)
-    tl.store(S.s + at, tl.max(scale, 0))
+    tl.store(S.channel_scale + at * C.D + d, channel_scale.to(tl.int8), mask=d < C.D)
+    tl.store(S.zero_point + at * C.D + d, zero_point.to(tl.int8), mask=d < C.D)
+    tl.store(S.scale + at, tl.max(scale, 0))
     zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
     code = round_even(divide(code - zero_point[None, :], channel_scale[None, :]))
     code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
@@ -136,8 +136,8 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
     at = (b * C.H + h).to(tl.int64) * NB + index
-    channel_scale = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
-    zero_point = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
+    channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
+    zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
     code = tl.full([C.BLOCK, C.DP], 0, tl.int32)
     if LOW != ALL:
         if place < wide:
@@ -147,7 +147,7 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
             at2 = (b * (C.H - wide) + place - wide).to(tl.int64) * NB + index
             code = read_codes(S.codes2, at2, 2, False, VALUES, C)
     x1 = code * channel_scale[None, :] + zero_point[None, :]
-    return x1.to(tl.int8), tl.load(S.s + at) + tl.full([C.BLOCK], 0, tl.float32)
+    return x1.to(tl.int8), tl.load(S.scale + at) + tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
@@ -170,9 +170,9 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     reduction a block, and INT8 pairs have bits to spare. The sum of zero points is one of integers, which a warp has an
     instruction for."""
     d = tl.arange(0, C.DP)
-    channel_scale = tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0)
-    zero_point = tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0)
-    s = tl.load(S.s + at)
+    channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0)
+    zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0)
+    s = tl.load(S.scale + at)
     LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the scales of codes that span [-119, 119]
     FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels stay in int32
     x8 = split_int8(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
@@ -187,9 +187,9 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     """Scales of channels go into the sum, and a zero point is weighed with the sum of the weights: INT8 pairs leave so
     little of these that their own sum serves as well as that of rounded ones."""
     d = tl.arange(0, C.DP)
-    channel_scale = _by_rows(tl.load(S.s2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-    zero_point = _by_rows(tl.load(S.z2 + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-    s = tl.load(S.s + at)
+    channel_scale = _by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    zero_point = _by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    s = tl.load(S.scale + at)
     o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * SPLIT_TOP, channels(C), BITS, C)
     o *= (channel_scale * (1.0 / 127.0))[:, None]
     total = tl.sum(p, 0)
@@ -204,8 +204,8 @@ def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, a
 
 JIT = INT8_RING._replace(
     Tensors=Tensors,
-    open=open,
-    seen=seen,
+    quantize_tokens=quantize_tokens,
+    block_form=block_form,
     place=place,
     locate=locate,
     put=put,

@@ -42,9 +42,10 @@ def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.
 def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Second stage: asymmetric `bits`-bit codes of `X1` `[..., block, D]`, in integers.
 
-    Returns `code`, and of each channel an INT8 scale `s2` and zero point `z2`: `X1` is dequantized as `code * s2 + z2`.
-    In 4 bits a channel between -20 and 40 has `s2 = 4` and `z2 = -20`; its 17 becomes code 9, which is read as 16.
-    Tokens outside `keep` `[..., block]` do not widen the range; in a block without any, the range is zero.
+    Returns `code`, and of each channel INT8 `channel_scale` and `zero_point`: `X1` is dequantized as
+    `code * channel_scale + zero_point`. In 4 bits a channel between -20 and 40 has `channel_scale = 4` and
+    `zero_point = -20`; its 17 becomes code 9, which is read as 16. Tokens outside `keep` `[..., block]` do not widen
+    the range; in a block without any, the range is zero.
     """
     x1, levels = x1.int(), 2**bits - 1
     low = torch.where(keep[..., None], x1, 127).amin(-2)
@@ -171,9 +172,9 @@ class FlashQFormat(Format):
             "codes4": codes(h - self.low(h), 4),
             "codes2": codes(self.low(h), 2),
             "head_of": TensorSpec((b, h), torch.int32),
-            "s2": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
-            "z2": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
-            "s": TensorSpec((b, h, n), torch.float32, block_dim=2),
+            "channel_scale": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
+            "zero_point": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
+            "scale": TensorSpec((b, h, n), torch.float32, block_dim=2),
         }
         if self.buffer_scale == "universal":
             specs["universal"] = TensorSpec((b, h), torch.float32)
@@ -183,11 +184,11 @@ class FlashQFormat(Format):
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return int8_ring(geo, slots, dim, self.transposed)
 
-    def open(self, new: Arrival, state: State) -> Operand:
+    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         tokens = int8_tokens(new.x)
         return tokens if self.buffer_scale == "token" else self._universal(new, tokens, state)
 
-    def reopen(self, x: torch.Tensor) -> Operand:
+    def requantize(self, x: torch.Tensor) -> Operand:
         return int8_tokens(x)
 
     def _universal(self, new: Arrival, tokens: Operand, state: State) -> Operand:
@@ -215,7 +216,7 @@ class FlashQFormat(Format):
             torch.where(applies[..., None], fixed, tokens.x), torch.where(own, tokens.scales, scale[..., None])
         )
 
-    def seen(self, tokens: Operand, state: State) -> Operand:
+    def block_form(self, tokens: Operand, state: State) -> Operand:
         x1, scale = stage_one(tokens)
         return Operand(x1, scale[..., None].expand(x1.shape[:-1]))
 
@@ -229,17 +230,17 @@ class FlashQFormat(Format):
             if heads.shape[1] == 0:
                 continue
             rows = torch.arange(len(heads), device=heads.device)[:, None]
-            code, s2, z2 = stage_two(x1[rows, heads], block.keep[rows, heads], bits)
+            code, channel_scale, zero_point = stage_two(x1[rows, heads], block.keep[rows, heads], bits)
             packed = pack(code, bits)
             packed = packed.transpose(-1, -2) if self.transposed else packed
             write_rows(state[f"codes{bits}"], block.index, block.write, packed)
-            scales.append(s2)
-            zero_points.append(z2)
+            scales.append(channel_scale)
+            zero_points.append(zero_point)
         by_head = head_of[..., None].expand(-1, -1, x1.shape[-1])
-        for name, parts in (("s2", scales), ("z2", zero_points)):
+        for name, parts in (("channel_scale", scales), ("zero_point", zero_points)):
             values = torch.cat(parts, 1)
             write_rows(state[name], block.index, block.write, torch.empty_like(values).scatter_(1, by_head, values))
-        write_rows(state["s"], block.index, block.write, scale)
+        write_rows(state["scale"], block.index, block.write, scale)
 
     def _place_heads(self, state: State, x1: torch.Tensor, scale: torch.Tensor, block: Block) -> None:
         """When a row's first block closes: which head lives at which place of the arenas, 4-bit places first."""
@@ -267,9 +268,11 @@ class FlashQFormat(Format):
         if codes[0].shape[1] and codes[1].shape[1]:
             place_of = state["head_of"].argsort(-1)
             code = code[torch.arange(len(code), device=code.device)[:, None], place_of]
-        s2, z2, s = (state[name][:, :, :blocks] for name in ("s2", "z2", "s"))
-        x1 = code.to(torch.int16) * s2[..., None, :] + z2[..., None, :]
-        return Operand(x1.to(torch.int8), s[..., None].expand(x1.shape[:-1]))
+        channel_scale, zero_point, scale = (
+            state[name][:, :, :blocks] for name in ("channel_scale", "zero_point", "scale")
+        )
+        x1 = code.to(torch.int16) * channel_scale[..., None, :] + zero_point[..., None, :]
+        return Operand(x1.to(torch.int8), scale[..., None].expand(x1.shape[:-1]))
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         wide = heads - self.low(heads)

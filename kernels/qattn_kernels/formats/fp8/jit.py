@@ -33,7 +33,7 @@ def signed_divide(x, divisor):
 
 
 @triton.jit
-def open(x):
+def quantize_tokens(x):
     """Needs `enable_fp_fusion=False`, like all that makes codes."""
     top = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
@@ -43,7 +43,7 @@ def open(x):
 
 
 @triton.jit
-def seen(code, scale, keep):
+def block_form(code, scale, keep):
     """Tokens dequantized, as a prefill in the model's precision reads them."""
     return code * scale[:, None], scale
 
@@ -63,4 +63,4 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     return numbers(code).to(tl.float32) * scale[:, None], scale
 
 
-JIT = INT8._replace(open=open, seen=seen, put=put, get=get)
+JIT = INT8._replace(quantize_tokens=quantize_tokens, block_form=block_form, put=put, get=get)

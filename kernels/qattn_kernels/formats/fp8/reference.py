@@ -46,7 +46,7 @@ class Fp8Format(Format):
             "scale": TensorSpec((*shape, window.block), torch.float32, block_dim=2),
         }
 
-    def open(self, new: Arrival, state: State) -> Operand:
+    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         return fp8_tokens(new.x)
 
     def write(self, state: State, block: Block) -> None:

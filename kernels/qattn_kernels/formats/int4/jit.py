@@ -15,7 +15,7 @@ OFFSET = tl.constexpr(8)  # of a packed code, which has no sign
 
 
 @triton.jit
-def open(x):
+def quantize_tokens(x):
     return quantize(x, LEVELS)
 
 
@@ -41,4 +41,4 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     return (code_scores(S.codes, at, query.operand, 4, C) - offset[None, :]) * query.scale[None, :] * scale[:, None]
 
 
-JIT = INT8_RING._replace(open=open, put=put, get=get, scores=scores, splits_int8=True)
+JIT = INT8_RING._replace(quantize_tokens=quantize_tokens, put=put, get=get, scores=scores, splits_int8=True)

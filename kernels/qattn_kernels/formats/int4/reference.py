@@ -35,7 +35,7 @@ class Int4Format(Format):
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return int8_ring(geo, slots, dim)
 
-    def open(self, new: Arrival, state: State) -> Operand:
+    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         return int8_tokens(new.x, LEVELS)
 
     def write(self, state: State, block: Block) -> None:

@@ -43,12 +43,12 @@ def quantize_to(x, top, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def open(x):
+def quantize_tokens(x):
     return quantize(x, LEVELS)
 
 
 @triton.jit
-def seen(code, scale, keep):
+def block_form(code, scale, keep):
     return code, scale
 
 
@@ -151,8 +151,8 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
 
 JIT = JitFormat(
     Tensors=Tensors,
-    open=open,
-    seen=seen,
+    quantize_tokens=quantize_tokens,
+    block_form=block_form,
     place=place,
     locate=locate,
     put=put,

@@ -26,7 +26,7 @@ class Int8Format(Format):
             "scale": TensorSpec(shape, torch.float32, block_dim=2),
         }
 
-    def open(self, new: Arrival, state: State) -> Operand:
+    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         return int8_tokens(new.x, LEVELS)
 
     def write(self, state: State, block: Block) -> None:

@@ -26,7 +26,7 @@ class Tensors(NamedTuple):
 
 
 @triton.jit
-def seen(code, scale, keep):
+def block_form(code, scale, keep):
     """A block in INT8 with one scale, full or not."""
     return quantize_to(code, tl.zeros_like(scale) + tl.max(tl.max(tl.abs(code), 1), 0), LEVELS)
 
@@ -62,4 +62,6 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     return acc * alpha[None, :] + o * (beta * scale)[None, :], tl.sum(p, 0)
 
 
-JIT = MODEL_RING._replace(Tensors=Tensors, seen=seen, put=put, get=get, values=values, scores=None, ring_scores=None)
+JIT = MODEL_RING._replace(
+    Tensors=Tensors, block_form=block_form, put=put, get=get, values=values, scores=None, ring_scores=None
+)

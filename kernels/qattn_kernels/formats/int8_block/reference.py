@@ -49,7 +49,7 @@ class Int8BlockFormat(OpenFormat):
         scale = torch.where(fixed > 0, fixed, own.scales)
         return torch.round(x.float() / torch.where(scale == 0, 1.0, scale)[..., None, None]), scale
 
-    def seen(self, tokens: Operand, state: State) -> Operand:
+    def block_form(self, tokens: Operand, state: State) -> Operand:
         codes, scale = self._codes(tokens.x, state)
         codes = codes.clamp(-LEVELS, LEVELS).to(torch.int8)
         return Operand(codes, scale[..., None].expand(codes.shape[:-1]))

@@ -55,7 +55,7 @@ class IntGroupFormat(OpenFormat):
             "scale": TensorSpec((*shape, scales), torch.float32, block_dim=2),
         }
 
-    def reopen(self, x: torch.Tensor) -> Operand:
+    def requantize(self, x: torch.Tensor) -> Operand:
         return Operand(x, None)
 
     def write(self, state: State, block: Block) -> None:

@@ -24,12 +24,11 @@ LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
 class Tensors(NamedTuple):
-    """The tensors of one side of a layer that the functions here take, by their names in its state; scales are `step`,
-    zero points `zero`."""
+    """The tensors of one side of a layer that the functions here take, by their names in its state."""
 
     codes: Any
-    step: Any
-    zero: Any
+    scale: Any
+    zero_point: Any
     ring: Any
 
 
@@ -75,8 +74,8 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         low, high = tl.min(tl.where(inside, x, float("inf")), 2), tl.max(tl.where(inside, x, float("-inf")), 2)
         offsets, mask = _scale_offsets(at, C)
         scale, zero_point = _asymmetric(tl.where(mask, low, 0.0), tl.where(mask, high, 0.0), C.V_BITS)
-        tl.store(S.step + offsets, scale, mask=mask)
-        tl.store(S.zero + offsets, zero_point, mask=mask)
+        tl.store(S.scale + offsets, scale, mask=mask)
+        tl.store(S.zero_point + offsets, zero_point, mask=mask)
         coded = tl.reshape(_encode(x, scale[:, :, None], zero_point[:, :, None], C.V_BITS), code.shape)
         write_codes(S.codes, coded, at, C.V_BITS, False, True, C)
     else:
@@ -84,8 +83,8 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         low = tl.where(some, tl.min(tl.where(keep[:, None], code, float("inf")), 0), 0.0)
         high = tl.where(some, tl.max(tl.where(keep[:, None], code, float("-inf")), 0), 0.0)
         scale, zero_point = _asymmetric(low, high, C.K_BITS)
-        tl.store(S.step + at * C.D + d, scale, mask=d < C.D)
-        tl.store(S.zero + at * C.D + d, zero_point, mask=d < C.D)
+        tl.store(S.scale + at * C.D + d, scale, mask=d < C.D)
+        tl.store(S.zero_point + at * C.D + d, zero_point, mask=d < C.D)
         coded = _encode(code, scale[None, :], zero_point[None, :], C.K_BITS)
         write_codes(S.codes, coded, at, C.K_BITS, False, False, C)
 
@@ -97,8 +96,8 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     if VALUES:
         code = read_codes(S.codes, at, C.V_BITS, False, True, C).to(tl.float32)
         offsets, mask = _scale_offsets(at, C)
-        scale = tl.load(S.step + offsets, mask=mask, other=0.0).to(tl.float32)
-        zero_point = tl.load(S.zero + offsets, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
+        zero_point = tl.load(S.zero_point + offsets, mask=mask, other=0.0).to(tl.float32)
         x = tl.reshape(_by_group(code, C) * scale[:, :, None] + zero_point[:, :, None], code.shape)
     else:
         scale, zero_point = _channels(S, at, C)
@@ -110,8 +109,8 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 def _channels(S, at, C: tl.constexpr):
     """fp32 scale and zero point `[DP]` of the key channels of block `at`."""
     d = tl.arange(0, C.DP)
-    scale = tl.load(S.step + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
-    return scale, tl.load(S.zero + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
+    scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
+    return scale, tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -131,8 +130,8 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     """With one group of channels a token's scale goes into its weight; with more, values are dequantized."""
     if (C.BLOCK >= C.D) and (C.BLOCK >= 64):
         t = at * C.BLOCK + tl.arange(0, C.BLOCK)
-        w = p * to_token_order(tl.load(S.step + t).to(tl.float32), C.PARTS)[:, None]
-        zero_point_sum = tl.sum(p * to_token_order(tl.load(S.zero + t).to(tl.float32), C.PARTS)[:, None], 0)
+        w = p * to_token_order(tl.load(S.scale + t).to(tl.float32), C.PARTS)[:, None]
+        zero_point_sum = tl.sum(p * to_token_order(tl.load(S.zero_point + t).to(tl.float32), C.PARTS)[:, None], 0)
         top = tl.maximum(tl.max(w, 0), TINY)
         o = code_values(S.codes, at, w * (1.0 / top * SPLIT_TOP)[None, :], channels(C), BITS, C)
         o = o * (top * (1.0 / 127.0))[None, :] + zero_point_sum[None, :]
@@ -152,8 +151,8 @@ def _dequantize_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: t
     COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
     g, t = tl.arange(0, C.DP // GROUP), SECOND * HALF + tl.arange(0, HALF)
     offsets, mask = at * (COUNT * C.BLOCK) + g[:, None] * C.BLOCK + t[None, :], (g < COUNT)[:, None]
-    scale = tl.load(S.step + offsets, mask=mask, other=0.0).to(tl.float32)
-    zero_point = tl.load(S.zero + offsets, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
+    zero_point = tl.load(S.zero_point + offsets, mask=mask, other=0.0).to(tl.float32)
     if BITS == 2:
         scale *= tl.where(t - SECOND * HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `_unpack2_pairs`
     x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * scale[:, None, :] + zero_point[:, None, :]

@@ -35,8 +35,7 @@ def encode(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits:
 
 @dataclass(frozen=True)
 class KiviFormat(OpenFormat):
-    """Blocks of asymmetric codes behind a ring in the model's precision; scales are its tensors `step`, zero points
-    `zero`.
+    """Blocks of asymmetric codes behind a ring in the model's precision.
 
     Attributes:
         bits: 2, 3 or 4.
@@ -64,8 +63,8 @@ class KiviFormat(OpenFormat):
         scales = (-(-dim // window.block), window.block) if self.per_token else (dim,)
         return {
             "codes": TensorSpec((b, h, n, *codes), torch.uint8, 0, 2),
-            "step": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
-            "zero": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
+            "scale": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
+            "zero_point": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
         }
 
     def write(self, state: State, block: Block) -> None:
@@ -74,7 +73,7 @@ class KiviFormat(OpenFormat):
         scales, zero_points = self._spread(scale, zero_point, x.shape[-1])
         code = pack(encode(x, scales, zero_points, self.bits), self.bits)
         code = code.transpose(-1, -2) if self.per_token else code
-        for name, values in (("codes", code), ("step", scale), ("zero", zero_point)):
+        for name, values in (("codes", code), ("scale", scale), ("zero_point", zero_point)):
             write_rows(state[name], block.index, block.write, values)
 
     def _by_channel(self, x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +104,7 @@ class KiviFormat(OpenFormat):
     def read(self, state: State, blocks: int) -> Operand:
         codes = state["codes"][:, :, :blocks]
         code = unpack(codes.transpose(-1, -2) if self.per_token else codes, self.bits).float()
-        scale, zero_point = (state[name][:, :, :blocks].float() for name in ("step", "zero"))
+        scale, zero_point = (state[name][:, :, :blocks].float() for name in ("scale", "zero_point"))
         scale, zero_point = self._spread(scale, zero_point, code.shape[-1])
         return Operand((code * scale + zero_point).to(state["ring"].dtype), None)
 

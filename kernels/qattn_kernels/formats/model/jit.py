@@ -19,7 +19,7 @@ class Tensors(NamedTuple):
 
 
 @triton.jit
-def open(x):
+def quantize_tokens(x):
     return x, tl.zeros([x.shape[0]], tl.float32)
 
 
@@ -72,4 +72,4 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     return token_values(S.x + at * (C.BLOCK * C.D), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
 
 
-JIT = INT8._replace(Tensors=Tensors, open=open, put=put, get=get, scores=scores, values=values)
+JIT = INT8._replace(Tensors=Tensors, quantize_tokens=quantize_tokens, put=put, get=get, scores=scores, values=values)

@@ -21,7 +21,7 @@ class ModelFormat(Format):
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((geo.batch, geo.heads, geo.blocks, window.block, dim), geo.dtype, block_dim=2)}
 
-    def open(self, new: Arrival, state: State) -> Operand:
+    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
         return Operand(new.x.to(state["x"].dtype), None)
 
     def write(self, state: State, block: Block) -> None:

@@ -65,23 +65,23 @@ class SmoothedFormat(Format):
     def ring(self, state: State) -> Operand:
         return self.core.ring(state)
 
-    def open(self, new: Arrival, state: State) -> Operand:
-        return self.core.open(new, state)
+    def quantize_tokens(self, new: Arrival, state: State) -> Operand:
+        return self.core.quantize_tokens(new, state)
 
-    def seen(self, tokens: Operand, state: State) -> Operand:
+    def block_form(self, tokens: Operand, state: State) -> Operand:
         """The inner format's block form of tokens less the row's mean, with that mean beside it.
 
         While the row has no mean, that of what stands in its first block, whose empty slots count as zeros: any mean
         leaves the scores as they are.
         """
         if not self.integer:
-            return self.core.seen(tokens, state)
+            return self.core.block_form(tokens, state)
         x = tokens.dequantize()
         first = tree_sum(x[:, :, 0]) / x.shape[-2]
         fixed = (state["mean"] != 0).any(-1, keepdim=True)
         mean = torch.where(fixed, state["mean"], first)[:, :, None, None]
         filled = (tokens.scales != 0)[..., None]  # empty and masked slots have a scale of zero, and so have zeros
-        coded = self.core.seen(self.core.reopen(torch.where(filled, x - mean, 0.0)), state)
+        coded = self.core.block_form(self.core.requantize(torch.where(filled, x - mean, 0.0)), state)
         return coded._replace(mean=mean.expand(-1, -1, x.shape[2], -1, -1))
 
     def write(self, state: State, block: Block) -> None:
@@ -91,7 +91,7 @@ class SmoothedFormat(Format):
         first = (block.write & (block.index == 0))[:, None, None]
         state["mean"].copy_(torch.where(first, mean, state["mean"]))
         centered = torch.where(keep, x - state["mean"][:, :, None], 0.0)
-        self.core.write(state, dataclasses.replace(block, tokens=self.core.reopen(centered)))
+        self.core.write(state, dataclasses.replace(block, tokens=self.core.requantize(centered)))
 
     def read(self, state: State, blocks: int) -> Operand:
         read = self.core.read(state, blocks)

@@ -12,7 +12,7 @@ from qattn_kernels.ops.append.smooth import dequantize, mean_key
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
 def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN, NB,
-                K_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                K_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (head, row) before a long call: `CALL_MEAN` `[B, H, D]`, the mean that the call subtracts from its keys.
     It is the row's own if a block of it closed before, or closes now, which fixes it; else that of what stands in the
     first."""
@@ -27,7 +27,7 @@ def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         old = pos < row.length
         new = (~old) & (pos < row.length + row.count)
         k, _, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
-        code, scale = K_OPEN(k)
+        code, scale = K_QUANTIZE(k)
         code, scale = with_ring(K, code, scale, pos, old, bh, False, C)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         keep = (old | new) & (~bad) & ~(old & (slot_bits(flags, t) == 1))

@@ -1,8 +1,8 @@
-"""Append and close in Triton: one program a block of the region (open and new tokens), KV head and row; `reference.py`
-specifies it.
+"""Append and close in Triton: one program a block of the open span (open and new tokens), KV head and row;
+`reference.py` specifies it.
 
 A short call has at most 32 tokens and is followed by a decode. After a long one comes a prefill, which reads past and
-new tokens from the panel, where they lie unpacked (`launch.panel.Panel`). A format without a ring (`C.RING == 0`) gives
+new tokens unpacked (`launch.unpacked_kv.UnpackedKV`). A format without a ring (`C.RING == 0`) gives
 tokens their final form at once. `S` is the tensors of one side, keys or values; `C` a `launch.constants.Sizes`.
 
 Every kernel here makes codes, so it is launched with `enable_fp_fusion=False`: a product fused into a rounding would
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, commit_row, load_row, settle_sinks, slot_bits, store_row
 from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_codes, row_before, with_ring
-from qattn_kernels.launch.panel import PanelTensors
+from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import RowState
 from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
 
@@ -27,15 +27,15 @@ class Codec(NamedTuple):
     """Functions of a format; `formats.contract.JitFormat` says what each does. Made in the call that takes it: a
     variable inside a kernel can hold no functions."""
 
-    open: Any
-    seen: Any
+    quantize_tokens: Any
+    block_form: Any
     place: Any
     put: Any
     get: Any
 
 
 class Block(NamedTuple):
-    """The block of the region that a program writes.
+    """The block of the open span that a program writes.
 
     Attributes:
         b, h, bh: row, KV head, and both as one index.
@@ -62,8 +62,8 @@ class Block(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens of a block in a long call, `[BLOCK]`: row positions, slots of the panel, whether they were there before
-    the call, and whether they are tokens at all and not masked."""
+    """Tokens of a block in a long call, `[BLOCK]`: row positions, slots of the unpacked keys and values, whether they
+    were there before the call, and whether they are tokens at all and not masked."""
 
     pos: Any
     slot: Any
@@ -71,8 +71,8 @@ class Tokens(NamedTuple):
     keep: Any
 
 
-class PanelSide(NamedTuple):
-    """Keys or values of a panel: codes or numbers, scales, and how many slots a head has."""
+class UnpackedSide(NamedTuple):
+    """Unpacked keys or values: codes or numbers, scales, and how many slots a head has."""
 
     x: Any
     scale: Any
@@ -89,7 +89,7 @@ def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def to_panel(side, x, scale, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
+def store_unpacked(side, x, scale, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`."""
     d, slots = tl.arange(0, C.DP), side.slots
     base = side.x + bh.to(tl.int64) * slots * C.D
@@ -126,7 +126,7 @@ def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexp
     """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed.
     `stale`: a crop left tokens behind the row's end."""
     b, h, bh, index, capacity = block.b, block.h, block.bh, block.index, block.capacity
-    code, scale = codec.open(x)
+    code, scale = codec.quantize_tokens(x)
     t = tl.arange(0, C.BLOCK)
     if C.RING == 0:
         codec.put(S, code, scale, new, new, pos - block.start, b, h, index, capacity, h, VALUES, C)
@@ -144,51 +144,51 @@ def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexp
                 keep = keep & (slot_bits(block.chosen, t) == 0)
             if C.SMOOTH_K and not VALUES:
                 mean = _row_mean(S, K_MEAN, block, C)
-                full, full_scale = codec.open(minus_mean(S, full, full_scale, keep, mean))
-            full, full_scale = codec.seen(full, full_scale, keep)
+                full, full_scale = codec.quantize_tokens(minus_mean(S, full, full_scale, keep, mean))
+            full, full_scale = codec.block_form(full, full_scale, keep)
             place = codec.place(S, b, h, index == 0, VALUES, C)
             codec.put(S, full, full_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
 
 
 @triton.jit
-def _long_side(S, K_MEAN, x, tokens, panel, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
-    """Keys or values of one block of a long call: into the panel, and into the arenas if it closes or the format has no
-    ring. `K_MEAN`: the mean that this call subtracts from its keys (`k_mean.mean_kernel`)."""
+def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
+    """Keys or values of one block of a long call: unpacked for the prefill, and into the arenas if it closes or the
+    format has no ring. `K_MEAN`: the mean that this call subtracts from its keys (`k_mean.mean_kernel`)."""
     b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.capacity, tokens.keep
     t = tl.arange(0, C.BLOCK)
-    code, scale = codec.open(x)
+    code, scale = codec.quantize_tokens(x)
     if C.RING > 0:
         code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, VALUES, C)
         if C.SMOOTH_K and not VALUES:
             d = tl.arange(0, C.DP)
             mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
-            kept, kept_scale = codec.open(minus_mean(S, code, scale, keep, mean))
-            kept, kept_scale = codec.seen(kept, kept_scale, keep)
+            kept, kept_scale = codec.quantize_tokens(minus_mean(S, code, scale, keep, mean))
+            kept, kept_scale = codec.block_form(kept, kept_scale, keep)
             if block.closes:
                 place = codec.place(S, b, h, index == 0, VALUES, C)
                 codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-            if panel.x.dtype.element_ty == tl.int8:
+            if unpacked.x.dtype.element_ty == tl.int8:
                 code, scale = kept, kept_scale
         elif block.closes:
             place = codec.place(S, b, h, index == 0, VALUES, C)
             if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
                 keep = keep & (slot_bits(block.chosen, t) == 0)
-                kept, kept_scale = codec.seen(code, scale, keep)
+                kept, kept_scale = codec.block_form(code, scale, keep)
                 codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-                code, scale = codec.seen(code, scale, t >= 0)
+                code, scale = codec.block_form(code, scale, t >= 0)
             else:
-                code, scale = codec.seen(code, scale, keep)
+                code, scale = codec.block_form(code, scale, keep)
                 codec.put(S, code, scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-        elif (panel.x.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
-            code, scale = codec.seen(code, scale, keep)  # open tokens have no codes of their own: as if it closed
+        elif (unpacked.x.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
+            code, scale = codec.block_form(code, scale, keep)  # open tokens have no codes of their own: as if it closed
     else:
         if block.used:
             codec.put(S, code, scale, keep, ~tokens.old, t, b, h, index, capacity, h, VALUES, C)
-        code, scale = codec.seen(code, scale, keep)
+        code, scale = codec.block_form(code, scale, keep)
         before, before_scale = codec.get(S, b, h, tl.minimum(index, capacity - 1), capacity, h, VALUES, C)
         code = tl.where(tokens.old[:, None], before.to(tl.float32), code)
         scale = tl.where(tokens.old, before_scale, scale)
-    to_panel(panel, code, scale, bh, tokens.slot, VALUES, C)
+    store_unpacked(unpacked, code, scale, bh, tokens.slot, VALUES, C)
 
 
 @triton.jit
@@ -214,14 +214,14 @@ def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
         tl.atomic_add(NONFINITE + bh, worse)
 
 
-@triton.jit(do_not_specialize=["span_stride", "regions", "NB"])
+@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                 K, V, K_MEAN, CHOSEN, regions, ROWS, NB, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
-                 K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
+                 K, V, K_MEAN, CHOSEN, open_blocks, ROWS, NB, K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr,
+                 K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr,
                  V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (block of the region, head, row) of a call of at most `NEW` tokens; the decode commits the lengths.
+    """Program (block of the open span, head, row) of a call of at most `NEW` tokens; the decode commits the lengths.
     `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `CHOSEN`: bits of the
-    tokens that the sink pool took, of `regions` blocks a head."""
+    tokens that the sink pool took, of `open_blocks` blocks a head."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
@@ -241,23 +241,27 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             tl.debug_barrier()  # every bit is read before a byte is written
             _drop(flags, NONFINITE, gone, bad, index, bh, C)
         stale = length < tl.load(RowState(*STATE).longest + b)
-        chosen = chosen_bits(CHOSEN, regions, bh, j, C)
+        chosen = chosen_bits(CHOSEN, open_blocks, bh, j, C)
         block = Block(b, h, bh, row, index, NB, start, used, closes, flags, chosen)
-        _short_side(K, K_MEAN, k, pos, new, stale, block, Codec(K_OPEN, K_SEEN, K_PLACE, K_PUT, None), False, C)
-        _short_side(V, K_MEAN, v, pos, new, stale, block, Codec(V_OPEN, V_SEEN, V_PLACE, V_PUT, None), True, C)
+        _short_side(
+            K, K_MEAN, k, pos, new, stale, block, Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, None), False, C
+        )
+        _short_side(
+            V, K_MEAN, v, pos, new, stale, block, Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, C
+        )
 
 
-@triton.jit(do_not_specialize=["span_stride", "regions", "NB"])
+@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
 def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                K, V, K_MEAN, CHOSEN, regions, PANEL, ROWS, NB, slots, K_OPEN: tl.constexpr, K_SEEN: tl.constexpr,
-                K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr, V_OPEN: tl.constexpr,
-                V_SEEN: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, V_GET: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
-    """Program (block of the region, head, row) of a long call. Its tokens also go to the `PANEL` (`PanelTensors`), and
-    into the ring only when all have read it. Every program writes its slots, those behind the row's end included.
+                K, V, K_MEAN, CHOSEN, open_blocks, UNPACKED, ROWS, NB, slots, K_QUANTIZE: tl.constexpr,
+                K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr,
+                V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr,
+                V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (block of the open span, head, row) of a long call. Its tokens also go to `UNPACKED` (`UnpackedTensors`),
+    and into the ring only when all have read it. Every program writes its slots, those behind the row's end included.
     """
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    panel = PanelTensors(*PANEL)
+    unpacked = UnpackedTensors(*UNPACKED)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
     index, bh, t = closed + j, b * C.H + h, tl.arange(0, C.BLOCK)
@@ -275,46 +279,46 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     if used:
         tl.debug_barrier()  # every bit is read before a byte is written
         _drop(flags, NONFINITE, gone, bad, index, bh, C)
-    tl.store(panel.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
+    tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
     if h == 0:
-        tl.store(panel.pos + b.to(tl.int64) * slots + slot, pos)
-    chosen = chosen_bits(CHOSEN, regions, bh, j, C)
+        tl.store(unpacked.pos + b.to(tl.int64) * slots + slot, pos)
+    chosen = chosen_bits(CHOSEN, open_blocks, bh, j, C)
     block = Block(b, h, bh, row, index, NB, open_start + j * C.BLOCK, used, closes, flags, chosen)
     tokens = Tokens(pos, slot, old, keep)
-    _long_side(K, K_MEAN, k, tokens, PanelSide(panel.k, panel.k_scale, slots), block,
-               Codec(K_OPEN, K_SEEN, K_PLACE, K_PUT, K_GET), False, C)  # fmt: skip
-    _long_side(V, K_MEAN, v, tokens, PanelSide(panel.v, panel.v_scale, slots), block,
-               Codec(V_OPEN, V_SEEN, V_PLACE, V_PUT, V_GET), True, C)  # fmt: skip
+    _long_side(K, K_MEAN, k, tokens, UnpackedSide(unpacked.k, unpacked.k_scale, slots), block,
+               Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, K_GET), False, C)  # fmt: skip
+    _long_side(V, K_MEAN, v, tokens, UnpackedSide(unpacked.v, unpacked.v_scale, slots), block,
+               Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, V_GET), True, C)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["NB"])
-def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, K_MEAN, PANEL, NB, slots, K_LOCATE: tl.constexpr,
+def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, K_MEAN, UNPACKED, NB, slots, K_LOCATE: tl.constexpr,
                 V_LOCATE: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (block of the past, head, row): packed blocks into the panel."""
+    """Program (block of the past, head, row): packed blocks into the unpacked keys and values."""
     index, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    panel = PanelTensors(*PANEL)
+    unpacked = UnpackedTensors(*UNPACKED)
     if index < tl.load(RowState(*STATE).closed + b):
         t, bh = tl.arange(0, C.BLOCK), b * C.H + h
         slot = index * C.BLOCK + t
         there = t < tl.load(BLOCK_LEN + b * NB + index)
         keep = there & (slot_bits(DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8), slot) == 0)
-        tl.store(panel.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
+        tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
         if h == 0:
-            tl.store(panel.pos + b.to(tl.int64) * slots + slot, tl.load(BLOCK_POS + b * NB + index) + t)
+            tl.store(unpacked.pos + b.to(tl.int64) * slots + slot, tl.load(BLOCK_POS + b * NB + index) + t)
         k_place, _, _ = K_LOCATE(K, b, h, C.K_LOW, C)
         v_place, _, _ = V_LOCATE(V, b, h, C.V_LOW, C)
         k, k_scale = K_GET(K, b, h, index, NB, k_place, False, C)
         v, v_scale = V_GET(V, b, h, index, NB, v_place, True, C)
-        if C.SMOOTH_K and (panel.k.dtype.element_ty != tl.int8):
+        if C.SMOOTH_K and (unpacked.k.dtype.element_ty != tl.int8):
             d = tl.arange(0, C.DP)
             k += tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)[None, :]
-        to_panel(PanelSide(panel.k, panel.k_scale, slots), k, k_scale, bh, slot, False, C)
-        to_panel(PanelSide(panel.v, panel.v_scale, slots), v, v_scale, bh, slot, True, C)
+        store_unpacked(UnpackedSide(unpacked.k, unpacked.k_scale, slots), k, k_scale, bh, slot, False, C)
+        store_unpacked(UnpackedSide(unpacked.v, unpacked.v_scale, slots), v, v_scale, bh, slot, True, C)
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T"])
-def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, NB, B, T, K_OPEN: tl.constexpr,
-                  V_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, NB, B, T,
+                  K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """After a long call: program (tile of the ring, head, row) writes the newest tokens, one a head what the call did
     to its sinks, and one the row's lengths."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -325,8 +329,8 @@ def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, 
         pos = last - (last - at + C.RING) % C.RING
         new = (at < C.RING) & (pos >= row.length)
         k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
-        k_code, k_scale = K_OPEN(k)
-        v_code, v_scale = V_OPEN(v)
+        k_code, k_scale = K_QUANTIZE(k)
+        v_code, v_scale = V_QUANTIZE(v)
         to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)
         to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, C)
     if C.ENTRIES > 0:

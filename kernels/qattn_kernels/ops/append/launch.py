@@ -1,4 +1,5 @@
-"""Launches of the append: ranking of heads, append and close, and around a long call the panel and the ring."""
+"""Launches of the append: ranking of heads, append and close, and around a long call unpacked keys and values and the
+ring."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes
-from qattn_kernels.launch.panel import Panel, tensors
+from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.ops.append.k_mean import mean_kernel
 from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, unpack_past_kernel
 from qattn_kernels.ops.append.ranking import rank_kernel
-from qattn_kernels.reference.rows import region_blocks
+from qattn_kernels.reference.rows import open_span_blocks
 
 OVERHANG = 128  # slots behind a row's last token that a prefill may touch: those of its largest tile
 
@@ -27,7 +28,7 @@ def rank(call: Call) -> None:
     launch(
         rank_kernel, (call.batch,),
         *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, *call.picked, call.blocks,
-        k.open, k.seen, v.open, v.seen, *kinds, call.sizes, **codes(call.sizes),
+        k.quantize_tokens, k.block_form, v.quantize_tokens, v.block_form, *kinds, call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def call_mean(call: Call) -> None:
         launch(
             mean_kernel, (call.sizes.H, call.batch),
             *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.k_mean, call.call_mean,
-            call.blocks, jit_of(call.spec.k).open, call.sizes, **codes(call.sizes),
+            call.blocks, jit_of(call.spec.k).quantize_tokens, call.sizes, **codes(call.sizes),
         )  # fmt: skip
 
 
@@ -45,33 +46,34 @@ def append(call: Call) -> None:
     """Write the tokens of a short call and close what is full; the decode commits the lengths."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     launch(
-        short_kernel, (region_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch),
+        short_kernel, (open_span_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.blocks,
-        k.open, k.seen, k.place, k.put, v.open, v.seen, v.place, v.put, power_of_two(call.tokens), call.sizes,
-        **codes(call.sizes),
+        k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
+        power_of_two(call.tokens), call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 
-def append_long(call: Call, panel: Panel) -> None:
-    """Write the tokens of a long call and close what is full. New tokens and those that were open also go to the panel,
-    and to the ring later (`finish`)."""
+def append_long(call: Call, unpacked: UnpackedKV) -> None:
+    """Write the tokens of a long call and close what is full. New tokens and those that were open also go to the
+    unpacked keys and values, and to the ring later (`finish`)."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
-    blocks = region_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
+    blocks = open_span_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
     launch(
         long_kernel, (blocks, call.sizes.H, call.batch),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.call_mean, *call.picked, tensors(panel), call.rows, call.blocks,
-        panel.pos.shape[1], k.open, k.seen, k.place, k.put, k.get, v.open, v.seen, v.place, v.put, v.get, call.sizes,
+        state["block_len"], call.k, call.v, call.call_mean, *call.picked, tensors(unpacked), call.rows, call.blocks,
+        unpacked.pos.shape[1], k.quantize_tokens, k.block_form, k.place, k.put, k.get, v.quantize_tokens, v.block_form,
+        v.place, v.put, v.get, call.sizes,
         **codes(call.sizes, 64 * 64), maxnreg=128,  # so that two programs of eight warps share a multiprocessor
     )  # fmt: skip
 
 
-def make_panel(call: Call, past: int) -> Panel:
-    """Room for `past` blocks and the region of the call; nothing in it is initialised."""
+def empty_unpacked(call: Call, past: int) -> UnpackedKV:
+    """Room for `past` blocks and the open span of the call; nothing in it is initialised."""
     size, spec = call.sizes, call.spec
     past = min(past, call.blocks)
-    slots = (past + region_blocks(spec.window, call.tokens)) * size.BLOCK + OVERHANG
+    slots = (past + open_span_blocks(spec.window, call.tokens)) * size.BLOCK + OVERHANG
     shape = (call.batch, size.H, slots)
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -85,18 +87,18 @@ def make_panel(call: Call, past: int) -> Panel:
     k, v = side(spec.k.integer, False), side(spec.v.integer, True)
     pos = empty((call.batch, slots), torch.int32)
     k_mean = call.call_mean if size.SMOOTH_K and spec.k.integer else None
-    return Panel(*k, *v, bias=empty(shape), pos=pos, rows=call.rows, k_mean=k_mean)
+    return UnpackedKV(*k, *v, bias=empty(shape), pos=pos, rows=call.rows, k_mean=k_mean)
 
 
-def unpack_past(call: Call, panel: Panel, past: int) -> None:
-    """Unpack what was closed before the call, at most `past` blocks a row, into the panel."""
+def unpack_past(call: Call, unpacked: UnpackedKV, past: int) -> None:
+    """Unpack what was closed before the call, at most `past` blocks a row, into the unpacked keys and values."""
     if past == 0:
         return
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     launch(
         unpack_past_kernel, (min(past, call.blocks), call.sizes.H, call.batch),
         call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.k_mean,
-        tensors(panel), call.blocks, panel.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes,
+        tensors(unpacked), call.blocks, unpacked.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes,
         **codes(call.sizes),
     )  # fmt: skip
 
@@ -108,5 +110,5 @@ def finish(call: Call) -> None:
     launch(
         finish_kernel, grid,
         *call.new, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.table, call.blocks,
-        call.batch, call.tokens, k.open, v.open, size, **codes(call.sizes),
+        call.batch, call.tokens, k.quantize_tokens, v.quantize_tokens, size, **codes(call.sizes),
     )  # fmt: skip

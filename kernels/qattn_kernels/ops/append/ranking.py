@@ -11,11 +11,11 @@ from qattn_kernels.jit.tokens import chosen_bits, new_tokens, row_before, with_r
 
 
 @triton.jit
-def _priority(S, code, scale, keep, pos, old, bh, SEEN: tl.constexpr, KIND: tl.constexpr,
+def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, KIND: tl.constexpr,
               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """TurboAttention section 3.2 in fp64, as `formats.flashq.reference.head_priority`."""
     code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
-    code, scale = SEEN(code, scale, keep)
+    code, scale = BLOCK_FORM(code, scale, keep)
     x = code.to(tl.float64) * tl.max(scale, 0).to(tl.float64)
     inside = (tl.arange(0, C.DP) < C.D) & (tl.max(keep.to(tl.int32), 0) > 0)
     low = tl.min(tl.where(keep[:, None], x, float("inf")), 0)
@@ -49,10 +49,10 @@ def _places(S, priority, b, C: tl.constexpr):
     tl.store(S.head_of + b * C.H + place, n, mask=real)
 
 
-@triton.jit(do_not_specialize=["span_stride", "regions", "NB"])
-def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, regions, NB,
-                K_OPEN: tl.constexpr, K_SEEN: tl.constexpr, V_OPEN: tl.constexpr, V_SEEN: tl.constexpr,
-                K_KIND: tl.constexpr, V_KIND: tl.constexpr, C: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
+def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, open_blocks, NB,
+                K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
+                V_BLOCK_FORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (row). `KIND` -1: that side is not ranked."""
     b = tl.program_id(0)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
@@ -73,13 +73,13 @@ def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
             if K_KIND >= 0:
                 k_keep = keep
                 if C.ENTRIES > 0:
-                    k_keep = keep & (slot_bits(chosen_bits(CHOSEN, regions, b * C.H + h, 0, C), t) == 0)
-                code, scale = K_OPEN(k)
-                priority = _priority(K, code, scale, k_keep, pos, old, b * C.H + h, K_SEEN, K_KIND, False, C)
+                    k_keep = keep & (slot_bits(chosen_bits(CHOSEN, open_blocks, b * C.H + h, 0, C), t) == 0)
+                code, scale = K_QUANTIZE(k)
+                priority = _priority(K, code, scale, k_keep, pos, old, b * C.H + h, K_BLOCK_FORM, K_KIND, False, C)
                 k_priority = tl.where(n == h, priority, k_priority)
             if V_KIND >= 0:
-                code, scale = V_OPEN(v)
-                priority = _priority(V, code, scale, keep, pos, old, b * C.H + h, V_SEEN, V_KIND, True, C)
+                code, scale = V_QUANTIZE(v)
+                priority = _priority(V, code, scale, keep, pos, old, b * C.H + h, V_BLOCK_FORM, V_KIND, True, C)
                 v_priority = tl.where(n == h, priority, v_priority)
         if K_KIND >= 0:
             _places(K, k_priority, b, C)

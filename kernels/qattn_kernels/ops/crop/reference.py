@@ -43,7 +43,7 @@ def crop(state: State, spec: LayerSpec, drop: int) -> None:
     state["length"].copy_(length)
     state["open_start"].copy_(start)
     state["closed"].copy_(closed)
-    state["seen"].sub_(drop)
+    state["columns_seen"].sub_(drop)
     _clear_dropped(state, window.block)
     if spec.sink_pool.num:
         roll_back(state, spec, cut)

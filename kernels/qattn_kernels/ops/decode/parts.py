@@ -23,11 +23,12 @@ SINK_TILE = tl.constexpr(32)  # entries of the table of sinks at a time
 
 
 class Scoring(NamedTuple):
-    """How scores are made, in log2 units.
+    """How scores are made, in log2 units but for the cap.
 
     Attributes:
         scale: of products of queries and keys.
-        softcap: what they are capped at, 0 for nothing; in units of the model.
+        softcap: what they are capped at, 0 for nothing; in the units of the model, while a prefill takes it in log2
+            units (`ops.prefill.kernel.attend`).
         window: positions that a query sees back, itself included, where the layer has a local window.
         sas_threshold: below it SAS takes a weight for 0.
     """

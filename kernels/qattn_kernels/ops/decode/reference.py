@@ -10,12 +10,12 @@ from qattn_kernels.layout import State
 from qattn_kernels.ops.sink_pool.reference import packed_copies, sink_tiles
 from qattn_kernels.reference.attention import Attended, attend
 from qattn_kernels.reference.queries import short_queries
-from qattn_kernels.reference.rows import Region
+from qattn_kernels.reference.rows import OpenSpan
 from qattn_kernels.reference.tiles import FOREVER, Tiles, packed_tiles
 
 
 def decode(
-    q: torch.Tensor, q_pos: torch.Tensor, state: State, spec: LayerSpec, region: Region, scores: Scores
+    q: torch.Tensor, q_pos: torch.Tensor, state: State, spec: LayerSpec, open_span: OpenSpan, scores: Scores
 ) -> Attended:
     """Attention of a short call, after its tokens were appended.
 
@@ -25,26 +25,26 @@ def decode(
 
     Args:
         q: `[B, Hq, T, D]`, real tokens first. q_pos: int32 `[B, T]` row positions, negative for padding.
-        state: the layer's tensors after the append. region: what the call appended.
+        state: the layer's tensors after the append. open_span: what the call appended.
     """
     window = spec.window
-    n = torch.arange(region.pos.shape[1], device=q.device)
-    closes = n < region.closing[:, None]
-    start = region.pos[:, 0, 0][:, None]
+    n = torch.arange(open_span.pos.shape[1], device=q.device)
+    closes = n < open_span.closing[:, None]
+    start = open_span.pos[:, 0, 0][:, None]
     end = start + (n + 1) * window.block - 1
     step = start + (n * window.block // window.span + 1) * window.span - 1 + window.residual
     packed_since = torch.where(closes, torch.maximum(end + 1, step), FOREVER).int()  # `[B, n]`
 
-    packed = packed_tiles(state, spec, region.closed + region.closing)
+    packed = packed_tiles(state, spec, open_span.closed + open_span.closing)
     index = torch.arange(packed.pos.shape[2], device=q.device)
-    j = index - region.closed[:, None]
+    j = index - open_span.closed[:, None]
     late = torch.where(j >= 0, packed_since.gather(1, j.clamp(0, len(n) - 1).long()), 0)
     packed = packed._replace(since=torch.maximum(late[:, None, :, None], packed.since))
     if spec.sink_pool.num:
-        packed = packed_copies(packed, state, region.closed, packed_since)
-        packed = packed.joined(sink_tiles(state, spec, region.closed, packed_since))
-    until = torch.where(closes, packed_since - 1, FOREVER).int()[..., None].expand_as(region.pos)
-    since = torch.where(region.valid, region.pos, FOREVER)
-    ring = Tiles(region.k, region.v, region.pos[:, None], since[:, None], until[:, None], region.keep)
+        packed = packed_copies(packed, state, open_span.closed, packed_since)
+        packed = packed.joined(sink_tiles(state, spec, open_span.closed, packed_since))
+    until = torch.where(closes, packed_since - 1, FOREVER).int()[..., None].expand_as(open_span.pos)
+    since = torch.where(open_span.valid, open_span.pos, FOREVER)
+    ring = Tiles(open_span.k, open_span.v, open_span.pos[:, None], since[:, None], until[:, None], open_span.keep)
     queries = short_queries(q, scores.scale, spec.compute)
     return attend(queries, q_pos, packed.joined(ring), scores, spec.compute, spec.sparsity, prefill=False)

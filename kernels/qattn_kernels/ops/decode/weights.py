@@ -10,7 +10,7 @@ from qattn_kernels.jit.math import LOG2E, NOTHING, exp2_sas
 
 @triton.jit
 def soft_cap(s, cap):
-    """`cap * tanh(s / cap)` of scores in log2 units."""
+    """Scores `s` in log2 units, capped by a `cap` in the units of the model: `cap * LOG2E * tanh(s / LOG2E / cap)`."""
     x = tl.exp2(-2.0 * tl.abs(s) / cap)
     t = cap * LOG2E * (1.0 - x) / (1.0 + x)
     return tl.where(s < 0, -t, t)

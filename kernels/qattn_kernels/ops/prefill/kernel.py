@@ -1,4 +1,5 @@
-"""Prefill attention over a panel in Triton: INT8, FP8 or model-precision products, fp32 softmax, one pass.
+"""Prefill attention over unpacked keys and values in Triton: INT8, FP8 or model-precision products, fp32 softmax, one
+pass.
 
 What makes it fast, beyond the products themselves:
 
@@ -38,12 +39,12 @@ MEAN_QUERIES = tl.constexpr(QUERY_BLOCK)
 LEAST_UNIT = tl.constexpr(1e-36)  # the unit of a query of zeros: its inverse is still finite
 
 
-class HeadPanel(NamedTuple):
-    """Pointers to the panel of a row and KV head, each at its first slot.
+class HeadKV(NamedTuple):
+    """Pointers to the unpacked keys and values of a row and KV head, each at its first slot.
 
     Attributes:
-        k, k_scale, v: as in `launch.panel.Panel`.
-        column: bias plus log2 of the value's scale; the bias alone where values have none.
+        k, k_scale, v: as in `launch.unpacked_kv.UnpackedKV`.
+        v_log_scale: bias plus log2 of the value's scale; the bias alone where values have none.
         inverse: 1 / the value's scale.
         pos: row positions.
         shift: scores of the mean query, where queries stand around it.
@@ -52,7 +53,7 @@ class HeadPanel(NamedTuple):
     k: Any
     k_scale: Any
     v: Any
-    column: Any
+    v_log_scale: Any
     inverse: Any
     pos: Any
     shift: Any
@@ -91,8 +92,8 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def value_columns(v_scale, bias, column, inverse, clean, rows, heads, N, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Of one (row, KV head): `column` = bias + log2 of the value's scale, `inverse` = 1 / scale, both `[N]`, and
+def value_factors(v_scale, bias, v_log_scale, inverse, clean, rows, heads, N, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Of one (row, KV head): `v_log_scale` = bias + log2 of the value's scale, `inverse` = 1 / scale, both `[N]`, and
     `clean`, the first slot whose bias is not 0. Slots that nobody sees get an inverse of 0."""
     head = tl.program_id(0)
     row = load_row(rows, head // heads)
@@ -104,7 +105,7 @@ def value_columns(v_scale, bias, column, inverse, clean, rows, heads, N, BLOCK: 
         b = tl.load(bias + base + n, mask=n < end, other=0.0)
         scale = tl.load(v_scale + base + n, mask=n < end, other=1.0)
         scale = tl.where((scale == 0.0) | (b != 0.0), NO_SCALE, scale)
-        tl.store(column + base + n, tl.log2(scale) + b, mask=n < end)
+        tl.store(v_log_scale + base + n, tl.log2(scale) + b, mask=n < end)
         tl.store(inverse + base + n, tl.where(b == 0.0, 1.0 / scale, 0.0), mask=n < end)
         masked = tl.minimum(masked, tl.min(tl.where(b == 0.0, end, n)))
     tl.store(clean + head, masked)
@@ -262,10 +263,11 @@ def _window_start(pos, slot, q_pos, BN: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, sinks, extra, out, lse, T, N, scale,
+def attend(q, q_b, q_h, q_t, k, k_scale, v, v_log_scale, inverse, clean, pos, rows, sinks, extra, out, lse, T, N, scale,
            cap, threshold, C: tl.constexpr):  # fmt: skip
     """One program: `BM` queries of a head. Those of one KV head follow one another, long ones first. `extra`: of the
-    panel `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean`, where it has them."""
+    `UnpackedKV` `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean`, where it has them. `cap`: the soft cap in
+    log2 units, while a decode takes it in the units of the model (`ops.decode.parts.Scoring`)."""
     blocks = tl.cdiv(T, C.BM)
     pid = tl.program_id(0)
     group = pid // C.G
@@ -288,7 +290,7 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, column, inverse, clean, pos, rows, s
     x, unit, k_mean_scores = _queries(q, q_t, to, real, t < T, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
 
     base = bh.to(tl.int64) * N
-    head = HeadPanel(k + base * C.D, k_scale + base, v + base * C.DV, column + base, inverse + base,
+    head = HeadKV(k + base * C.D, k_scale + base, v + base * C.DV, v_log_scale + base, inverse + base,
                      pos + b.to(tl.int64) * N, shift)  # fmt: skip
     slot = row.closed * C.BLOCK + row.length - row.open_start
     last = tl.minimum(t0 + C.BM, row.count)

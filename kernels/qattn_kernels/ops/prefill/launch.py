@@ -9,8 +9,8 @@ import torch
 
 from qattn_kernels.launch.constants import PrefillSizes, power_of_two
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.panel import Panel
 from qattn_kernels.launch.tuned import Prefill, gpu_name, tuned_for
+from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -19,7 +19,7 @@ MODEL_QUERIES = 64  # queries of a program where no scale ties them together
 # -125, a masked score too, for -125: that must lie under the threshold.
 LEAST_CUT = -80.0
 LOG2E = math.log2(math.e)
-STEP = 2048  # slots at a time in `value_columns`
+STEP = 2048  # slots at a time in `value_factors`
 
 
 def _config(q: torch.Tensor, kind: str | None, width: int) -> Prefill:
@@ -27,32 +27,32 @@ def _config(q: torch.Tensor, kind: str | None, width: int) -> Prefill:
     return tuned_for(gpu_name(q.device)).prefill[kind, max(width, 64)]
 
 
-def _value_columns(panel: Panel, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `kernel.value_columns`. Values without scales have the bias alone."""
-    from qattn_kernels.ops.prefill.kernel import value_columns
+def _value_factors(unpacked: UnpackedKV, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `kernel.value_factors`. Values without scales have the bias alone."""
+    from qattn_kernels.ops.prefill.kernel import value_factors
 
-    if panel.v_scale is None:
-        return panel.bias, panel.bias, panel.rows if panel.clean is None else panel.clean
-    column, inverse = torch.empty_like(panel.bias), torch.empty_like(panel.bias)
-    batch, heads, slots = panel.bias.shape
-    clean = torch.empty(batch * heads, dtype=torch.int32, device=panel.bias.device)
+    if unpacked.v_scale is None:
+        return unpacked.bias, unpacked.bias, unpacked.rows if unpacked.clean is None else unpacked.clean
+    v_log_scale, inverse = torch.empty_like(unpacked.bias), torch.empty_like(unpacked.bias)
+    batch, heads, slots = unpacked.bias.shape
+    clean = torch.empty(batch * heads, dtype=torch.int32, device=unpacked.bias.device)
     launch(
-        value_columns, (batch * heads,),
-        panel.v_scale, panel.bias, column, inverse, clean, panel.rows, heads, slots, BLOCK=block, STEP=STEP,
-        enable_fp_fusion=True,
+        value_factors, (batch * heads,),
+        unpacked.v_scale, unpacked.bias, v_log_scale, inverse, clean, unpacked.rows, heads, slots, BLOCK=block,
+        STEP=STEP, enable_fp_fusion=True,
     )  # fmt: skip
-    return column, inverse, clean
+    return v_log_scale, inverse, clean
 
 
-def _sizes(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[PrefillSizes, Prefill]:
+def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> tuple[PrefillSizes, Prefill]:
     """What a call is compiled for, and how it is launched."""
     compute = spec.compute
-    hq, dim, heads = q.shape[1], q.shape[3], panel.k.shape[1]
-    k_codes, v_codes = panel.k_scale is not None, panel.v_scale is not None
+    hq, dim, heads = q.shape[1], q.shape[3], unpacked.k.shape[1]
+    k_codes, v_codes = unpacked.k_scale is not None, unpacked.v_scale is not None
     k_int8 = k_codes and compute.prefill == "int8"
-    v_int8, v_fp8 = v_codes and compute.prefill == compute.pv == "int8", panel.v_channel is not None
+    v_int8, v_fp8 = v_codes and compute.prefill == compute.pv == "int8", unpacked.v_channel is not None
     plain = k_int8 and not scores.softcap and compute.softmax == "exact"
-    dim_v = panel.v.shape[2] if v_codes or v_fp8 else panel.v.shape[3]
+    dim_v = unpacked.v.shape[2] if v_codes or v_fp8 else unpacked.v.shape[3]
     dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
     config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
     grouped = plain and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
@@ -77,9 +77,9 @@ def _sizes(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
         Q_LEVELS=float(compute.qk_levels),
         V_FP8=v_fp8,
         Q_GROUP=compute.q_scale if k_int8 else "block",
-        SMOOTH_K=panel.k_mean is not None,
-        SMOOTH_Q="none" if panel.shift is None else compute.smooth_q,
-        SMOOTH_V=panel.v_mean is not None,
+        SMOOTH_K=unpacked.k_mean is not None,
+        SMOOTH_Q="none" if unpacked.shift is None else compute.smooth_q,
+        SMOOTH_V=unpacked.v_mean is not None,
         BY_ROW=plain and (v_fp8 or (v_int8 and spec.v.row_weights)),
         RAISED=compute.round_sum,
         LOCAL_WINDOW=scores.window,
@@ -91,43 +91,46 @@ def _sizes(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tu
     return sizes, config
 
 
-def prefill(q: torch.Tensor, panel: Panel, spec: LayerSpec, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a long call over its panel; `ops/prefill/reference.py` is the specification.
+def prefill(
+    q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a long call over its unpacked keys and values; `ops/prefill/reference.py` is the specification.
 
-    INT8 codes are multiplied as integers if `spec.compute.prefill` is `int8`; what the panel has in the model's dtype
-    always in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which are not the
-    reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels whatever
-    `spec.compute` says, and `round_sum` acts where the softmax is exact and nothing is capped; elsewhere row sums are
-    of what was rounded.
+    INT8 codes are multiplied as integers if `spec.compute.prefill` is `int8`; what the unpacked keys and values have in
+    the model's dtype always in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which
+    are not the reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels whatever `spec.compute`
+    says, and `round_sum` acts where the softmax is exact and nothing is capped; elsewhere row sums are of what was
+    rounded.
 
     Args:
-        q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `panel.rows` says which are real.
-        panel: contiguous tensors; slots that nobody sees hold finite values.
+        q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `unpacked.rows` says which are real.
+        unpacked: contiguous tensors; slots that nobody sees hold finite values.
 
     Returns:
         `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
         for padding; a query that sees nothing has zeros and -inf.
     """
-    from qattn_kernels.ops.prefill.coded import coded_panel
+    from qattn_kernels.ops.prefill.coded import with_codes
     from qattn_kernels.ops.prefill.kernel import attend
 
     q = q if q.stride(3) == 1 else q.contiguous()
-    panel = coded_panel(q, panel, spec, scores.scale)
-    sizes, config = _sizes(q, panel, spec, scores)
+    unpacked = with_codes(q, unpacked, spec, scores.scale)
+    sizes, config = _sizes(q, unpacked, spec, scores)
     batch, hq, tokens = q.shape[:3]
     out = torch.empty((batch, tokens, hq, sizes.DV), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, hq, tokens), dtype=torch.float32, device=q.device)
-    column, inverse, clean = _value_columns(panel, spec.window.block)
-    k_scale = panel.bias if panel.k_scale is None else panel.k_scale
+    v_log_scale, inverse, clean = _value_factors(unpacked, spec.window.block)
+    k_scale = unpacked.bias if unpacked.k_scale is None else unpacked.k_scale
     sinks = lse if scores.sinks is None else scores.sinks
     extra = tuple(
-        panel.bias if x is None else x for x in (panel.k_mean, panel.q_mean, panel.shift, panel.v_channel, panel.v_mean)
+        unpacked.bias if x is None else x
+        for x in (unpacked.k_mean, unpacked.q_mean, unpacked.shift, unpacked.v_channel, unpacked.v_mean)
     )
     cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
     launch(
         attend, (batch * hq * -(-tokens // sizes.BM),),
-        q, *q.stride()[:3], panel.k, k_scale, panel.v, column, inverse, clean, panel.pos, panel.rows, sinks, extra, out,
-        lse, tokens, panel.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
+        q, *q.stride()[:3], unpacked.k, k_scale, unpacked.v, v_log_scale, inverse, clean, unpacked.pos, unpacked.rows,
+        sinks, extra, out, lse, tokens, unpacked.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
         num_warps=config.warps * max(1, sizes.BM // MODEL_QUERIES), num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -1,4 +1,5 @@
-"""Codes for what a panel has in the model's precision, in Triton; `reference/operands.py` is the specification."""
+"""Codes for what unpacked keys and values have in the model's precision, in Triton; `reference/operands.py` is the
+specification."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def _end(rows, b, BLOCK: tl.constexpr):
 @triton.jit
 def _of_head(X, strides, head, heads, n):
     """Where tokens `n` of a head of a row begin, `[n, 1]`, in `X` `[B, H, <= N, D]` of any `strides` but the last,
-    which is 1. Only slots that are seen are read, so that a cache's own tensor, shorter than the panel, will do."""
+    which is 1. Only slots that are seen are read, so that a cache's own tensor, shorter than the unpacked keys and
+    values, will do."""
     first = X + (head // heads).to(tl.int64) * strides[0] + (head % heads).to(tl.int64) * strides[1]
     return first + n.to(tl.int64)[:, None] * strides[2]
 

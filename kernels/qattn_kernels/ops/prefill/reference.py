@@ -15,17 +15,17 @@ from qattn_kernels.ops.sink_pool.reference import sink_tiles
 from qattn_kernels.reference.attention import Attended, attend
 from qattn_kernels.reference.operands import operands
 from qattn_kernels.reference.queries import long_queries
-from qattn_kernels.reference.rows import Region, region_blocks
+from qattn_kernels.reference.rows import OpenSpan, open_span_blocks
 from qattn_kernels.reference.tiles import FOREVER, Tiles, packed_tiles
 
 
-def _seen(fmt: Format, state: State, tokens: Operand, full: torch.Tensor) -> Operand:
+def _prefill_form(fmt: Format, state: State, tokens: Operand, full: torch.Tensor) -> Operand:
     """Blocks that the call fills in the form of the format's prefill, the unfinished tail as it stands open.
 
     A tail without codes of its own, or without their mean, is seen as if its block closed here, so that all of a
     prefill has one form.
     """
-    formed = fmt.seen(tokens, state)
+    formed = fmt.block_form(tokens, state)
     if tokens.scale is None or formed.mean is not None:
         return formed
     full = full[:, None, :, None]
@@ -40,24 +40,30 @@ def packed_past(state: State, spec: LayerSpec) -> Tiles:
 
 
 def prefill(
-    q: torch.Tensor, q_pos: torch.Tensor, past: Tiles, state: State, spec: LayerSpec, region: Region, scores: Scores
+    q: torch.Tensor,
+    q_pos: torch.Tensor,
+    past: Tiles,
+    state: State,
+    spec: LayerSpec,
+    open_span: OpenSpan,
+    scores: Scores,
 ) -> Attended:
     """Attention of a long call, TurboAttention Algorithm 1, after its tokens were appended.
 
     Args:
         q: `[B, Hq, T, D]`, real tokens first. q_pos: int32 `[B, T]` row positions, negative for padding.
         past: `packed_past` of the call. state: the layer's tensors.
-        region: the open tokens before the call and the new ones.
+        open_span: the open tokens before the call and the new ones.
     """
-    closes = torch.arange(region.pos.shape[1], device=q.device) < region.closing[:, None]
-    since = torch.where(region.valid, region.pos, FOREVER)[:, None]
-    k = _seen(spec.k, side_of(state, "k"), region.k, closes)
-    v = _seen(spec.v, side_of(state, "v"), region.v, closes)
-    fresh = Tiles(k, v, region.pos[:, None], since, torch.full_like(since, FOREVER), region.keep)
+    closes = torch.arange(open_span.pos.shape[1], device=q.device) < open_span.closing[:, None]
+    since = torch.where(open_span.valid, open_span.pos, FOREVER)[:, None]
+    k = _prefill_form(spec.k, side_of(state, "k"), open_span.k, closes)
+    v = _prefill_form(spec.v, side_of(state, "v"), open_span.v, closes)
+    fresh = Tiles(k, v, open_span.pos[:, None], since, torch.full_like(since, FOREVER), open_span.keep)
     before = past.pos.shape[2]
 
     def reach(end: int) -> int:
-        return before + region_blocks(spec.window, end)
+        return before + open_span_blocks(spec.window, end)
 
     return attend_all(q, q_pos, past.joined(fresh), spec, scores, reach)
 

@@ -5,7 +5,7 @@ What the functions take:
 - `x` `[BM, BN]`: the products. Integer sums come as floats `ROUNDER + sum`; the multiply-add that scales them takes
   `ROUNDER` off. `unit`: what 1 of a product is worth in log2 units, one for all queries, or `[BM]` (`row_weights`,
   `group_weights`).
-- `head`: the `kernel.HeadPanel`. Its `column` is the logarithm of a value's scale, -inf where the slot is masked, and
+- `head`: the `kernel.HeadKV`. Its `v_log_scale` is the logarithm of a value's scale, -inf where the slot is masked, and
   `inverse` is 1 / that scale.
 - `sums`: the `kernel.Sums` before the tile; its maxima start at `NOTHING`, which is finite.
 - `C`: a `launch.constants.PrefillSizes`.
@@ -54,11 +54,11 @@ def block_weights(x, unit, sums, head, n0, threshold, BN: tl.constexpr, C: tl.co
     The terms with `ROUNDER` are large, so that their difference errs by up to one unit of a sum. Scores are taken from
     one unit above the largest: a weight beyond 127 would come out as a negative 8-bit integer."""
     PARTS: tl.constexpr = (BN + C.BLOCK - 1) // C.BLOCK
-    k_scale, column, inverse, top, peak = head.k_scale, head.column, head.inverse, sums.m, sums.peak
+    k_scale, v_log_scale, inverse, top, peak = head.k_scale, head.v_log_scale, head.inverse, sums.m, sums.peak
     block = n0 + tl.arange(0, PARTS) * C.BLOCK
     r = tl.load(inverse + block)[None, :]
     a = tl.load(k_scale + block)[None, :] * unit
-    b = tl.load(column + block)[None, :] - a * ROUNDER
+    b = tl.load(v_log_scale + block)[None, :] - a * ROUNDER
     x = x.reshape(C.BM, PARTS, BN // PARTS)
     best = tl.max(x, 2) * a + b
     here = tl.max(best, 1) + tl.max(a, 1)
@@ -78,8 +78,8 @@ def token_scores(x, unit, head, n, cap, k_mean_scores, C: tl.constexpr):
 
     Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`. `k_mean_scores` `[BM]`:
     what keys around their mean lack, which a softmax alone would not miss."""
-    k_scale, column, inverse, shift = head.k_scale, head.column, head.inverse, head.shift
-    b = tl.load(column + n)
+    k_scale, v_log_scale, inverse, shift = head.k_scale, head.v_log_scale, head.inverse, head.shift
+    b = tl.load(v_log_scale + n)
     r = tl.full([x.shape[1]], 1.0, tl.float32)
     a = r * unit
     if C.K_CODES:  # a slot that nobody sees may have any scale
@@ -106,9 +106,9 @@ def row_weights(x, unit, sums, head, n, see, BN: tl.constexpr, MASK: tl.constexp
     `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have. `C.RAISED`: these come
     with `ROUNDER` added, which rounds them and leaves each in the low byte of its float, and the mass is of the rounded
     ones, but where a block's values are so small beside another's that nothing would be left of its weights."""
-    k_scale, column, shift, top, peak = head.k_scale, head.column, head.shift, sums.m, sums.peak
+    k_scale, v_log_scale, shift, top, peak = head.k_scale, head.v_log_scale, head.shift, sums.m, sums.peak
     PARTS: tl.constexpr = BN // min(BN, C.BLOCK)
-    b = tl.load(column + n)
+    b = tl.load(v_log_scale + n)
     a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n))
     if C.Q_LEVELS < LEVELS:  # sums of 4-bit codes are small: `a * ROUNDER` must be exact
         a = short_scale(a)

@@ -13,7 +13,7 @@ from qattn_kernels.jit.math import round_even
 from qattn_kernels.jit.rows import FOREVER, flip_bits, packed_since, slot_bits
 from qattn_kernels.jit.tokens import new_tokens, ring_codes, row_before, with_ring
 from qattn_kernels.launch.call import Table
-from qattn_kernels.launch.panel import PanelTensors
+from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 
 UNDECIDED = tl.constexpr(9223372036854775807)  # an age that no entry has
 
@@ -114,14 +114,14 @@ def _forget(entries, until, closed, flags):
 
 
 @triton.jit
-def _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, OPEN: tl.constexpr, C: tl.constexpr):
+def _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.constexpr):
     """fp64 magnitudes of the keys of a block that closes; infinity where there is none to choose."""
     length, closed, open_start, closing, first, count = row
     t = tl.arange(0, C.BLOCK)
     pos = open_start + j * C.BLOCK + t
     old = pos < length
     k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, ~old, first, C)
-    code, scale = OPEN(k)
+    code, scale = QUANTIZE(k)
     code, scale = with_ring(K, code, scale, pos, old, b * C.H + h, False, C)
     size = tl.sum(tl.abs(code).to(tl.float64), 1)
     if K.ring.dtype.element_ty == tl.int8:
@@ -140,11 +140,12 @@ def _fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
         tl.store(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, scale, mask=write)
 
 
-@triton.jit(do_not_specialize=["span_stride", "NB", "regions"])
+@triton.jit(do_not_specialize=["span_stride", "NB", "open_blocks"])
 def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, K_SINKS, V_SINKS, TABLE,
-                CHOSEN, MOVED, NB, regions, K_OPEN: tl.constexpr, V_OPEN: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                CHOSEN, MOVED, NB, open_blocks, K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
     """Program (head, row), before the append: the pool competes with each block that closes. `CHOSEN`: one bit for each
-    token of the `regions` blocks of the region, for those that close; `MOVED`: see `moved_tokens`."""
+    token of the `open_blocks` blocks of the open span, for those that close; `MOVED`: see `moved_tokens`."""
     SINKS: tl.constexpr = C.SINKS
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
@@ -158,7 +159,7 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         for j in range(0, closing):
             total = closed + j + 1
             entries = _forget(entries, total - C.CROP_BLOCKS, closed, flags)
-            size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_OPEN, C)
+            size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_QUANTIZE, C)
             chosen = t < 0
             for _ in tl.static_range(SINKS):
                 entries, size, hit = _take(entries, size, t, open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C)
@@ -166,15 +167,15 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
             for _ in tl.static_range(SINKS):
                 entries = _write_back(entries, total, C)
             eights = tl.reshape(chosen.to(tl.int32) << (t % 8), (C.BLOCK // 8, 8))
-            byte = CHOSEN + (bh.to(tl.int64) * regions + j) * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8)
+            byte = CHOSEN + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8)
             tl.store(byte, tl.sum(eights, 1).to(tl.uint8))
         _store_table(TABLE, at, entries)
         _note_moved(MOVED, entries, closed, bh, C)
         pos, born = entries.pos, entries.born
         new = born > closed
         k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new & (pos >= length), first, C)
-        k_code, k_scale = K_OPEN(k)
-        v_code, v_scale = V_OPEN(v)
+        k_code, k_scale = K_QUANTIZE(k)
+        v_code, v_scale = V_QUANTIZE(v)
         k_code, k_scale = with_ring(K, k_code, k_scale, pos, new & (pos < length), bh, False, C)
         v_code, v_scale = with_ring(V, v_code, v_scale, pos, new & (pos < length), bh, True, C)
         _fill(K_SINKS, k_code, k_scale, new | (born == 0), bh, False, C)
@@ -183,7 +184,8 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
 
 @triton.jit
 def _restore(S, X, SCALE, slot, live, bh, slots, VALUES: tl.constexpr, C: tl.constexpr):
-    """Entries into a panel; INT8 ones by the scale of their slot, which a tile may read for its whole block."""
+    """Entries into unpacked keys and values; INT8 ones by the scale of their slot, which a tile may read for its whole
+    block."""
     e, d = tl.arange(0, C.ENTRIES), tl.arange(0, C.DP)
     inside = live[:, None] & (d < C.D)[None, :]
     code = tl.load(ring_codes(S, e, C.ENTRIES, bh, VALUES, C), mask=inside, other=0.0).to(tl.float32)
@@ -199,13 +201,14 @@ def _restore(S, X, SCALE, slot, live, bh, slots, VALUES: tl.constexpr, C: tl.con
 
 
 @triton.jit
-def restore_kernel(TABLE, K_SINKS, V_SINKS, PANEL, slots, C: tl.constexpr):
-    """Program (head, row) of a long call, before the pool competes: its sinks to their slots of the panel."""
-    panel = PanelTensors(*PANEL)
+def restore_kernel(TABLE, K_SINKS, V_SINKS, UNPACKED, slots, C: tl.constexpr):
+    """Program (head, row) of a long call, before the pool competes: its sinks to their slots of the unpacked keys and
+    values."""
+    unpacked = UnpackedTensors(*UNPACKED)
     bh = tl.program_id(1) * C.H + tl.program_id(0)
     at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
     slot = tl.load(TABLE.slot + at)
     live = (tl.load(TABLE.born + at) > 0) & (tl.load(TABLE.written + at) == 0)
-    _restore(K_SINKS, panel.k, panel.k_scale, slot, live, bh, slots, False, C)
-    _restore(V_SINKS, panel.v, panel.v_scale, slot, live, bh, slots, True, C)
-    tl.store(panel.bias + bh.to(tl.int64) * slots + slot, tl.full([C.ENTRIES], 0, tl.float32), mask=live)
+    _restore(K_SINKS, unpacked.k, unpacked.k_scale, slot, live, bh, slots, False, C)
+    _restore(V_SINKS, unpacked.v, unpacked.v_scale, slot, live, bh, slots, True, C)
+    tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.full([C.ENTRIES], 0, tl.float32), mask=live)

@@ -14,7 +14,7 @@ import torch
 
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import State, Window
-from qattn_kernels.reference.rows import Region, pick
+from qattn_kernels.reference.rows import OpenSpan, pick
 
 QUERIES = 32  # at a time: each has keys of its own
 
@@ -31,30 +31,30 @@ def _first_open(state: State, window: Window, pos: torch.Tensor) -> torch.Tensor
 
 
 def given(
-    q: torch.Tensor, q_pos: torch.Tensor, state: State, window: Window, region: Region, scores: Scores
+    q: torch.Tensor, q_pos: torch.Tensor, state: State, window: Window, open_span: OpenSpan, scores: Scores
 ) -> torch.Tensor:
-    """What the query of each token of a region gave the open tokens: fp32 `[B, Hkv, n, block, width]`, zeros past the
-    row's end. Asked before the call is appended; `q` `[B, Hq, T, D]`, real tokens first, `q_pos` `[B, T]`."""
+    """What the query of each token of an open span gave the open tokens: fp32 `[B, Hkv, n, block, width]`, zeros past
+    the row's end. Asked before the call is appended; `q` `[B, Hq, T, D]`, real tokens first, `q_pos` `[B, T]`."""
     parts = [
-        _weights(q[:, :, i : i + QUERIES], q_pos[:, i : i + QUERIES], state, window, region, scores)
+        _weights(q[:, :, i : i + QUERIES], q_pos[:, i : i + QUERIES], state, window, open_span, scores)
         for i in range(0, q.shape[2], QUERIES)
     ]
-    pos, ring = region.pos.flatten(1), state["mass.ring"]
+    pos, ring = open_span.pos.flatten(1), state["mass.ring"]
     fresh = pos - state["length"][:, None]
     new = pick(torch.cat(parts, 2), fresh.clamp(0, q.shape[2] - 1))
     rows = torch.where((fresh < 0)[:, None, :, None], pick(ring, pos % ring.shape[2]), new)
-    return torch.where(region.valid.flatten(1)[:, None, :, None], rows, 0.0).unflatten(2, region.pos.shape[1:])
+    return torch.where(open_span.valid.flatten(1)[:, None, :, None], rows, 0.0).unflatten(2, open_span.pos.shape[1:])
 
 
 def _weights(
-    q: torch.Tensor, q_pos: torch.Tensor, state: State, window: Window, region: Region, scores: Scores
+    q: torch.Tensor, q_pos: torch.Tensor, state: State, window: Window, open_span: OpenSpan, scores: Scores
 ) -> torch.Tensor:
     """fp32 `[B, Hkv, T, width]` of new queries. Made in fp64, so that no order of summing decides."""
     pos = _first_open(state, window, q_pos)[..., None] + torch.arange(_width(window), device=q.device)
     slot = pos - state["open_start"][:, None, None]
-    index = slot.clamp(0, region.pos[0].numel() - 1).flatten(1)
-    keys = pick(region.k.dequantize().flatten(2, 3), index).double().unflatten(2, pos.shape[1:])
-    keep = pick(region.keep.flatten(2)[..., None], index)[..., 0].unflatten(2, pos.shape[1:])
+    index = slot.clamp(0, open_span.pos[0].numel() - 1).flatten(1)
+    keys = pick(open_span.k.dequantize().flatten(2, 3), index).double().unflatten(2, pos.shape[1:])
+    keep = pick(open_span.keep.flatten(2)[..., None], index)[..., 0].unflatten(2, pos.shape[1:])
     see = (slot >= 0) & (pos <= q_pos[..., None])
     if scores.window:
         see &= pos > q_pos[..., None] - scores.window
@@ -65,15 +65,15 @@ def _weights(
     return weights.nan_to_num(0.0).mean(2).float()
 
 
-def mass(state: State, window: Window, region: Region) -> torch.Tensor:
-    """fp64 `[B, Hkv, n, block]` of the tokens of a region, for blocks that the call closes."""
-    assert region.given is not None
-    rows, pos, block = region.given.flatten(2, 3), region.pos.flatten(1), window.block
+def mass(state: State, window: Window, open_span: OpenSpan) -> torch.Tensor:
+    """fp64 `[B, Hkv, n, block]` of the tokens of an open span, for blocks that the call closes."""
+    assert open_span.given is not None
+    rows, pos, block = open_span.given.flatten(2, 3), open_span.pos.flatten(1), window.block
     found = []
-    for j in range(region.pos.shape[1]):
+    for j in range(open_span.pos.shape[1]):
         first = j * block // window.span * window.span
         queries = slice(first, first + _width(window))  # the last of them closes the block
-        column = region.pos[:, j, None] - _first_open(state, window, pos[:, queries])[..., None]
+        column = open_span.pos[:, j, None] - _first_open(state, window, pos[:, queries])[..., None]
         index = column.clamp(0, _width(window) - 1).long()[:, None].expand(-1, rows.shape[1], -1, -1)
         got = rows[:, :, queries].gather(3, index)
         inside = (column >= 0) & (column < _width(window))

@@ -16,29 +16,29 @@ from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State
 from qattn_kernels.ops.sink_pool.mass import mass
 from qattn_kernels.ops.sink_pool.table import FIELDS, at_slots, blank, flip, read_sinks
-from qattn_kernels.reference.rows import Region, pick_each
+from qattn_kernels.reference.rows import OpenSpan, pick_each
 from qattn_kernels.reference.tiles import FOREVER, Tiles
 
 
-def compete(state: State, spec: LayerSpec, region: Region) -> Region:
-    """Let the pool compete with each block that a call closes, in order; the region with what left it `chosen`.
+def compete(state: State, spec: LayerSpec, open_span: OpenSpan) -> OpenSpan:
+    """Let the pool compete with each block that a call closes, in order; the open span with what left it `chosen`.
 
     Changes the table and the sinks' tensors in place; bits of `dropped` follow at the end of the call (`settle`).
     """
     pool, table = spec.sink_pool, side_of(state, "sink")
-    norms, chosen = _norms(state, spec, region), torch.zeros_like(region.keep)
+    norms, chosen = _norms(state, spec, open_span), torch.zeros_like(open_span.keep)
     first = (state["length"] == 0)[:, None] & (pool.prefill == "whole")
     blocks = chosen.shape[2]
-    if region.closing.device.type == "cpu":
-        blocks = int(region.closing.max())
+    if open_span.closing.device.type == "cpu":
+        blocks = int(open_span.closing.max())
     for j in range(blocks):
-        closes, count = (j < region.closing)[:, None], (region.closed + j + 1)[:, None]
-        _forget(state, table, closes, count - pool.crop_blocks(spec.window), region.closed)
+        closes, count = (j < open_span.closing)[:, None], (open_span.closed + j + 1)[:, None]
+        _forget(state, table, closes, count - pool.crop_blocks(spec.window), open_span.closed)
         for _ in range(pool.num):
             best, t = norms[:, :, j].min(-1)
             t = (norms[:, :, j] == best[..., None]).int().argmax(-1)  # the oldest of equal ones
             takes = _take(table, pool.num, closes, count, best, first)
-            pos, slot = region.pos[:, j].gather(1, t), (region.closed[:, None] + j) * spec.window.block + t
+            pos, slot = open_span.pos[:, j].gather(1, t), (open_span.closed[:, None] + j) * spec.window.block + t
             _insert(table, takes, {"pos": pos, "slot": slot, "born": count, "norm": best})
             at = torch.nn.functional.one_hot(t, norms.shape[-1]).bool() & takes[..., None]
             norms[:, :, j].masked_fill_(at, torch.inf)
@@ -48,22 +48,22 @@ def compete(state: State, spec: LayerSpec, region: Region) -> Region:
     if pool.prefill == "whole":
         stayed = at_slots((table["born"] > 0) & first[..., None], table["slot"], chosen.shape[2:].numel())
         chosen = torch.where(first[..., None, None], stayed.view_as(chosen), chosen)
-    _fill(state, spec, region)
-    return region._replace(chosen=chosen)
+    _fill(state, spec, open_span)
+    return open_span._replace(chosen=chosen)
 
 
-def _norms(state: State, spec: LayerSpec, region: Region) -> torch.Tensor:
+def _norms(state: State, spec: LayerSpec, open_span: OpenSpan) -> torch.Tensor:
     """fp64 `[B, H, n, block]`: the smallest compete best; infinity where there is no token to choose."""
     pool = spec.sink_pool
     if pool.select == "attention":
-        norm = -mass(state, spec.window, region)
+        norm = -mass(state, spec.window, open_span)
     elif pool.select == "random":
-        heads = torch.arange(region.keep.shape[1], device=region.pos.device)[:, None, None]
-        norm = (torch.sin(region.pos[:, None] * 12.9898 + heads.double() * 78.233) * 43758.5453).frac().abs()
+        heads = torch.arange(open_span.keep.shape[1], device=open_span.pos.device)[:, None, None]
+        norm = (torch.sin(open_span.pos[:, None] * 12.9898 + heads.double() * 78.233) * 43758.5453).frac().abs()
     else:
-        norm = region.k.x.double().abs().sum(-1)
-        norm = norm if region.k.scale is None else norm * region.k.scale.double()
-    return torch.where(region.keep, -norm if pool.select == "largest_key" else norm, torch.inf)
+        norm = open_span.k.x.double().abs().sum(-1)
+        norm = norm if open_span.k.scale is None else norm * open_span.k.scale.double()
+    return torch.where(open_span.keep, -norm if pool.select == "largest_key" else norm, torch.inf)
 
 
 def _forget(state: State, table: State, closes: torch.Tensor, until: torch.Tensor, closed: torch.Tensor) -> None:
@@ -113,12 +113,12 @@ def _write_back(table: State, window: int, closes: torch.Tensor, count: torch.Te
     table["written"].copy_(torch.where(at, count[..., None].int(), table["written"]))
 
 
-def _fill(state: State, spec: LayerSpec, region: Region) -> None:
-    """Tokens of the entries that the call made, as the region has them; free places hold zeros."""
-    table, first = side_of(state, "sink"), (region.closed * spec.window.block)[:, None, None]
-    new = table["born"] > region.closed[:, None, None]
-    index = (table["slot"] - first).clamp(0, region.keep.shape[2:].numel() - 1)
-    for name, fmt, tokens in (("k", spec.k, region.k), ("v", spec.v, region.v)):
+def _fill(state: State, spec: LayerSpec, open_span: OpenSpan) -> None:
+    """Tokens of the entries that the call made, as the open span has them; free places hold zeros."""
+    table, first = side_of(state, "sink"), (open_span.closed * spec.window.block)[:, None, None]
+    new = table["born"] > open_span.closed[:, None, None]
+    index = (table["slot"] - first).clamp(0, open_span.keep.shape[2:].numel() - 1)
+    for name, fmt, tokens in (("k", spec.k, open_span.k), ("v", spec.v, open_span.v)):
         sinks = read_sinks(side_of(state, name), fmt)
         found = tokens.map(lambda x: pick_each(x.flatten(2, 3), index))
         sinks.x.copy_(torch.where(new[..., None], found.x, sinks.x))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Panel(NamedTuple):
+class UnpackedKV(NamedTuple):
     """Slots `N` are those of the arenas: the token at row position `p >= open_start` lies in slot
     `closed * block + p - open_start`, the packed past before it.
 
@@ -22,7 +22,7 @@ class Panel(NamedTuple):
 
     What `ops.prefill.coded` adds: `v` in E4M3 `[B, Hkv, Dv, N]` with fp32 `v_channel` `[B, Hkv, Dv]` instead of token
     scales, around `v_mean` like it; int32 `clean` `[B * Hkv]`, the first masked slot; `k` around `k_mean`
-    `[B, Hkv, Dk]`, which a smoothed format's panel has too; queries around `q_mean` `[B, Hq, n, Dk]`, of all (n = 1)
+    `[B, Hkv, Dk]`, which smoothed keys have too; queries around `q_mean` `[B, Hq, n, Dk]`, of all (n = 1)
     or of blocks, whose scores `shift` is, `[B, Hq, n, N]`.
     """
 
@@ -41,8 +41,9 @@ class Panel(NamedTuple):
     shift: torch.Tensor | None = None
 
 
-class PanelTensors(NamedTuple):
-    """What kernels that fill a panel take of it, in its shapes; any tensor stands for scales that it has not."""
+class UnpackedTensors(NamedTuple):
+    """What kernels that unpack keys and values take of an `UnpackedKV`, in its shapes; any tensor stands for scales
+    that it has not."""
 
     k: Any
     k_scale: Any
@@ -52,9 +53,9 @@ class PanelTensors(NamedTuple):
     pos: Any
 
 
-def tensors(panel: Panel) -> tuple:
-    """The `PanelTensors` of a panel, plain: Triton takes longer over a named tuple. Where it has no scales its bias
-    stands, which kernels leave alone."""
-    k_scale = panel.bias if panel.k_scale is None else panel.k_scale
-    v_scale = panel.bias if panel.v_scale is None else panel.v_scale
-    return panel.k, k_scale, panel.v, v_scale, panel.bias, panel.pos
+def tensors(unpacked: UnpackedKV) -> tuple:
+    """The `UnpackedTensors` of an `UnpackedKV`, plain: Triton takes longer over a named tuple. Where it has no scales
+    its bias stands, which kernels leave alone."""
+    k_scale = unpacked.bias if unpacked.k_scale is None else unpacked.k_scale
+    v_scale = unpacked.bias if unpacked.v_scale is None else unpacked.v_scale
+    return unpacked.k, k_scale, unpacked.v, v_scale, unpacked.bias, unpacked.pos
