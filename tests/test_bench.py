@@ -13,11 +13,11 @@ from torch.nn.attention import SDPBackend
 from qattn_hf import patch
 from qattn_hf.bench import decode, generate, layers, sdpa, tables
 from qattn_hf.bench.layers import Heads
-from qattn_hf.bench.origin import device_name
 from qattn_hf.bench.timing import Times, measure
 from qattn_hf.bench.ways import all_ways, default_ways
 from qattn_hf.cli import main
 from qattn_hf.cli.bench import chosen_methods
+from qattn_hf.origin import device_name
 from qattn_hf.recipe import find_recipes
 
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qattn_hf.bench.origin import device_name, versions
 from qattn_hf.bench.tables import Row, best_stock, by_point, ways
 from qattn_hf.errors import QAttnError
+from qattn_hf.origin import device_name, versions
 
 BEST = "best SDPA"
 TITLES = {

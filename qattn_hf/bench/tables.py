@@ -117,7 +117,7 @@ def print_table(rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from qattn_hf.bench.origin import device_name, versions
+    from qattn_hf.origin import device_name, versions
 
     header, lines = table(rows)
     shown = Table(box=None, pad_edge=False)

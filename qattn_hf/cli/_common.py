@@ -57,7 +57,7 @@ def methods_option(default: Iterable[str]) -> Any:
 
 def write_rows(rows: list[dict[str, Any]], target: Path) -> None:
     """Write rows with command, date, device and versions as JSON, in the form of `eval/results/`."""
-    from qattn_hf.bench.origin import origin
+    from qattn_hf.origin import origin
 
     conditions = origin(shlex.join(["qattn", *sys.argv[1:]]))
     target.write_text(json.dumps({"name": target.stem, **conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -15,11 +15,11 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from qattn_hf import patch, unpatch
-from qattn_hf.bench.origin import versions
 from qattn_hf.errors import QAttnError
 from qattn_hf.lm_eval.arguments import split_arguments
 from qattn_hf.lm_eval.scoring import Text, packed_by_row, score
 from qattn_hf.lm_eval.usage import Usage
+from qattn_hf.origin import versions
 from qattn_hf.reporting import report
 
 log = logging.getLogger(__name__)
