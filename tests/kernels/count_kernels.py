@@ -1,5 +1,6 @@
-"""Which kernels a process would compile for a method: `python count_kernels.py METHOD` prints one name a line; with
-`warm` behind it, those that calls compile after `step.warm` has compiled what it knows of.
+"""Which kernels a process would compile for each method: `python count_kernels.py METHOD...` prints a line for each,
+`METHOD cold NAME`, or `METHOD warm NAME` for those that calls compile after `step.warm` has compiled what it knows of.
+Nothing finds what was compiled for another.
 
 Nothing is compiled or run, and no GPU is needed: Triton's launches are followed up to the point where a kernel that is
 not there yet would be compiled.
@@ -49,12 +50,12 @@ class Hopper:
         return torch.device("cpu")
 
 
-def follow_launches(compiled: list[str]) -> None:
-    """From here on launches compile and run nothing, and `compiled` gets the names of kernels that were not there."""
+def follow_launches(compiled: list[JITFunction]) -> None:
+    """From here on launches compile and run nothing, and `compiled` gets the kernels that were not there."""
     launch = JITFunction.run
 
     def compile_nothing(self: Any, key: str, signature: Any, device: int, *rest: Any) -> object:
-        compiled.append(self.fn.__name__)
+        compiled.append(self)
         kernel = self.device_caches[device][0][key] = object()
         return kernel
 
@@ -74,14 +75,26 @@ def warm(spec: LayerSpec) -> None:
         one.kernel.warmup(*one.arguments, grid=one.grid, **one.options)
 
 
-def main(method: str, ahead: bool) -> None:
-    compiled: list[str] = []
+def main(*methods: str) -> None:
+    compiled: list[JITFunction] = []
     follow_launches(compiled)
-    name, settings = split_method(method)
-    spec = replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton")
-    if ahead:
-        warm(spec)
-        compiled.clear()
+    for method in methods:
+        name, settings = split_method(method)
+        spec = replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton")
+        for when in ("cold", "warm"):
+            if when == "warm":
+                warm(spec)
+            known = len(compiled)
+            serve(spec)
+            for kernel in sorted(kernel.fn.__name__ for kernel in compiled[known:]):
+                print(method, when, kernel)
+            for kernel in compiled:
+                kernel.device_caches.clear()
+            compiled.clear()
+
+
+def serve(spec: LayerSpec) -> None:
+    """Launch what each of the shapes needs."""
     for batch, prompt in SHAPES:
         layer = QAttnLayer(spec, prompt + NEW_TOKENS)
         for tokens in (prompt, 1, 1):
@@ -93,8 +106,7 @@ def main(method: str, ahead: bool) -> None:
                 layer.lazy_initialization(k, v)
             span = torch.tensor([[0, tokens]] * batch, dtype=torch.int32)
             fused_step(q, k, v, span, layer.state, spec, Scores(HEAD_DIM**-0.5), 1)
-    print("\n".join(sorted(compiled)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "warm" in sys.argv)
+    main(*sys.argv[1:])
