@@ -1,12 +1,14 @@
-"""Generates with a model that is split over the processes that started this; the first prints JSON.
+"""Generates with a model that is split over the processes that started this, once for each settings of a method; the
+first process prints a line of JSON for each.
 
-torchrun --nproc-per-node 2 tests/split_model.py FOLDER METHOD SETTINGS_AS_JSON PROMPT_TOKENS
+torchrun --nproc-per-node 2 tests/split_model.py FOLDER METHOD LIST_OF_SETTINGS_AS_JSON PROMPT_TOKENS
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 from helpers import random_ids
@@ -17,22 +19,27 @@ from qattn_hf import RecipeError, patch, report
 
 def main(folder: str, method: str, settings: str, tokens: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto").eval()
-    found: dict[str, object] = {"device": str(model.device), "world_size": torch.distributed.get_world_size()}
-    try:
-        patch(model, method, **json.loads(settings))
-    except RecipeError as error:
-        found["refused"] = str(error)
-    else:
-        wanted = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True)
-        out = model.generate(random_ids(2, int(tokens)).to(model.device), **wanted)
-        held = report(model).to_dict()
-        found |= {key: held[key] for key in ("packed_tokens", "kv_bytes", "decode", "decode_reason", "impl")}
-        found["bits_per_head"] = [layer["bits_per_head"] for layer in held["layers"]]
-        found["logits"] = torch.stack(out.logits).tolist()
-    if torch.distributed.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+    for chosen in json.loads(settings):
+        found = generated(model, method, chosen, int(tokens))
+        if torch.distributed.get_rank() == 0:
+            print(json.dumps(found), flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def generated(model: Any, method: str, settings: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Logits and parts of the report, or why the settings were refused."""
+    found: dict[str, Any] = {"device": str(model.device), "world_size": torch.distributed.get_world_size()}
+    try:
+        patch(model, method, **settings)
+    except RecipeError as error:
+        return {**found, "refused": str(error)}
+    wanted = dict(max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    out = model.generate(random_ids(2, tokens).to(model.device), **wanted)
+    held = report(model).to_dict()
+    found |= {key: held[key] for key in ("packed_tokens", "kv_bytes", "decode", "decode_reason", "impl")}
+    found["bits_per_head"] = [layer["bits_per_head"] for layer in held["layers"]]
+    return {**found, "logits": torch.stack(out.logits).tolist()}
 
 
 if __name__ == "__main__":

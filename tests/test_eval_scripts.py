@@ -382,15 +382,3 @@ def test_bits_come_from_filled_caches(capsys):
     assert all(row["packed_tokens"] > 0 and row["effective_bits_total"] >= row["effective_bits"] for row in rows)
     assert 4 < bits["turbo", ""] < 4.3 and 2 < bits["turbo", 2] < 2.3
     assert bits["turbo", 2] < bits["turbo", "mixed"] < bits["turbo", ""] < bits["int8", ""] < bits["none", ""]
-
-
-def test_two_checkouts_are_measured_in_turn(capfd):
-    """Both of them this one: the other first and last, each in a process that imports it."""
-    compare_trees, root = script("compare_trees"), Path(__file__).resolve().parent.parent
-    compare_trees.main([str(root), "--quick", "--bench", "prefill", "--methods", "turbo:k_bits=4,v_bits=2"])
-    lines = capfd.readouterr().out.splitlines()
-    rows = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [(row["tree"], row["pass"]) for row in rows] == [("before", 0), ("after", 1), ("before", 2)]
-    rows += compare_trees.measured(root, "decode", ["int8"], True)
-    assert {(row["bench"], row["way"]) for row in rows} == {("decode", "int8"), ("prefill", "turbo:k_bits=4,v_bits=2")}
-    assert all(row["ms"] > 0 for row in rows) and lines[-1].startswith("# prefill turbo:k_bits=4,v_bits=2 1x96: ")

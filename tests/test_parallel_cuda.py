@@ -48,7 +48,7 @@ def test_layers_on_other_gpus_than_the_current_one(case: Case):
 def test_a_model_split_by_tensor_parallelism(tmp_path: Path, settings: dict[str, Any]):
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=98)
     model.save_pretrained(tmp_path)
-    found = split(tmp_path, "turbo", settings)
+    [found] = split(tmp_path, "turbo", settings)
     logits, held = whole(model.cuda(), "turbo", settings)
     assert found["impl"] == held["impl"] == "triton" and found["packed_tokens"] == held["packed_tokens"] > 0
     assert abs(found["kv_bytes"] / held["kv_bytes"] - 0.5) < 0.05
