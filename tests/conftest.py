@@ -35,18 +35,20 @@ elif WORKER is not None:  # they share out the GPUs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many sets of parameters one set is in the first tier, another for each test, and the others are
-    `slow`: of those marked `product`, and of all below `kernels/` and `conformance/`, which ask each thing of many
-    settings."""
-    products = defaultdict(list)
+    """Of a test with many sets of parameters one set is in the first tier and the others are `slow`: of those marked
+    `product`, and of all below `kernels/` and `conformance/`, which ask each thing of many settings. It is another set
+    for each test, or the one with the id that the mark names, where some are much cheaper: `product("quickstart")`."""
+    products: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
         without_gpu = [mark for mark in item.iter_markers("skipif") if mark.args[0] is True]
         if not without_gpu and (item.path.parent != Path(__file__).parent or item.get_closest_marker("product")):
             products[item.nodeid.partition("[")[0]].append(item)
     for name, sets in products.items():
-        first = zlib.crc32(name.encode()) % len(sets)
-        for item in sets[:first] + sets[first + 1 :]:
-            item.add_marker(pytest.mark.slow)
+        named = (item for item in sets for mark in item.iter_markers("product") if item.callspec.id in mark.args)
+        first = next(named, sets[zlib.crc32(name.encode()) % len(sets)])
+        for item in sets:
+            if item is not first:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

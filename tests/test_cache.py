@@ -67,6 +67,7 @@ HELD: dict[str, Any] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("part", HELD)
 def test_what_somebody_holds_of_a_dead_cache_is_not_lent_again(fake, model, part):
     def tensors(held: Any) -> list[torch.Tensor]:

@@ -150,6 +150,7 @@ def test_padded_row_equals_the_row_alone(family, method):
         assert torch.equal(got[row, start:], model.generate(ids[row : row + 1, start:], **GREEDY)[0])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("method", list_methods())
 @pytest.mark.parametrize("head_dim", [48, 64, 80, 96, 128, 256])
 def test_head_dims(head_dim, method):
@@ -158,6 +159,7 @@ def test_head_dims(head_dim, method):
     check_noise(method, turns(patch(model, method), ids), want)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("method", list_methods())
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
 def test_groups_of_query_heads(kv_heads, method):
@@ -166,6 +168,7 @@ def test_groups_of_query_heads(kv_heads, method):
     check_noise(method, turns(patch(model, method), ids), want)
 
 
+@pytest.mark.product("torch.bfloat16-turbo")
 @pytest.mark.parametrize("method", list_methods())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_dtypes(dtype, method):

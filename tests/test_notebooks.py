@@ -25,7 +25,7 @@ def cells(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-@pytest.mark.product
+@pytest.mark.product("quickstart")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path: Path):
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
