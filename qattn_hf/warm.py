@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 
@@ -9,6 +10,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_kernels.layer.spec import LayerSpec
+
+log = logging.getLogger(__name__)
 
 
 def begin(
@@ -45,6 +48,10 @@ def begin(
 
 
 def begin_for(model: PreTrainedModel, specs: list[LayerSpec], shards: int) -> list[Future]:
-    """`begin` for a model on its GPUs; nothing for a model elsewhere."""
+    """`begin` for a model on its GPUs; nothing for a model elsewhere. It cannot fail: calls compile what is missing."""
     devices = dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda")
-    return begin(model.config, specs, model.dtype, devices, shards) if devices else []
+    try:
+        return begin(model.config, specs, model.dtype, devices, shards) if devices else []
+    except Exception as error:  # whatever it is, the model is patched, and its first call meets it again
+        log.warning("kernels are not compiled ahead: %s", error)
+        return []

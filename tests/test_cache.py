@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -94,6 +95,16 @@ def test_what_somebody_holds_of_a_dead_cache_is_not_lent_again(fake, model, part
         more = torch.cat([IDS, IDS], 1)[:, :83]
         model.generate(more, past_key_values=held, do_sample=False, max_new_tokens=3)
         assert int(held.get_seq_length()) == 85
+
+
+def test_a_pickle_holds_the_bytes_of_a_layer_once(model):
+    layer = model(random_ids(2, 300)).past_key_values.layers[0]
+    data = pickle.dumps(layer)
+    assert layer.arena.nbytes < len(data) < 1.1 * layer.arena.nbytes + 10_000
+    for twin in (pickle.loads(data), copy.deepcopy(layer), copy.copy(layer)):
+        assert torch.equal(twin.arena, layer.arena)
+        begin = twin.arena.data_ptr()
+        assert all(begin <= t.data_ptr() < begin + twin.arena.nbytes for t in twin.state.values() if t.numel())
 
 
 class Broken(Exception):

@@ -150,3 +150,26 @@ def test_device_of_offloaded_weights():
         if hasattr(module, "_hf_hook") and hasattr(module._hf_hook, "execution_device"):
             module._hf_hook.execution_device = "cuda:0"
     assert device_of(model).type == "cuda" and "offloaded" in why_not(model)
+
+
+# Compiled
+
+
+def test_a_compiled_step_has_one_input_a_layer():
+    """Guards and arguments of a compiled step cost the host as much as all that it computes, if there are hundreds."""
+    torch._dynamo.reset()
+    model = patch(tiny_llama(num_hidden_layers=3), "turbo")
+    cache = QAttnCache.for_model(model, max_cache_len=256)
+    model(IDS, past_key_values=cache)
+    given: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable:
+        given.append([node.name for node in graph.graph.nodes if node.op == "placeholder"])
+        return graph.forward
+
+    step = torch.compile(model.forward, backend=backend, fullgraph=True)
+    for _ in range(3):
+        step(input_ids=IDS[:, :1], past_key_values=cache, use_cache=True)
+    (names,) = given  # no step was compiled again
+    assert sum("past_key_values" in name for name in names) == 3
+    assert int(cache.get_seq_length()) == 73

@@ -354,3 +354,8 @@ def test_demo_shows_progress_on_a_terminal(model_dir):
     text = shown.decode(errors="replace")
     assert "full precision: sum 1" in text and "packed: prose" in text and "comparing: prose" in text
     assert text.rstrip().splitlines()[-1].startswith("Next: ")
+
+
+def test_kernels_are_compiled_for_a_gpu_alone(qattn):
+    code, out, err = qattn("warm", "--device", "cpu")
+    assert code == 2 and not out and "finds none" in err

@@ -130,10 +130,12 @@ def expect(kernel: Any, compilation: Future) -> Future:
 
 
 def _wait_for(kernel: Any) -> None:
-    compilation = _expected[kernel]
+    compilation = _expected.get(kernel)
+    if compilation is None:  # another thread waited for it
+        return
     done, _ = wait([compilation], timeout=SILENT)
     if not done:
-        left = sum(not x.done() for x in _expected.values())
+        left = sum(not x.done() for x in list(_expected.values()))
         log.warning("compiling %d kernels for this GPU, once: Triton keeps them for later processes", left)
         wait([compilation])
     _expected.pop(kernel, None)
