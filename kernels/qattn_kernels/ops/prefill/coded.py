@@ -114,14 +114,15 @@ def _with_keys(
 def _query_means(q: torch.Tensor, unpacked: UnpackedKV, compute: Compute) -> torch.Tensor:
     """fp32 `[B, Hq, n, D]`: means of each block of real queries, or n = 1, of all."""
     batch, heads, tokens, dim = q.shape
-    size = tokens if compute.smooth_q == "tensor" else QUERY_BLOCK
-    parts = -(-tokens // size)
+    together = compute.smooth_q == "tensor"
+    parts = -(-tokens // QUERY_BLOCK)
     means = torch.empty((batch, heads, parts, dim), dtype=torch.float32, device=q.device)
     launch(
         query_means_kernel, (batch * heads, parts),
-        q, q.stride()[:3], unpacked.rows, means, heads, size, D=dim, DP=power_of_two(dim), enable_fp_fusion=True,
+        q, q.stride()[:3], unpacked.rows, means, heads, D=dim, DP=power_of_two(dim), SIZE=QUERY_BLOCK,
+        TOGETHER=together, enable_fp_fusion=True,
     )  # fmt: skip
-    return means
+    return means.sum(2, keepdim=True) if together else means
 
 
 def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, scale: float) -> torch.Tensor:

@@ -163,21 +163,24 @@ def values_kernel(V, strides, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N
             tl.store(SCALES + head.to(tl.int64) * N + n, scale)
 
 
-@triton.jit(do_not_specialize=["size"])
-def query_means_kernel(Q, strides, ROWS, OUT, heads, size, D: tl.constexpr, DP: tl.constexpr):
-    """fp32 means `[B, Hq, n, D]` of each `size` real queries `[B, Hq, T, D]`; those that are not finite count as zeros.
-    One program takes one of the n means of a row and head. Those of neighbouring heads run at once: models lay queries
-    out by tokens, and one head's alone would come from few of the memory's channels."""
+@triton.jit
+def query_means_kernel(Q, strides, ROWS, OUT, heads, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr,
+                       TOGETHER: tl.constexpr):  # fmt: skip
+    """fp32 means `[B, Hq, n, D]` of each `SIZE` real queries `[B, Hq, T, D]`, or if `TOGETHER` what each of these adds
+    to the mean of all; those that are not finite count as zeros. One program takes one of the n of a row and head.
+    Those of neighbouring heads run at once: models lay queries out by tokens, and one head's alone would come from few
+    of the memory's channels."""
     head, part = tl.program_id(0), tl.program_id(1)
     row = load_row(ROWS, head // heads)
     d = tl.arange(0, DP)
-    begin = part * size
-    end = tl.minimum(begin + size, row.count)
+    begin = part * SIZE
+    end = tl.minimum(begin + SIZE, row.count)
     sums = tl.full([TILE, DP], 0.0, tl.float32)
     for start in range(begin, end, TILE):
         t = start + tl.arange(0, TILE)
         there = (t < end)[:, None] & (d < D)[None, :]
         x = tl.load(_of_head(Q, strides, head, heads, row.first + t) + d[None, :], mask=there, other=0.0).to(tl.float32)
         sums += tl.where(broken(x, 1)[:, None], 0.0, x)
-    mean = tl.sum(sums, 0) / tl.maximum(end - begin, 1).to(tl.float32)
+    count = row.count if TOGETHER else end - begin
+    mean = tl.sum(sums, 0) / tl.maximum(count, 1).to(tl.float32)
     tl.store(OUT + (head.to(tl.int64) * tl.num_programs(1) + part) * D + d, mean, mask=d < D)
