@@ -13,32 +13,35 @@ from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measur
 from qattn_hf.loading import load, short_name
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from qattn_hf.tune import Tuned
 
 REFERENCE = "turbo:bits=mixed"
+
+CandidateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--candidate",
+        "--method",
+        "--methods",
+        help="What a layer may be given; may be repeated. bits=mixed of turbo is tried head by head.",
+        show_default="formats of all methods, from 2 to 8 bits",
+    ),
+]
+BitsOption = Annotated[
+    float | None, typer.Option("--bits", help="Bits a value at --at-tokens, everything counted, such as 3.25.")
+]
+KlOption = Annotated[float | None, typer.Option("--kl", help="KL to full precision in nats a token, such as 0.005.")]
 
 
 def tune(
     output: Annotated[Path, typer.Option("--output", "-o", help="The recipe, a YAML file.")],
     model: ModelOption = None,
     text: TextOption = None,
-    bits: Annotated[
-        float | None, typer.Option("--bits", help="Bits a value at --at-tokens, everything counted, such as 3.25.")
-    ] = None,
-    kl: Annotated[
-        float | None, typer.Option("--kl", help="KL to full precision in nats a token, such as 0.005.")
-    ] = None,
-    candidate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--candidate",
-            "--method",
-            "--methods",
-            help="What a layer may be given; may be repeated, or with commas between. bits=mixed of turbo is tried "
-            "head by head.",
-            show_default="formats of all methods, from 2 to 8 bits",
-        ),
-    ] = None,
+    bits: BitsOption = None,
+    kl: KlOption = None,
+    candidate: CandidateOption = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of the text that decide.")] = 4,
     check_rows: Annotated[int, typer.Option("--check-rows", min=1, help="Other rows, for the check.")] = 8,
     tokens: Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row; scored after a third of it.")] = 1024,
@@ -62,9 +65,9 @@ def tune(
     """
     if output.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--output {output}: a recipe is a .yaml file")
-    from qattn_hf.compare import find_recipes, made_text, parted, read_as, rows_of
+    from qattn_hf.compare import find_recipes, read_as
     from qattn_hf.methods import measured_settings
-    from qattn_hf.tune import Budget, draw_sensitivity
+    from qattn_hf.tune import Budget
     from qattn_hf.tune import tune as find
 
     budget = Budget(bits, kl, at_tokens)
@@ -76,12 +79,7 @@ def tune(
     candidates = find_recipes(candidate or measured_settings("tune"))
     name, lm, tokenizer = load(model, device)
     own_dtype = measured_in(lm, dtype)
-    content = made_text(8 * (rows + check_rows) * tokens) if text is None else text.read_text(encoding="utf-8")
-    if check_text is None:
-        decide, check = parted(rows_of(tokenizer, content, rows + check_rows, tokens), rows)
-    else:
-        decide = rows_of(tokenizer, content, rows, tokens)
-        check = rows_of(tokenizer, check_text.read_text(encoding="utf-8"), check_rows, tokens)
+    decide, check = texts(tokenizer, text, check_text, rows, check_rows, tokens)
     with status_line() as progress:
         tuned = find(
             lm, candidates, read_as(decide, batch=batch), read_as(check, steps=steps, batch=batch), budget,
@@ -94,10 +92,30 @@ def tune(
     else:
         show(tuned)
         print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
+    write_trials(tuned, short_name(name), trials, picture)
+
+
+def texts(
+    tokenizer: Any, text: Path | None, check_text: Path | None, rows: int, check_rows: int, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Rows of tokens `[R, T]` that decide, and others for the check: of one text, or of a file each."""
+    from qattn_hf.compare import made_text, parted, rows_of
+
+    content = made_text(8 * (rows + check_rows) * tokens) if text is None else text.read_text(encoding="utf-8")
+    if check_text is None:
+        return parted(rows_of(tokenizer, content, rows + check_rows, tokens), rows)
+    other = check_text.read_text(encoding="utf-8")
+    return rows_of(tokenizer, content, rows, tokens), rows_of(tokenizer, other, check_rows, tokens)
+
+
+def write_trials(tuned: Tuned, model: str, trials: Path | None, picture: Path | None) -> None:
+    """Every trial as rows in a JSON file, and as a picture, where these are asked for."""
     if trials is not None:
         write_rows(tuned.trials, trials)
     if picture is not None:
-        draw_sensitivity(tuned.trials, [option.candidate for option in tuned.chosen], picture, short_name(name))
+        from qattn_hf.tune import draw_sensitivity
+
+        draw_sensitivity(tuned.trials, [option.candidate for option in tuned.chosen], picture, model)
 
 
 def header(tuned: Tuned, model: str, at_tokens: int) -> str:
