@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from qattn_hf import changes
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
-from qattn_kernels.layer.arena import Layout, empty_arena, places, views
+from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -60,7 +60,7 @@ class QAttnLayer(CacheLayerMixin):
                 "columns_seen": torch.zeros((), dtype=torch.int64)
             }  # all are views of the arena later on
         self.arena: torch.Tensor | None = None
-        self._layout, self._columns_seen_at = "", 0  # where they lie in it
+        self._layout = ""  # where they lie in it
         self.moves = 0  # how often tensors were replaced, which invalidates captured steps
         self.edits, self.torn = 0, False  # changes of the state so far; whether one began and did not end
         # Upper bound of the slots any row uses, kept on the host so that no step waits for the device. None: compiled
@@ -122,7 +122,7 @@ class QAttnLayer(CacheLayerMixin):
     def get_seq_length(self) -> torch.Tensor:
         """Columns fed so far, padding included: a new 0-d int64 tensor on the layer's device."""
         if torch.compiler.is_compiling() and self.arena is not None:  # a view beside the arena would be an input more
-            return self.arena[self._columns_seen_at : self._columns_seen_at + 8].view(torch.int64).view(()).clone()
+            return columns_seen(self.arena).clone()
         return self.state["columns_seen"].clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -213,6 +213,7 @@ class QAttnLayer(CacheLayerMixin):
             span,
             self.arena,
             self._layout,
+            self.blocks,
             scores.scale,
             scores.softcap,
             scores.window,
@@ -355,7 +356,6 @@ class QAttnLayer(CacheLayerMixin):
         layout = Layout(self.geometry, self.spec)
         with torch.inference_mode(False):
             self.arena, self.state, self._layout = arena, views(arena, layout), layout.encode()
-        self._columns_seen_at = places(layout)[0]["columns_seen"][0]
         self.moves += 1
         if not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(arena)

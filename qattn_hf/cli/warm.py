@@ -34,15 +34,15 @@ def warm(
 
     from qattn_hf.warm import begin
 
+    chosen = chosen_recipe(method, recipe, settings, model)
+    config = AutoConfig.from_pretrained(model_source(model))
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if target.type != "cuda":
         raise UsageError("qattn warm compiles kernels for the GPU of this machine, and finds none")
     target = torch.device("cuda", torch.cuda.current_device() if target.index is None else target.index)
-    config = AutoConfig.from_pretrained(model_source(model))
-    chosen = chosen_recipe(method, recipe, settings, model).for_model(config)
     precision = getattr(torch, dtype) if dtype else getattr(config, "dtype", None) or torch.bfloat16
     began = time.perf_counter()
-    compiled = begin(config, chosen.layer_specs(config, "cuda"), precision, [target])
+    compiled = begin(config, chosen.for_model(config).layer_specs(config, "cuda"), precision, [target])
     for one in compiled:
         one.result()
     name = torch.cuda.get_device_name(target)

@@ -10,7 +10,7 @@ from helpers import attention_fp64, feed, make_layer, random_qkv
 
 from qattn_hf.layer import QAttnLayer
 from qattn_kernels.formats.flashq.reference import FlashQFormat
-from qattn_kernels.layer.arena import Layout, decode_layout
+from qattn_kernels.layer.arena import Layout, columns_seen, decode_layout
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.spec import decode_spec
@@ -185,10 +185,12 @@ def test_operator_is_registered_rightly(tokens: int):
     feed(layer, q, k, v, [60])
     span = torch.tensor([[0, tokens]], dtype=torch.int32)
     layout = Layout(layer.geometry, layer.spec)
-    assert decode_layout(layout.encode()) == layout
+    assert decode_layout(layout.encode(), layout.geometry.batch, layer.blocks) == layout
+    assert columns_seen(layer.arena).data_ptr() == layer.state["columns_seen"].data_ptr()
     args = (q[:, :, 60 : 60 + tokens], k[:, :, 60 : 60 + tokens], v[:, :, 60 : 60 + tokens], span, layer.arena)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.qattn.attend, (*args, layout.encode(), 0.1, 0.0, 0, None, 1), test_utils=checks)
+    args += (layout.encode(), layer.blocks, 0.1, 0.0, 0, None, 1)
+    torch.library.opcheck(torch.ops.qattn.attend, args, test_utils=checks)
 
 
 def test_gradients_fail_loudly():

@@ -26,27 +26,40 @@ class Layout(NamedTuple):
     spec: LayerSpec
 
     def encode(self) -> str:
-        """One line of text that `decode_layout` reads back: operators take text where they cannot take objects."""
-        geo = vars(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
-        return json.dumps(geo) + "\n" + self.spec.encode()
+        """All but rows and blocks as text that `decode_layout` reads back: operators take text where they cannot take
+        objects. Rows and blocks are numbers there, so that a compiled step serves any number of them."""
+        sizes = vars(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
+        return json.dumps({name: x for name, x in sizes.items() if name not in VARYING}) + "\n" + self.spec.encode()
+
+
+VARYING = ("batch", "blocks")
 
 
 @lru_cache(maxsize=1024)
-def decode_layout(text: str) -> Layout:
-    """The layout that `Layout.encode` wrote as `text`."""
+def decode_layout(text: str, batch: int, blocks: int) -> Layout:
+    """The layout that `Layout.encode` wrote as `text`, of so many rows and blocks."""
     geometry, spec = text.split("\n")
     sizes = json.loads(geometry)
-    return Layout(Geometry(**{**sizes, "dtype": getattr(torch, sizes["dtype"])}), decode_spec(spec))
+    sizes |= {"batch": batch, "blocks": blocks, "dtype": getattr(torch, sizes["dtype"])}
+    return Layout(Geometry(**sizes), decode_spec(spec))
 
 
 @lru_cache(maxsize=1024)
 def places(layout: Layout) -> tuple[dict[str, tuple[int, TensorSpec]], int]:
-    """Where each state tensor begins, in bytes, with its shape and role, by name; and the bytes of the arena."""
+    """Where each state tensor begins, in bytes, with its shape and role, by name; and the bytes of the arena.
+
+    What all rows share comes first, `columns_seen` before all.
+    """
     found, end = {}, 0
-    for name, tensor in layer_tensors(*layout).items():
+    for name, tensor in sorted(layer_tensors(*layout).items(), key=lambda item: item[1].batch_dim is not None):
         found[name] = end, tensor
         end += -(-tensor.nbytes() // ALIGNMENT) * ALIGNMENT
     return found, end
+
+
+def columns_seen(arena: torch.Tensor) -> torch.Tensor:
+    """The state tensor of this name, which begins every arena: 0-d int64."""
+    return arena[:8].view(torch.int64).view(())
 
 
 def empty_arena(layout: Layout, device: torch.device) -> torch.Tensor:

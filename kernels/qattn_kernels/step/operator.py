@@ -54,6 +54,7 @@ def _attend(
     span: torch.Tensor,
     arena: torch.Tensor,
     layout: str,
+    blocks: int,
     scale: float,
     softcap: float,
     window: int,
@@ -66,7 +67,7 @@ def _attend(
         query: `[B, Hq, T, D]`. key, value: `[B, Hkv, T, D]`.
         span: int32 `[B or 1, 2]`, first real column of the new tokens and how many real ones follow.
         arena: uint8, all state of the layer, changed in place (`layer.arena`).
-        layout: `Layout.encode()` of its sizes and of the layer's spec.
+        layout: `Layout.encode()` of its sizes and of the layer's spec. blocks: of capacity.
         scale, softcap, window, sinks: see `Scores`.
         past: an upper bound of the blocks that any row has closed before the call; the capacity always is one.
 
@@ -79,11 +80,11 @@ def _attend(
     """
     if torch.is_grad_enabled():  # nothing here has a gradient, and state must never require one
         with torch.no_grad():
-            return _attend(query, key, value, span, arena, layout, scale, softcap, window, sinks, past)
-    where, scores = decode_layout(layout), Scores(scale, softcap, window, sinks)
+            return _attend(query, key, value, span, arena, layout, blocks, scale, softcap, window, sinks, past)
+    where, scores = decode_layout(layout, key.shape[0], blocks), Scores(scale, softcap, window, sinks)
     layer = where.spec
     if layer.impl == "triton":
-        return _fused(query, key, value, span, arena, layout, scores, past)
+        return _fused(query, key, value, span, arena, where, layout, scores, past)
     state = views(arena, where)
     _check_capacity(state, layer, span)
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
@@ -99,12 +100,12 @@ def _fused(
     value: torch.Tensor,
     span: torch.Tensor,
     arena: torch.Tensor,
+    where: Layout,
     layout: str,
     scores: Scores,
     past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_attend` in kernels, by the launch plan of an earlier call of these shapes."""
-    where = decode_layout(layout)
     if span.device.type == "cpu":
         _check_capacity(views(arena, where), where.spec, span)
     call = partial(compute, query, key, value, span, arena, where, scores, past)
@@ -112,7 +113,7 @@ def _fused(
     shapes = tuple([(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))])
     settings = scores.scale, scores.softcap, scores.window, past if key.shape[2] > SHORT_CALL else 0
 
-    out, lse = planned((layout, shapes, settings, query.device), (arena, *tensors, sinks), call)
+    out, lse = planned((layout, where.geometry.blocks, shapes, settings, query.device), (arena, *tensors, sinks), call)
     return out, lse
 
 
@@ -137,7 +138,7 @@ def compute(
         return out if spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
 
 
-def _shapes(query, key, value, span, arena, layout, scale, softcap, window, sinks, past):
+def _shapes(query, key, value, span, arena, layout, blocks, scale, softcap, window, sinks, past):
     batch, heads, tokens = query.shape[:3]
     out = query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2)
     return out, query.new_empty((batch, heads, tokens), dtype=torch.float32)
@@ -146,8 +147,8 @@ def _shapes(query, key, value, span, arena, layout, scale, softcap, window, sink
 # by hand: `torch.library.custom_op` takes several times as long for each call
 LIBRARY = torch.library.Library("qattn", "FRAGMENT")
 LIBRARY.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor span, Tensor(a!) arena, str layout, float scale, "
-    "float softcap, int window, Tensor? sinks, int past) -> (Tensor, Tensor)",
+    "attend(Tensor query, Tensor key, Tensor value, Tensor span, Tensor(a!) arena, str layout, SymInt blocks, "
+    "float scale, float softcap, int window, Tensor? sinks, SymInt past) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
 LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
