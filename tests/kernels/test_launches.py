@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from concurrent.futures import Future
 from threading import Timer
 from typing import Any
 
 import pytest
+import torch
 
-from qattn_kernels.launch import launches
+from qattn_kernels.launch import launches, plan
 
 
 class Kernel:
@@ -55,3 +57,63 @@ def test_what_is_collected_is_not_launched():
     assert found == [(kernel, (4,), (5,), {"num_warps": 1})] and not kernel.launched
     launches.launch(kernel, (4,), 5)
     assert len(kernel.launched) == 1
+
+
+class Compiled:
+    """A compiled kernel, which notes down grids and arguments as a GPU would get them."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.launched.append((grid, *arguments))
+
+
+class Function:
+    """A Triton function: a launch returns what was compiled."""
+
+    def __init__(self) -> None:
+        self.compiled = Compiled()
+
+        def parameters(state: Any, pair: Any, x: Any, out: Any, n: int, SIZE: int = 8) -> None: ...
+
+        self.signature = inspect.signature(parameters)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: self.compiled
+
+
+def test_a_plan_gives_compiled_kernels_the_addresses_of_its_call():
+    kernel = Function()
+
+    def call(arena: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        out, room = torch.empty(4, 2), torch.empty(3)
+        launches.launch(kernel, (5,), arena[16:24], (room, (arena[8:], 7)), x, out, 3, num_warps=4)
+        return [out.transpose(0, 1)]
+
+    arena, x = torch.zeros(64, dtype=torch.uint8), torch.ones(6)
+    results, recorder = launches.recorded(lambda: call(arena, x))
+    made = plan._plan(recorder, (arena, x), results)
+    assert made.results == [(torch.Size([2, 4]), (1, 2), torch.float32)] and made.temporary == plan.ALIGNMENT
+    for state, given in ((1000, 20), (1000, 30), (5000, 40)):
+        made._launch([state, given, given + 1, given + 2])
+    grids, *arguments = zip(*kernel.compiled.launched, strict=True)
+    assert grids == ((5, 1, 1),) * 3
+    assert list(zip(*arguments, strict=True)) == [
+        (1016, (22, (1008, 7)), 20, 21, 3, 8),
+        (1016, (32, (1008, 7)), 30, 31, 3, 8),
+        (5016, (42, (5008, 7)), 40, 41, 3, 8),
+    ]
+
+
+def test_no_plan_for_what_belongs_to_no_call():
+    kernel, foreign, arena = Function(), torch.ones(3), torch.zeros(64, dtype=torch.uint8)
+
+    def call() -> list[torch.Tensor]:
+        out = torch.empty(3)
+        launches.launch(kernel, (1,), arena, foreign, out, out, 1)
+        return [out]
+
+    results, recorder = launches.recorded(call)
+    with pytest.raises(plan.Unplannable, match="no tensor of the call"):
+        plan._plan(recorder, (arena,), results)
