@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from qattn_hf import list_methods
 from qattn_hf.methods import measured_settings
 from qattn_hf.spelling import split_method, split_methods
 
@@ -87,6 +88,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="one small point")
     options = parser.parse_args(arguments)
     other, named = options.other.resolve(), split_methods([options.methods]) if options.methods else None
+    if unknown := {split_method(text)[0] for text in named or ()} - set(list_methods()):
+        parser.error(f"--methods {', '.join(sorted(unknown))}: there are {', '.join(list_methods())}")
     benches = {name: list(named or methods) for name, methods in METHODS.items() if options.bench in (None, name)}
     jobs = [(tree, bench, [name]) for tree in (other, ROOT) for bench, names in benches.items() for name in names]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

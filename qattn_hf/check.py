@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from qattn_hf import _compat, attention, stock_cache
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.fidelity.sizes import layer_bytes, values_of
+from qattn_hf.heads import head_sizes
 from qattn_hf.patcher import attending
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.supported_models import check_model
@@ -185,9 +186,7 @@ def _sizes(
     """Fields of `Check` that count bytes and bits."""
     if at_tokens < 1:
         raise QAttnError(f"at_tokens = {at_tokens}: a positive number of tokens")
-    query = text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or query
-    dim = getattr(text, "head_dim", None) or text.hidden_size // query
+    query, heads, dim = head_sizes(text)
     geometry = Geometry(1, heads, dim, dim, 1, dtype)
     full, values = len(specs) * values_of(geometry, 1) * dtype.itemsize, values_of(geometry, 1)
     rows: list[dict[str, Any]] = []

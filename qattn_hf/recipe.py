@@ -36,6 +36,7 @@ from transformers import PretrainedConfig
 from qattn_hf import recipe_files
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import FamilyDefaults, find_family
+from qattn_hf.heads import head_sizes
 from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, list_methods
 from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
@@ -123,10 +124,8 @@ class Recipe:
             RecipeError: a setting that does not fit the model, such as a list of heads of another length, or
                 `impl="triton"` where no kernel can run.
         """
-        text = config.get_text_config(decoder=True)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        specs, layers = [], text.num_hidden_layers
+        queries, heads, dim = head_sizes(config)
+        specs, layers = [], config.get_text_config(decoder=True).num_hidden_layers
         for choice in self.choices:
             if max(choice.layers) >= layers:
                 where = named(choice.where)
@@ -135,7 +134,7 @@ class Recipe:
             for i in range(layers):
                 spec = self.settings_of(i).layer_spec(i, layers, heads)
                 spec = shard_spec(spec, heads, shard)
-                reason = no_triton(device_type) or unsupported(spec, heads, text.num_attention_heads, dim, dim)
+                reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, dim)
                 specs.append(dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason)))
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from qattn_hf.heads import head_sizes
 from qattn_kernels.layer.spec import LayerSpec
 
 log = logging.getLogger(__name__)
@@ -28,18 +29,16 @@ def begin(
         devices: GPUs on which layers run. shards: processes among which the heads are split.
 
     Returns:
-        a future for each kernel function; none fails, since a call that needs a kernel compiles it again and says why
-        it could not.
+        a future for each kernel function. A call does not mind one that failed: it compiles the kernel itself and
+        says why it cannot.
     """
     fused = dict.fromkeys(spec for spec in specs if spec.impl == "triton")
     if not fused:
         return []
     from qattn_kernels.step.warm import LayerShape, warm  # which loads Triton
 
-    text = config.get_text_config(decoder=True)
-    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    capped = bool(getattr(text, "attn_logit_softcapping", None))
+    heads, kv_heads, dim = head_sizes(config)
+    capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
     return warm(
         LayerShape(spec, heads // shards, kv_heads // shards, dim, dtype, device, capped)
         for spec in fused

@@ -359,3 +359,8 @@ def test_demo_shows_progress_on_a_terminal(model_dir):
 def test_kernels_are_compiled_for_a_gpu_alone(qattn):
     code, out, err = qattn("warm", "--device", "cpu")
     assert code == 2 and not out and "finds none" in err
+
+
+def test_nothing_is_compiled_for_what_packs_nothing(qattn):
+    code, out, err = qattn("warm", "--method", "sage2:cache=model", "--device", "cpu")
+    assert code == 1 and not out and "packs nothing" in err

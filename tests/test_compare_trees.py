@@ -46,3 +46,9 @@ def test_a_checkout_is_measured_in_a_process_that_imports_it(bench: str, method:
     missing = method.replace(method.partition(":")[0], "nonesuch")
     [row] = compare_trees.measured(compare_trees.ROOT, bench, [missing, method], True)
     assert row["bench"] == bench and row["way"] == method and row["ms"] > 0
+
+
+def test_a_method_that_neither_has_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        compare_trees.main([str(tmp_path), "--quick", "--methods", "turbo,nonesuch:bits=2"])
+    assert "--methods nonesuch: there are " in capsys.readouterr().err

@@ -21,6 +21,9 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", "-m", help="Folder or hub name of a causal LM.", show_default="embedded model"),
 ]
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="Folder or hub name of a causal LM.", show_default="embedded model")
+]
 MethodOption = Annotated[
     str | None,
     typer.Option(

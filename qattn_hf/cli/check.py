@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import MethodOption, RecipeOption, SetOption, chosen_recipe
+from qattn_hf.cli._common import MethodOption, ModelArgument, RecipeOption, SetOption, chosen_recipe
 from qattn_hf.loading import model_source
 from qattn_hf.messages import size
 
@@ -21,9 +21,7 @@ OWN = ("layer", "bytes", "bytes_per_token", "effective_bits")
 
 
 def check(
-    model: Annotated[
-        str | None, typer.Argument(help="Folder or hub name of a causal LM.", show_default="embedded model")
-    ] = None,
+    model: ModelArgument = None,
     method: MethodOption = None,
     recipe: RecipeOption = None,
     settings: SetOption = None,

@@ -17,7 +17,6 @@ from qattn_hf.layer import QAttnLayer
 from qattn_kernels.layout import Geometry
 
 Result = TypeVar("Result")
-ARENA = attrgetter("arena")
 
 IDLE = 2  # sets of arenas that are kept for reuse; the least recently used one is freed
 SPARE = 0.03  # an idle set may have that much more capacity than the next cache needs
@@ -144,8 +143,9 @@ def _fits(old: list[QAttnLayer], layers: list[QAttnLayer], shape: Hashable) -> b
         return False
     if any(not b.blocks <= a.blocks <= b.blocks * (1 + SPARE) for a, b in zip(old, layers, strict=True)):
         return False
-    tensors = [layer.state.values() for layer in old]
-    return _references(old) <= UNSHARED and all(_references(x) <= UNSHARED for x in (*tensors, map(ARENA, old)))
+    # a map, since a list of arenas or a local name would refer to each once more
+    held = [layer.state.values() for layer in old] + [map(attrgetter("arena"), old)]
+    return _references(old) <= UNSHARED and all(_references(tensors) <= UNSHARED for tensors in held)
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +28,8 @@ PLANS = 1024  # then all are forgotten; each new prompt length makes one
 ARENAS = 4096  # addresses whose arguments a plan keeps
 
 
-class Pointer(NamedTuple):
+@dataclass(frozen=True)
+class Pointer:
     """An address as a plan knows it.
 
     Attributes:
@@ -87,11 +91,10 @@ class Plan:
         if device.type == "cpu":
             self._interpret([*inputs, *results, room])
             return results
-        if torch.cuda.current_device() == device.index:
-            self._launch([0 if x is None else x.data_ptr() for x in (*inputs, *results, room)])
-        else:
-            with torch.cuda.device(device):  # Triton launches on the current device, whatever the tensors' own is
-                self._launch([0 if x is None else x.data_ptr() for x in (*inputs, *results, room)])
+        addresses = [0 if x is None else x.data_ptr() for x in (*inputs, *results, room)]
+        # Triton launches on the current device, whatever the tensors' own is
+        with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device):
+            self._launch(addresses)
         return results
 
     def _launch(self, addresses: list[int]) -> None:
@@ -105,35 +108,28 @@ class Plan:
             for place, base, offset in tensors:
                 filled[place] = addresses[base] + offset
             for place, value in tuples:
-                filled[place] = _filled(value, addresses)
+                filled[place] = _mapped(lambda x: addresses[x.base] + x.offset, value)
             run(*filled)
 
     def _interpret(self, tensors: list[torch.Tensor | None]) -> None:
         """The same in Triton's interpreter, whose pointers are tensors."""
 
-        def tensor(value: Any) -> Any:
-            if isinstance(value, Pointer):
-                return _at(tensors[value.base], value)
-            if isinstance(value, tuple):
-                made = map(tensor, value)
-                return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
-            return value
+        def tensor(pointer: Pointer) -> torch.Tensor:
+            return _at(tensors[pointer.base], pointer)
 
         for kernel, grid, arguments, options in self.launches:
-            kernel[grid](*map(tensor, arguments), **{name: tensor(x) for name, x in options.items()})
+            kernel[grid](*_mapped(tensor, arguments), **{name: _mapped(tensor, x) for name, x in options.items()})
 
 
 def _bind(one: Launch, arena: int) -> Bound:
     """A launch with the addresses in the arena that begins at `arena` filled in."""
 
-    def fixed(value: Any) -> Any:
-        if isinstance(value, Pointer):
-            return arena + value.offset if value.base == 0 else value
-        return tuple(map(fixed, value)) if isinstance(value, tuple) else value
+    def fixed(pointer: Pointer) -> Any:
+        return pointer if pointer.base else arena + pointer.offset
 
-    arguments = [fixed(x) for x in one.arguments]
+    arguments = list(_mapped(fixed, one.arguments))
     tensors = [(i, x.base, x.offset) for i, x in enumerate(arguments) if isinstance(x, Pointer)]
-    tuples = [(i, x) for i, x in enumerate(arguments) if not isinstance(x, Pointer) and _has_pointer(x)]
+    tuples = [(i, x) for i, x in enumerate(arguments) if isinstance(x, tuple) and _has_pointer(x)]
     return Bound(one.kernel[one.grid], arguments, tensors, tuples)
 
 
@@ -149,10 +145,14 @@ def _has_pointer(value: Any) -> bool:
     return isinstance(value, Pointer) or (isinstance(value, tuple) and any(map(_has_pointer, value)))
 
 
-def _filled(value: Any, addresses: list[int]) -> Any:
-    if isinstance(value, Pointer):
-        return addresses[value.base] + value.offset
-    return tuple([_filled(x, addresses) for x in value]) if isinstance(value, tuple) else value
+def _mapped(change: Callable[[Any], Any], value: Any, kind: type = Pointer) -> Any:
+    """`value` with each `kind` in it changed; arguments may be tuples of tuples, named or not."""
+    if isinstance(value, kind):
+        return change(value)
+    if not isinstance(value, tuple):
+        return value
+    made = [_mapped(change, x, kind) for x in value]
+    return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
 
 
 def _plan(recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor]) -> Plan:
@@ -175,11 +175,8 @@ def _plan(recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Se
     if not set(returned) <= {x.data_ptr() for x in recorder.allocated}:
         raise Unplannable("it returns a tensor that it did not allocate")
 
-    def pointer(value: Any) -> Any:
-        if isinstance(value, tuple):
-            made = map(pointer, value)
-            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
-        if not isinstance(value, torch.Tensor) or id(value) in CONSTANTS:
+    def pointer(value: torch.Tensor) -> Pointer | torch.Tensor:
+        if id(value) in CONSTANTS:
             return value
         if not value.numel():
             return Pointer(0, 0, value.dtype)  # read by nobody
@@ -189,8 +186,9 @@ def _plan(recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Se
                 return Pointer(base, offset + address - start, value.dtype)
         raise Unplannable(f"an argument {tuple(value.shape)} {value.dtype} is no tensor of the call")
 
+    given = partial(_mapped, pointer, kind=torch.Tensor)
     launches = [
-        Launch(x.kernel, x.grid, pointer(x.arguments), {name: pointer(value) for name, value in x.options.items()})
+        Launch(x.kernel, x.grid, given(x.arguments), {name: given(value) for name, value in x.options.items()})
         for x in recorder.launches
     ]
     return Plan(launches, [Result(x.shape, x.stride(), x.dtype) for x in results], end)

@@ -16,6 +16,7 @@ from qattn_kernels.layer.spec import LayerSpec, decode_spec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry, State, TensorSpec
 
+VARYING = ("batch", "blocks")  # of a geometry: what a compiled step may meet another of
 ALIGNMENT = 128  # bytes: a cache line, and more than the widest load asks for
 
 
@@ -30,9 +31,6 @@ class Layout(NamedTuple):
         objects. Rows and blocks are numbers there, so that a compiled step serves any number of them."""
         sizes = vars(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
         return json.dumps({name: x for name, x in sizes.items() if name not in VARYING}) + "\n" + self.spec.encode()
-
-
-VARYING = ("batch", "blocks")
 
 
 @lru_cache(maxsize=1024)

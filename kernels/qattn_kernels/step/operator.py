@@ -100,20 +100,19 @@ def _fused(
     value: torch.Tensor,
     span: torch.Tensor,
     arena: torch.Tensor,
-    where: Layout,
-    layout: str,
+    layout: Layout,
+    text: str,
     scores: Scores,
     past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_attend` in kernels, by the launch plan of an earlier call of these shapes."""
+    """`_attend` in kernels, by the launch plan of an earlier call of these shapes. `text`: of the layout."""
     if span.device.type == "cpu":
-        _check_capacity(views(arena, where), where.spec, span)
-    call = partial(compute, query, key, value, span, arena, where, scores, past)
+        _check_capacity(views(arena, layout), layout.spec, span)
+    call = partial(compute, query, key, value, span, arena, layout, scores, past)
     tensors, sinks = (query, key, value, span), scores.sinks
     shapes = tuple([(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))])
     settings = scores.scale, scores.softcap, scores.window, past if key.shape[2] > SHORT_CALL else 0
-
-    out, lse = planned((layout, where.geometry.blocks, shapes, settings, query.device), (arena, *tensors, sinks), call)
+    out, lse = planned((text, layout.geometry.blocks, shapes, settings, query.device), (arena, *tensors, sinks), call)
     return out, lse
 
 
