@@ -8,12 +8,15 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
 from qattn_hf.window import hides
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import SHORT_CALL
 
+UNPADDED = "_qattn_unpadded"  # attribute of a mask that `mask` found to have no padding
 NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attention` or `/` in a way of their own
 
 # Models build masks for windows and for bidirectional attention even where no layer uses them. These get a placeholder,
@@ -72,7 +75,8 @@ def attention(
         )
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache")
     scores, span = scores_of(query, scaling, kwargs), attention_mask[:, 0, 0]
-    out = without_gradient(lambda: key.layer.attend(query, key, span, scores)[0], query, key.key, key.value)
+    unpadded = not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
+    out = without_gradient(lambda: key.layer.attend(query, key, span, scores, unpadded)[0], query, key.key, key.value)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -148,7 +152,8 @@ def mask(
 ) -> torch.Tensor:
     """Mask function of patched models: which of the new tokens are real, and which are padding.
 
-    Never None (the model would recompile where padded and unpadded batches alternate), and never waits for the device.
+    Never None (the model would recompile where padded and unpadded batches alternate). Short calls never wait for the
+    device.
     For windows and bidirectional attention it returns a placeholder, which `attention` refuses if a layer reads it.
 
     Args:
@@ -171,7 +176,7 @@ def mask(
     if attention_mask is None:
         span = torch.zeros(batch_size, 1, 1, 2, dtype=torch.int32, device=device)
         span[..., 1] = q_length
-        return span
+        return _marked(span, None)
     if attention_mask.shape[-1] < q_length:
         raise UnsupportedError(
             f"the attention_mask has {attention_mask.shape[-1]} columns for {q_length} new tokens; it must cover all "
@@ -181,7 +186,20 @@ def mask(
     new = attention_mask.index_select(1, columns).to(torch.int32)
     if q_length == 1:  # every decode step comes here: one column has no padding before it
         return torch.nn.functional.pad(new, (1, 0)).view(-1, 1, 1, 2)
-    return torch.stack([new.argmax(1).to(torch.int32), new.sum(1, dtype=torch.int32)], -1).view(-1, 1, 1, 2)
+    span = torch.stack([new.argmax(1).to(torch.int32), new.sum(1, dtype=torch.int32)], -1).view(-1, 1, 1, 2)
+    return _marked(span, new)
+
+
+def _marked(span: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
+    """`span` with the mark `UNPADDED` if the host may look whether the new columns `[B, T]` are all real, and they are.
+
+    It looks at prompts alone: that waits for the device, once a forward.
+    """
+    if torch.compiler.is_compiling() or capturing() or (new is not None and new.shape[1] <= SHORT_CALL):
+        return span
+    if new is None or bool(new.all()):
+        setattr(span, UNPADDED, True)
+    return span
 
 
 def check_mask(attention_mask: torch.Tensor, cached: int | torch.Tensor, tokens: int) -> None:

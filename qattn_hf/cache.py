@@ -13,9 +13,9 @@ from transformers.cache_utils import Cache
 
 from qattn_hf import changes
 from qattn_hf.cuda_graph.pool import Pool
-from qattn_hf.device import device_of
+from qattn_hf.device import capturing, device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
-from qattn_hf.layer import QAttnLayer, capturing
+from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.tensor_parallel import shard_of
 from qattn_kernels.layer.spec import LayerSpec

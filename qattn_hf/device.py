@@ -15,3 +15,8 @@ def device_of(model: PreTrainedModel) -> torch.device:
             if device is not None:
                 return torch.device(device)
     return model.device
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: kernels that are launched now are recorded and do not run."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -10,16 +10,18 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from qattn_hf import changes
+from qattn_hf.device import capturing
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
 from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena, views
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.reference import crop
 from qattn_kernels.step.operator import attend
+from qattn_kernels.step.prompt import attend_prompt, by_sdpa
 
 
 def with_room(blocks: int) -> int:
@@ -29,11 +31,6 @@ def with_room(blocks: int) -> int:
     """
     quarter = max(1, 1 << max(0, (blocks - 1).bit_length() - 3))
     return -(-blocks // quarter) * quarter
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured: kernels that are launched now are recorded and do not run."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class QAttnLayer(CacheLayerMixin):
@@ -68,6 +65,7 @@ class QAttnLayer(CacheLayerMixin):
         # `graph.GraphedCall`, which counts its replays.
         self._used: int | None = 0
         self.replayed_by_others = False
+        self.prompt_by = spec.impl  # what computed the last prompt
 
     # The contract of transformers' caches
 
@@ -136,7 +134,7 @@ class QAttnLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Empty the layer; the tensors and their addresses stay."""
         (self.state["columns_seen"] if self.arena is None else self.arena).zero_()
-        self._used, self.edits, self.torn = 0, 0, False
+        self._used, self.edits, self.torn, self.prompt_by = 0, 0, False, self.spec.impl
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder rows in place: row i becomes the old row `beam_idx[i]`, int `[B]` (`changes.reorder`)."""
@@ -185,17 +183,19 @@ class QAttnLayer(CacheLayerMixin):
     # What a packed layer adds
 
     def attend(
-        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the handle's tokens and attend.
 
         Args:
             query: `[B, Hq, T, D]`. handle: from `update` of this layer.
             span: int32 `[B or 1, 2]`, first real new column and number of real ones.
             scores: softmax scale, soft cap and learned sinks.
+            unpadded: every column of `span` is known to be real.
 
         Returns:
-            output `[B, Hq, T, Dv]`, zeros for padding, and fp32 log-sum-exp `[B, Hq, T]`.
+            output `[B, Hq, T, Dv]`, zeros for padding, and fp32 log-sum-exp `[B, Hq, T]`; None for a prompt that
+            PyTorch's SDPA computed.
         """
         self._check_call(query, handle)
         tokens, past, counts = query.shape[2], self.blocks, True
@@ -206,22 +206,17 @@ class QAttnLayer(CacheLayerMixin):
         else:
             past = self._blocks_for(self.reserve(tokens))
             self.torn = True  # until the call has ended
-        result = attend(
-            query,
-            handle.key,
-            handle.value,
-            span,
-            self.arena,
-            self._layout,
-            self.blocks,
-            scores.scale,
-            scores.softcap,
-            scores.window,
-            scores.sinks,
-            past,
-        )
+        assert self.arena is not None
+        key, value, where = handle.key, handle.value, (self.arena, self._layout, self.blocks)
+        result: tuple[torch.Tensor, torch.Tensor | None]
+        if counts and unpadded and past == 0 and by_sdpa(query, key, value, self.spec, scores):
+            result, prompt_by = (attend_prompt(query, key, value, span, *where, scores), None), "sdpa"
+        else:
+            sizes = scores.scale, scores.softcap, scores.window, scores.sinks
+            result, prompt_by = attend(query, key, value, span, *where, *sizes, past), self.spec.impl
         if counts:
             self.count(tokens)
+            self.prompt_by = prompt_by if tokens > SHORT_CALL else self.prompt_by
         return result
 
     def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:

@@ -61,6 +61,7 @@ def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
         "k_format": spec.k.label,
         "v_format": spec.v.label,
         "kernels": spec.impl,
+        "prompt": layer.prompt_by,
         "packed_tokens": 0,
         "open_tokens": 0,
         "bytes": 0,

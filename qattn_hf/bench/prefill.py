@@ -74,10 +74,11 @@ def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) 
     scores = Scores(heads.dim**-0.5)
 
     def run() -> torch.Tensor:
-        return layer.attend(q, layer.update(k, v)[0], columns, scores)[0]
+        return layer.attend(q, layer.update(k, v)[0], columns, scores, unpadded=True)[0]
 
     check_finite(run())
-    return _result(measure(run, device, prepare=layer.reset), point, heads) | {"impl": layer.spec.impl}
+    result = _result(measure(run, device, prepare=layer.reset), point, heads)
+    return {**result, "impl": layer.spec.impl, "prompt": layer.prompt_by}
 
 
 def _result(times: Times, point: Point, heads: Heads) -> dict[str, Any]:

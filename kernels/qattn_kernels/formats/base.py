@@ -150,6 +150,11 @@ class Format:
         return self.integer
 
     @property
+    def exact_prompts(self) -> bool:
+        """Whether a prefill in the model's precision sees new tokens as the model made them."""
+        return False
+
+    @property
     def mixed(self) -> bool:
         """Whether heads have different bits."""
         return False
@@ -256,6 +261,10 @@ class OpenFormat(Format):
     """A format whose tokens stand open in a ring in the model's precision until their block closes."""
 
     windowed = True
+
+    @property
+    def exact_prompts(self) -> bool:
+        return type(self).block_form is Format.block_form
 
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return {"ring": TensorSpec((geo.batch, geo.heads, slots, dim), geo.dtype)}

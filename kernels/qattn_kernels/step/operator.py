@@ -22,7 +22,7 @@ class CapacityError(ValueError):
     """A call would not fit the capacity of its cache; nothing was written."""
 
 
-def _check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
+def check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
     """Refuse what would overflow. Elsewhere than on a CPU a step must not wait for lengths: there the caller keeps an
     upper bound, as `QAttnLayer` does, and what went past it all the same is not written but counted (`overflow`).
     """
@@ -38,13 +38,13 @@ def _check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
         )
 
 
-def _rotated(
+def rotated(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, rotate: Rotate
 ) -> Iterator[torch.Tensor]:
     """Query, key and value as the layer multiplies and stores them; `rotate` is called once, with all that rotate."""
     sides = ((query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v))
-    rotated = iter(rotate([x for x, rotation in sides if rotation == "hadamard"]))
-    return (x if rotation == "none" else next(rotated) for x, rotation in sides)
+    turned = iter(rotate([x for x, rotation in sides if rotation == "hadamard"]))
+    return (x if rotation == "none" else next(turned) for x, rotation in sides)
 
 
 def _attend(
@@ -86,9 +86,9 @@ def _attend(
     if layer.impl == "triton":
         return _fused(query, key, value, span, arena, where, layout, scores, past)
     state = views(arena, where)
-    _check_capacity(state, layer, span)
+    check_capacity(state, layer, span)
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
-        query, key, value = _rotated(query, key, value, layer.compute, partial(map, rotate))
+        query, key, value = rotated(query, key, value, layer.compute, partial(map, rotate))
         out, lse = reference_step(query, key, value, span, state, layer, scores)
         out = out if layer.compute.rotate_v == "none" else rotate_back(out)
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse
@@ -107,7 +107,7 @@ def _fused(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_attend` in kernels, by the launch plan of an earlier call of these shapes. `text`: of the layout."""
     if span.device.type == "cpu":
-        _check_capacity(views(arena, layout), layout.spec, span)
+        check_capacity(views(arena, layout), layout.spec, span)
     call = partial(compute, query, key, value, span, arena, layout, scores, past)
     tensors, sinks = (query, key, value, span), scores.sinks
     shapes = tuple([(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))])
@@ -132,7 +132,7 @@ def compute(
 
     spec = layout.spec
     with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
-        query, key, value = _rotated(query, key, value, spec.compute, launch.rotate)
+        query, key, value = rotated(query, key, value, spec.compute, launch.rotate)
         out, lse = fused_step(query, key, value, span, views(arena, layout), spec, scores, past)
         return out if spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
 

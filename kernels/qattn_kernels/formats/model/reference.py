@@ -18,6 +18,10 @@ class ModelFormat(Format):
     integer = False
     in_model_precision = True
 
+    @property
+    def exact_prompts(self) -> bool:
+        return True
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((geo.batch, geo.heads, geo.blocks, window.block, dim), geo.dtype, block_dim=2)}
 

@@ -9,7 +9,7 @@ from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import codes
+from qattn_kernels.launch.options import codes, dependent
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.ops.append.k_mean import mean_kernel
 from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, unpack_past_kernel
@@ -29,6 +29,7 @@ def rank(call: Call) -> None:
         rank_kernel, (call.batch,),
         *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, *call.picked, call.blocks,
         k.quantize_tokens, k.block_form, v.quantize_tokens, v.block_form, *kinds, call.sizes, **codes(call.sizes),
+        **dependent(call.sizes.DEPENDENT),
     )  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def append(call: Call) -> None:
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.blocks,
         k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
-        power_of_two(call.tokens), call.sizes, **codes(call.sizes),
+        power_of_two(call.tokens), call.sizes, **codes(call.sizes), **dependent(call.sizes.DEPENDENT),
     )  # fmt: skip
 
 

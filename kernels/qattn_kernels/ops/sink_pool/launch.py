@@ -5,7 +5,7 @@ from __future__ import annotations
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import codes
+from qattn_kernels.launch.options import codes, dependent
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel
 
@@ -18,7 +18,7 @@ def compete(call: Call) -> None:
         pool_kernel, (call.sizes.H, call.batch),
         *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, call.k_sinks, call.v_sinks,
         call.table, call.chosen, call.moved, call.blocks, call.picked[1], jit_of(call.spec.k).quantize_tokens,
-        jit_of(call.spec.v).quantize_tokens, call.sizes, **codes(call.sizes),
+        jit_of(call.spec.v).quantize_tokens, call.sizes, **codes(call.sizes), **dependent(call.sizes.DEPENDENT),
     )  # fmt: skip
 
 

@@ -1,0 +1,86 @@
+"""A whole prompt in the model's precision: kernels write the cache, PyTorch's SDPA attends.
+
+No kernel here reaches cuDNN's attention in bf16, and where nothing is quantized before a block closes it computes the
+same: causal attention of a prompt without padding, whose cache was empty.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qattn_kernels.launch.options import starts_early
+from qattn_kernels.layer.arena import decode_layout, views
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import LayerSpec
+
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]  # in order of preference
+# Rows times squared tokens from which the time saved is more than what cuDNN takes to plan each new shape.
+WORTH = 2**26
+
+
+def by_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: LayerSpec, scores: Scores) -> bool:
+    """Whether `attend_prompt` computes what kernels would, and faster.
+
+    Args:
+        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, T, D]`: a prompt without padding, of an empty cache.
+    """
+    compute, device = spec.compute, query.device
+    exact = compute.prefill == "model" and compute.softmax == "exact" and spec.k.exact_prompts and spec.v.exact_prompts
+    plain = not scores.softcap and not scores.window and scores.sinks is None
+    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
+    known = device.type == "cpu" or (starts_early(device) and query.dtype in (torch.bfloat16, torch.float16))
+    worth = query.shape[0] * query.shape[2] ** 2 >= WORTH
+    return spec.impl == "triton" and exact and plain and alike and known and worth
+
+
+@torch.no_grad()
+def attend_prompt(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    arena: torch.Tensor,
+    layout: str,
+    blocks: int,
+    scores: Scores,
+) -> torch.Tensor:
+    """Write a prompt and attend, where `by_sdpa` holds; arguments as of `step.operator.attend`.
+
+    SDPA gives NaN to every query behind a key or value that is not finite. While it runs the host reads whether the
+    kernels met one; then they attend too, and mask it.
+
+    Returns:
+        `[B, Hq, T, D]` in the query's dtype.
+
+    Raises:
+        CapacityError: on a CPU, if the tokens do not fit; nothing was written.
+    """
+    from qattn_kernels.launch.call import make_call  # which loads Triton when it is first used
+    from qattn_kernels.ops.append.launch import finish
+    from qattn_kernels.ops.prefill.launch import prefill
+    from qattn_kernels.ops.rotate import launch as rotation
+    from qattn_kernels.step.kernels import write_long
+    from qattn_kernels.step.operator import check_capacity, rotated
+
+    where = decode_layout(layout, key.shape[0], blocks)
+    state, spec = views(arena, where), where.spec
+    check_capacity(state, spec, span)
+    with torch.cuda.device_of(query):
+        q, k, v = rotated(query, key, value, spec.compute, rotation.rotate)
+        call = make_call(q, k, v, span, state, spec, scores)
+        unpacked = write_long(call, 0)
+        broken = state["nonfinite"].any().to("cpu", non_blocking=True)
+        written = torch.cuda.Event() if query.device.type == "cuda" else None
+        if written is not None:
+            written.record()
+        with sdpa_kernel(BACKENDS if written is not None else SDPBackend.MATH, set_priority=True):
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=True)
+        if written is not None:
+            written.synchronize()  # long before the attention has ended
+        if bool(broken):
+            out, _ = prefill(call.query, unpacked, spec, scores)
+            out = out if spec.compute.rotate_v == "none" else rotation.rotate([out], back=True)[0]
+        finish(call)
+    return out
