@@ -117,3 +117,25 @@ def test_no_plan_for_what_belongs_to_no_call():
     results, recorder = launches.recorded(call)
     with pytest.raises(plan.Unplannable, match="no tensor of the call"):
         plan._plan(recorder, (arena,), results)
+
+
+def test_keys_are_worked_out_from_what_is_called_upwards():
+    """Whichever function comes first, so that all processes find the same keys."""
+    order: list[str] = []
+
+    class Function:
+        def __init__(self, fn: Any) -> None:
+            self.fn = fn
+
+        @property
+        def cache_key(self) -> str:
+            order.append(self.fn.__name__)
+            return ""
+
+    names: dict[str, Any] = {}
+    for text in ("def leaf(): pass", "def middle(): leaf()", "def top(): middle(), leaf(), other"):
+        exec(text, names)
+    names.update({name: Function(names[name]) for name in ("leaf", "middle", "top")}, other=1)
+    launches.settle_key(names["top"])
+    launches.settle_key(names["middle"])
+    assert order == ["leaf", "middle", "top"]

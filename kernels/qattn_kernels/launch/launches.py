@@ -72,8 +72,30 @@ class Recorder(TorchDispatchMode):
 _state = threading.local()
 
 
+_keyed: set[int] = set()  # ids of functions that went through `settle_key`; their hash would be their key
+
+
+def settle_key(function: Any) -> None:
+    """Work out the key under which Triton keeps a function on disk, those of all functions that it calls first.
+
+    Triton 3.6 puts the globals of a called function into the key only if that one's own key is known. Without an order,
+    threads and processes would find keys of their own, and compile again what lies on disk.
+    """
+    if id(function) in _keyed or not hasattr(type(function), "cache_key"):  # the interpreter's functions have none
+        return
+    _keyed.add(id(function))
+    for name in function.fn.__code__.co_names:
+        called = function.fn.__globals__.get(name)
+        if isinstance(called, type(function)):
+            settle_key(called)
+    _ = function.cache_key
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel, as `kernel[grid](*arguments, **options)` does."""
+    for function in (kernel, *arguments):
+        if isinstance(function, type(kernel)):
+            settle_key(function)
     recorder = getattr(_state, "recorder", None)
     if recorder is not None and recorder.collects:
         recorder.launches.append(Launch(kernel, grid, arguments, options))

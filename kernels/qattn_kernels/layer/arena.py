@@ -28,18 +28,21 @@ class Layout(NamedTuple):
 
     def encode(self) -> str:
         """All but rows and blocks as text that `decode_layout` reads back: operators take text where they cannot take
-        objects. Rows and blocks are numbers there, so that a compiled step serves any number of them."""
+        objects. Rows and blocks are numbers there, so that a compiled step serves any number of them.
+
+        One line: Inductor quotes an operator's arguments in comments of the code that it writes."""
         sizes = vars(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
-        return json.dumps({name: x for name, x in sizes.items() if name not in VARYING}) + "\n" + self.spec.encode()
+        fixed = json.dumps({name: x for name, x in sizes.items() if name not in VARYING})
+        return f'{{"geometry": {fixed}, "spec": {self.spec.encode()}}}'
 
 
 @lru_cache(maxsize=1024)
 def decode_layout(text: str, batch: int, blocks: int) -> Layout:
     """The layout that `Layout.encode` wrote as `text`, of so many rows and blocks."""
-    geometry, spec = text.split("\n")
-    sizes = json.loads(geometry)
-    sizes |= {"batch": batch, "blocks": blocks, "dtype": getattr(torch, sizes["dtype"])}
-    return Layout(Geometry(**sizes), decode_spec(spec))
+    parts = json.loads(text)
+    sizes = parts["geometry"] | {"batch": batch, "blocks": blocks}
+    sizes["dtype"] = getattr(torch, sizes["dtype"])
+    return Layout(Geometry(**sizes), decode_spec(json.dumps(parts["spec"])))
 
 
 @lru_cache(maxsize=1024)
