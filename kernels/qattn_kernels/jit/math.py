@@ -45,6 +45,22 @@ def divide(x, divisor):
 
 
 @triton.jit
+def divide_whole(x, divisor):
+    """`x / divisor` of whole numbers below 2^12: correctly rounded, at half of what `divide` costs.
+
+    The inverse may be off by some units; the remainder of its quotient is a whole number of units of that, so exact.
+    What it adds is off by 2^-40 of the quotient, which lies farther from every boundary of rounding, or on one.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
+    else:
+        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], tl.float32, True, 1)
+        inverse = tl.broadcast_to(inverse, x.shape)
+        quotient = x * inverse
+        return tl.fma(tl.fma(quotient, tl.broadcast_to(-divisor, x.shape), x), inverse, quotient)
+
+
+@triton.jit
 def short_scale(scale):
     """A scale whose last two bits are 0: its product with `ROUNDER` is exact, so that an integer sum raised by that
     comes down without an error. Of codes of 8 bits that would hardly matter, of 4 a unit of the sum is worth a lot."""

@@ -13,7 +13,7 @@ from qattn_kernels.formats.head_bits import ALL, LISTED, NONE, RANKED, number, u
 from qattn_kernels.formats.int8.jit import quantize, token_values
 from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
-from qattn_kernels.jit.math import divide, round_even
+from qattn_kernels.jit.math import divide_whole, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_int8
 
 
@@ -104,22 +104,37 @@ def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _channel_scale(span, low, LOW: tl.constexpr):
+    """Step of codes that span so many integers, `low` those of 2 bits; divisors that the compiler knows need no
+    division."""
+    four, two = (2 * span + 15) // 30, (2 * span + 3) // 6
+    if LOW == NONE:
+        found = four
+    elif LOW == ALL:
+        found = two
+    else:
+        found = tl.where(low, two, four)
+    return tl.maximum(found, 1)
+
+
+@triton.jit
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """Second stage: quantizes `X1` of a full block to 4 or 2 bits a channel, in integers, and writes it."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
     levels = tl.where(place >= wide, 3, 15)
-    some = tl.max(keep.to(tl.int32), 0) > 0
-    low = tl.where(some, tl.min(tl.where(keep[:, None], code, 127.0), 0), 0.0).to(tl.int32)
-    high = tl.where(some, tl.max(tl.where(keep[:, None], code, -127.0), 0), 0.0).to(tl.int32)
-    channel_scale = tl.maximum((2 * (high - low) + levels) // (2 * levels), 1)
+    low = tl.min(tl.where(keep[:, None], code, 127.0), 0)
+    high = tl.max(tl.where(keep[:, None], code, -127.0), 0)
+    some = low <= high  # not if no token is kept
+    low, high = tl.where(some, low, 0.0).to(tl.int32), tl.where(some, high, 0.0).to(tl.int32)
+    channel_scale = _channel_scale(high - low, place >= wide, LOW)
     zero_point = low + ((high - low - channel_scale * levels) >> 1)
     at = (b * C.H + h).to(tl.int64) * NB + index
     tl.store(S.channel_scale + at * C.D + d, channel_scale.to(tl.int8), mask=d < C.D)
     tl.store(S.zero_point + at * C.D + d, zero_point.to(tl.int8), mask=d < C.D)
-    tl.store(S.scale + at, tl.max(scale, 0))
+    tl.store(S.scale + at + tl.zeros_like(t), scale, mask=t == 0)  # one for all
     zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
-    code = round_even(divide(code - zero_point[None, :], channel_scale[None, :]))
+    code = round_even(divide_whole(code - zero_point[None, :], channel_scale[None, :]))
     code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
     if LOW != ALL:
         if place < wide:

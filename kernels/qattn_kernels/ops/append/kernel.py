@@ -152,14 +152,17 @@ def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexp
 
 
 @triton.jit
-def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
+def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, OLD: tl.constexpr, VALUES: tl.constexpr,
+               C: tl.constexpr):  # fmt: skip
     """Keys or values of one block of a long call: unpacked for the prefill, and into the arenas if it closes or the
-    format has no ring. `K_MEAN`: the mean that this call subtracts from its keys (`k_mean.mean_kernel`)."""
+    format has no ring. `K_MEAN`: the mean that this call subtracts from its keys (`k_mean.mean_kernel`). `OLD`: there
+    may be tokens from before the call, which the ring holds."""
     b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.capacity, tokens.keep
     t = tl.arange(0, C.BLOCK)
     code, scale = codec.quantize_tokens(x)
     if C.RING > 0:
-        code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, VALUES, C)
+        if OLD:
+            code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, VALUES, C)
         if C.SMOOTH_K and not VALUES:
             d = tl.arange(0, C.DP)
             mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
@@ -190,6 +193,17 @@ def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, VALUES: tl.constexp
         code = tl.where(tokens.old[:, None], before.to(tl.float32), code)
         scale = tl.where(tokens.old, before_scale, scale)
     store_unpacked(unpacked, code, scale, bh, tokens.slot, VALUES, C)
+
+
+@triton.jit
+def _long_sides(K, V, K_MEAN, k, v, tokens, unpacked, slots, block, k_codec, v_codec, OLD: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
+    k_side, v_side = (
+        UnpackedSide(unpacked.k, unpacked.k_scale, slots),
+        UnpackedSide(unpacked.v, unpacked.v_scale, slots),
+    )
+    _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, OLD, False, C)
+    _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, OLD, True, C)
 
 
 @triton.jit
@@ -287,10 +301,16 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     chosen = chosen_bits(CHOSEN, open_blocks, bh, j, C)
     block = Block(b, h, bh, row, index, NB, open_start + j * C.BLOCK, used, closes, flags, chosen)
     tokens = Tokens(pos, slot, old, keep)
-    _long_side(K, K_MEAN, k, tokens, UnpackedSide(unpacked.k, unpacked.k_scale, slots), block,
-               Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, K_GET), False, C)  # fmt: skip
-    _long_side(V, K_MEAN, v, tokens, UnpackedSide(unpacked.v, unpacked.v_scale, slots), block,
-               Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, V_GET), True, C)  # fmt: skip
+    # Only the call's first block holds older tokens. Threads read the ring in another order than new tokens, into which
+    # values would be brought before their maxima are taken: at twice the cost, in every block.
+    if (C.RING == 0) | (open_start + j * C.BLOCK < length):
+        _long_sides(K, V, K_MEAN, k, v, tokens, unpacked, slots, block,
+                    Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, K_GET),
+                    Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, V_GET), True, C)  # fmt: skip
+    else:
+        _long_sides(K, V, K_MEAN, k, v, tokens, unpacked, slots, block,
+                    Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, K_GET),
+                    Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, V_GET), False, C)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["NB"])

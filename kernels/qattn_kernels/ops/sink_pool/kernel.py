@@ -141,12 +141,28 @@ def _fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
         tl.store(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, scale, mask=write)
 
 
+@triton.jit(do_not_specialize=["span_stride", "NB"])
+def sizes_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, SIZES, NB,
+                 K_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (block of the open span, head, row): `_sizes` of all blocks that a long call closes, to `SIZES` fp64
+    `[B, H, blocks, BLOCK]`: the pool meets one block after another, but these need not wait."""
+    j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    if j < tl.minimum(row.closing, NB - row.closed):
+        bh = b * C.H + h
+        flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
+        size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_QUANTIZE, C)
+        at = (bh.to(tl.int64) * tl.num_programs(0) + j) * C.BLOCK
+        tl.store(SIZES + at + tl.arange(0, C.BLOCK), size)
+
+
 @triton.jit(do_not_specialize=["span_stride", "NB", "open_blocks"])
 def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, K_SINKS, V_SINKS, TABLE,
-                CHOSEN, MOVED, NB, open_blocks, K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
+                CHOSEN, MOVED, SIZES, NB, open_blocks, SHORT: tl.constexpr, K_QUANTIZE: tl.constexpr,
+                V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (head, row), before the append: the pool competes with each block that closes. `CHOSEN`: one bit for each
-    token of the `open_blocks` blocks of the open span, for those that close; `MOVED`: see `moved_tokens`."""
+    token of the `open_blocks` blocks of the open span, for those that close; `MOVED`: see `moved_tokens`; `SIZES`: of
+    `sizes_kernel`, but for a `SHORT` call, which closes one block at most."""
     await_previous_kernel(C.DEPENDENT)
     SINKS: tl.constexpr = C.SINKS
     h, b = tl.program_id(0), tl.program_id(1)
@@ -161,7 +177,10 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         for j in range(0, closing):
             total = closed + j + 1
             entries = _forget(entries, total - C.CROP_BLOCKS, closed, flags)
-            size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_QUANTIZE, C)
+            if SHORT:
+                size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_QUANTIZE, C)
+            else:
+                size = tl.load(SIZES + (bh.to(tl.int64) * open_blocks + j) * C.BLOCK + t)
             chosen = t < 0
             for _ in tl.static_range(SINKS):
                 entries, size, hit = _take(entries, size, t, open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C)

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import torch
+
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes, dependent
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
-from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel
+from qattn_kernels.layer.spec import SHORT_CALL
+from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel, sizes_kernel
 
 
 def compete(call: Call) -> None:
     """The pool competes with each block that the call closes; nothing without a pool."""
     if call.table is None:
         return
+    size, short, dropped, open_blocks = call.sizes, call.tokens <= SHORT_CALL, call.state["dropped"], call.picked[1]
+    k, v = jit_of(call.spec.k), jit_of(call.spec.v)
+    key_sizes = dropped  # read by nobody in a short call
+    if not short:
+        shape = (call.batch, size.H, open_blocks, size.BLOCK)
+        key_sizes = torch.empty(shape, dtype=torch.float64, device=call.key.device)
+        launch(
+            sizes_kernel, (open_blocks, size.H, call.batch),
+            *call.new, *call.spans, call.row_state, dropped, call.k, key_sizes, call.blocks, k.quantize_tokens, size,
+            **codes(size),
+        )  # fmt: skip
+    options = codes(size) | ({} if short else {"num_warps": 4})  # no whole block is in registers then
     launch(
-        pool_kernel, (call.sizes.H, call.batch),
-        *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, call.k_sinks, call.v_sinks,
-        call.table, call.chosen, call.moved, call.blocks, call.picked[1], jit_of(call.spec.k).quantize_tokens,
-        jit_of(call.spec.v).quantize_tokens, call.sizes, **codes(call.sizes), **dependent(call.sizes.DEPENDENT),
+        pool_kernel, (size.H, call.batch),
+        *call.new, *call.spans, call.row_state, dropped, call.k, call.v, call.k_sinks, call.v_sinks, call.table,
+        call.chosen, call.moved, key_sizes, call.blocks, open_blocks, short, k.quantize_tokens, v.quantize_tokens, size,
+        **options, **dependent(size.DEPENDENT),
     )  # fmt: skip
 
 
