@@ -60,13 +60,13 @@ def test_what_is_collected_is_not_launched():
 
 
 class Compiled:
-    """A compiled kernel, which notes down grids and arguments as a GPU would get them."""
+    """A compiled kernel, which notes down grids, streams and arguments as a GPU would get them."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.launched.append((grid, *arguments))
+        return lambda *arguments, stream: self.launched.append((grid, stream, *arguments))
 
 
 class Function:
@@ -96,9 +96,9 @@ def test_a_plan_gives_compiled_kernels_the_addresses_of_its_call():
     made = plan._plan(recorder, (arena, x), results)
     assert made.results == [(torch.Size([2, 4]), (1, 2), torch.float32)] and made.temporary == plan.ALIGNMENT
     for state, given in ((1000, 20), (1000, 30), (5000, 40)):
-        made._launch([state, given, given + 1, given + 2])
-    grids, *arguments = zip(*kernel.compiled.launched, strict=True)
-    assert grids == ((5, 1, 1),) * 3
+        made._launch([state, given, given + 1, given + 2], stream=9)
+    grids, streams, *arguments = zip(*kernel.compiled.launched, strict=True)
+    assert grids == ((5, 1, 1),) * 3 and streams == (9, 9, 9)
     assert list(zip(*arguments, strict=True)) == [
         (1016, (22, (1008, 7)), 20, 21, 3, 8),
         (1016, (32, (1008, 7)), 30, 31, 3, 8),

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ class Bound(NamedTuple):
     """A launch over one arena.
 
     Attributes:
-        run: launches, given all arguments and the stream.
+        run: launches, given all arguments and the stream, for which Triton would ask the driver each time.
         arguments: with the arena's addresses; anything where another tensor's belongs.
         tensors: where each call fills in an address: number of the argument, of the tensor, and bytes behind its start.
         tuples: the arguments that have such places inside, by number.
@@ -94,10 +94,10 @@ class Plan:
         addresses = [0 if x is None else x.data_ptr() for x in (*inputs, *results, room)]
         # Triton launches on the current device, whatever the tensors' own is
         with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device):
-            self._launch(addresses)
+            self._launch(addresses, _current_stream()(device.index))
         return results
 
-    def _launch(self, addresses: list[int]) -> None:
+    def _launch(self, addresses: list[int], stream: int) -> None:
         bound = self._bound.get(addresses[0])
         if bound is None:
             if len(self._bound) >= ARENAS:
@@ -109,7 +109,7 @@ class Plan:
                 filled[place] = addresses[base] + offset
             for place, value in tuples:
                 filled[place] = _mapped(lambda x: addresses[x.base] + x.offset, value)
-            run(*filled)
+            run(*filled, stream=stream)
 
     def _interpret(self, tensors: list[torch.Tensor | None]) -> None:
         """The same in Triton's interpreter, whose pointers are tensors."""
@@ -119,6 +119,14 @@ class Plan:
 
         for kernel, grid, arguments, options in self.launches:
             kernel[grid](*_mapped(tensor, arguments), **{name: _mapped(tensor, x) for name, x in options.items()})
+
+
+@cache
+def _current_stream() -> Callable[[int], int]:
+    """Triton's function that gives the current stream of a GPU."""
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream
 
 
 def _bind(one: Launch, arena: int) -> Bound:
