@@ -11,9 +11,10 @@ from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes, dependent
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
+from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.ops.append.k_mean import mean_kernel
 from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, unpack_past_kernel
-from qattn_kernels.ops.append.ranking import rank_kernel
+from qattn_kernels.ops.append.ranking import priorities_kernel, rank_kernel
 from qattn_kernels.reference.rows import open_span_blocks
 
 OVERHANG = 128  # slots behind a row's last token that a prefill may touch: those of its largest tile
@@ -24,12 +25,20 @@ def rank(call: Call) -> None:
     kinds = [fmt.core.rank_kind(call.sizes.H) for fmt in (call.spec.k, call.spec.v)]
     if max(kinds) < 0:
         return
-    k, v = jit_of(call.spec.k), jit_of(call.spec.v)
+    k, v, size, dropped = jit_of(call.spec.k), jit_of(call.spec.v), call.sizes, call.state["dropped"]
+    functions = k.quantize_tokens, k.block_form, v.quantize_tokens, v.block_form
+    short, priorities = call.tokens <= SHORT_CALL, dropped  # which nobody reads in a short call
+    if not short:
+        priorities = torch.empty((call.batch, 2, size.H), dtype=torch.float64, device=call.key.device)
+        launch(
+            priorities_kernel, (size.H, call.batch),
+            *call.new, *call.spans, call.row_state, dropped, call.k, call.v, *call.picked, priorities, call.blocks,
+            *functions, *kinds, size, **codes(size, 64 * 64),  # in fp64
+        )  # fmt: skip
     launch(
         rank_kernel, (call.batch,),
-        *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, *call.picked, call.blocks,
-        k.quantize_tokens, k.block_form, v.quantize_tokens, v.block_form, *kinds, call.sizes, **codes(call.sizes),
-        **dependent(call.sizes.DEPENDENT),
+        *call.new, *call.spans, call.row_state, dropped, call.k, call.v, *call.picked, priorities, call.blocks, short,
+        *functions, *kinds, size, **codes(size, 64 * 64), **dependent(size.DEPENDENT),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Which heads of a row get 2 bits, decided when its first block closes: one program a row ranks its heads."""
+"""Which heads of a row get 2 bits, decided when its first block closes: by one program a row, which ranks its heads."""
 
 from __future__ import annotations
 
@@ -50,39 +50,73 @@ def _places(S, priority, b, C: tl.constexpr):
     tl.store(S.head_of + b * C.H + place, n, mask=real)
 
 
+@triton.jit
+def _head_priorities(KEY, VALUE, k_strides, v_strides, DROPPED, K, V, CHOSEN, open_blocks, NB, row, b, h,
+                     K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
+                     V_BLOCK_FORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+                     C: tl.constexpr):  # fmt: skip
+    """Of the keys and of the values of a head in the row's first block; zero for a side that is not ranked."""
+    t = tl.arange(0, C.BLOCK)
+    pos = row.open_start + t
+    old = pos < row.length
+    new = (~old) & (pos < row.length + row.count)
+    k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
+    flags = DROPPED + (b * C.H + h).to(tl.int64) * NB * (C.BLOCK // 8)
+    gone = (tl.load(flags + t // 8).to(tl.int32) >> (t % 8)) & 1
+    keep = (old | new) & (~bad) & ~(old & (gone == 1))
+    k_priority, v_priority = tl.full([], 0, tl.float64), tl.full([], 0, tl.float64)
+    if K_KIND >= 0:
+        k_keep = keep
+        if C.ENTRIES > 0:
+            k_keep = keep & (slot_bits(chosen_bits(CHOSEN, open_blocks, b * C.H + h, 0, C), t) == 0)
+        code, scale = K_QUANTIZE(k)
+        k_priority = _priority(K, code, scale, k_keep, pos, old, b * C.H + h, K_BLOCK_FORM, K_KIND, False, C)
+    if V_KIND >= 0:
+        code, scale = V_QUANTIZE(v)
+        v_priority = _priority(V, code, scale, keep, pos, old, b * C.H + h, V_BLOCK_FORM, V_KIND, True, C)
+    return k_priority, v_priority
+
+
 @triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
-def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, open_blocks, NB,
-                K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
-                V_BLOCK_FORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (row). `KIND` -1: that side is not ranked."""
+def priorities_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, open_blocks,
+                      PRIORITIES, NB, K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
+                      V_BLOCK_FORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+                      C: tl.constexpr):  # fmt: skip
+    """Program (head, row) of a long call: `_head_priorities` to `PRIORITIES` fp64 `[B, 2, H]`, where the row's first
+    block closes."""
+    h, b = tl.program_id(0), tl.program_id(1)
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    if (row.closed == 0) & (row.closing > 0):
+        k, v = _head_priorities(KEY, VALUE, k_strides, v_strides, DROPPED, K, V, CHOSEN, open_blocks, NB, row, b, h,
+                                K_QUANTIZE, K_BLOCK_FORM, V_QUANTIZE, V_BLOCK_FORM, K_KIND, V_KIND, C)  # fmt: skip
+        tl.store(PRIORITIES + 2 * b * C.H + h, k)
+        tl.store(PRIORITIES + (2 * b + 1) * C.H + h, v)
+
+
+@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
+def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, open_blocks,
+                PRIORITIES, NB, SHORT: tl.constexpr, K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr,
+                V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
+    """Program (row). `KIND` -1: that side is not ranked. `PRIORITIES`: of `priorities_kernel`, but for a `SHORT` call,
+    which seldom closes a row's first block."""
     await_previous_kernel(C.DEPENDENT)
     b = tl.program_id(0)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if (row.closed == 0) & (row.closing > 0):
         n = tl.arange(0, triton.next_power_of_2(C.H))
-        t = tl.arange(0, C.BLOCK)
-        k_priority = tl.full(n.shape, 0, tl.float64)
-        v_priority = tl.full(n.shape, 0, tl.float64)
-        pos = row.open_start + t
-        old = pos < row.length
-        new = (~old) & (pos < row.length + row.count)
-        for i in range(C.H):
-            h = i + tl.full([], 0, tl.int32)  # the interpreter counts in Python's integers
-            k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
-            flags = DROPPED + (b * C.H + h).to(tl.int64) * NB * (C.BLOCK // 8)
-            gone = (tl.load(flags + t // 8).to(tl.int32) >> (t % 8)) & 1
-            keep = (old | new) & (~bad) & ~(old & (gone == 1))
-            if K_KIND >= 0:
-                k_keep = keep
-                if C.ENTRIES > 0:
-                    k_keep = keep & (slot_bits(chosen_bits(CHOSEN, open_blocks, b * C.H + h, 0, C), t) == 0)
-                code, scale = K_QUANTIZE(k)
-                priority = _priority(K, code, scale, k_keep, pos, old, b * C.H + h, K_BLOCK_FORM, K_KIND, False, C)
-                k_priority = tl.where(n == h, priority, k_priority)
-            if V_KIND >= 0:
-                code, scale = V_QUANTIZE(v)
-                priority = _priority(V, code, scale, keep, pos, old, b * C.H + h, V_BLOCK_FORM, V_KIND, True, C)
-                v_priority = tl.where(n == h, priority, v_priority)
+        if SHORT:
+            k_priority = tl.full(n.shape, 0, tl.float64)
+            v_priority = tl.full(n.shape, 0, tl.float64)
+            for i in range(C.H):
+                h = i + tl.full([], 0, tl.int32)  # the interpreter counts in Python's integers
+                k, v = _head_priorities(KEY, VALUE, k_strides, v_strides, DROPPED, K, V, CHOSEN, open_blocks, NB, row,
+                                        b, h, K_QUANTIZE, K_BLOCK_FORM, V_QUANTIZE, V_BLOCK_FORM, K_KIND, V_KIND,
+                                        C)  # fmt: skip
+                k_priority, v_priority = tl.where(n == h, k, k_priority), tl.where(n == h, v, v_priority)
+        else:
+            k_priority = tl.load(PRIORITIES + 2 * b * C.H + n, mask=n < C.H, other=0.0)
+            v_priority = tl.load(PRIORITIES + (2 * b + 1) * C.H + n, mask=n < C.H, other=0.0)
         if K_KIND >= 0:
             _places(K, k_priority, b, C)
         if V_KIND >= 0:
