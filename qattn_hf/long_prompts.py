@@ -9,6 +9,7 @@ from transformers.generation import GenerationMode
 
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import changing_rope
+from qattn_hf.layer import QAttnLayer
 
 PREFILL_CHUNK = 2**15  # tokens; a prompt of no more is one call, with the numbers of one call
 
@@ -39,14 +40,15 @@ def prefill_chunk(
     Returns:
         `PREFILL_CHUNK`; None where the prompt stays one call: it is short, transformers would compile the chunks
         (`decode="compile"`) or cannot cut the call (a cache with tokens, embeddings or images, assisted generation),
-        all hidden states are asked for, or the frequencies of the model's RoPE depend on the length of a call.
+        all hidden states are asked for, the frequencies of the model's RoPE depend on the length of a call, or some
+        layers are not packed: linear attention may leave out what came before a call of several tokens.
     """
     whole = (
         longest <= PREFILL_CHUNK
         or generation_mode not in CUT_BY_TRANSFORMERS
         or generation_config.is_assistant
         or generation_config.output_hidden_states
-        or cache.layers[0].is_initialized
+        or any(not isinstance(layer, QAttnLayer) or layer.is_initialized for layer in cache.layers)
         or not {name for name, value in model_kwargs.items() if value is not None} <= TEXT
         or model._qattn.decode == "compile"
         or generation_config.compile_config is not None

@@ -135,7 +135,7 @@ class Planner:
         recipe = recipe.for_model(self.config)
         specs = recipe.layer_specs(self.config, "cuda")
         check_packs(recipe)
-        if any(spec.impl != "triton" for spec in specs):
+        if any(not isinstance(spec, LayerSpec) or spec.impl != "triton" for spec in specs):
             raise UnsupportedError(
                 "the reference computes some of its layers, and only the memory of kernels is predicted; qattn check "
                 "says why"

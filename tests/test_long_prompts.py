@@ -9,6 +9,8 @@ import torch
 from fake_graphs import as_on_a_gpu, path
 from helpers import random_ids, tiny_llama
 from transformers import CompileConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerationMode
 
 from qattn_hf import QAttnCache, long_prompts, patch, report
 
@@ -107,6 +109,15 @@ def test_what_stays_one_call(why):
     _, calls = generate(model, ids, **inputs)
     assert calls[0] >= 250 - 40 * ("tokens" in why)  # drafts are verified with the prompt
     assert report(model).to_dict()["prefill_chunk_size"] is None
+
+
+def test_layers_that_are_not_packed_take_the_prompt_whole():
+    model = patch(tiny_llama(), "turbo")
+    cache, config = QAttnCache.for_model(model), model.generation_config
+    asked = model, config, {"past_key_values": cache}, GenerationMode.GREEDY_SEARCH, cache, 250
+    assert long_prompts.prefill_chunk(*asked) == CHUNK
+    cache.layers[1] = DynamicLayer()
+    assert long_prompts.prefill_chunk(*asked) is None
 
 
 @pytest.mark.parametrize("by", ["recipe", "caller"])
