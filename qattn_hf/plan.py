@@ -135,12 +135,13 @@ class Planner:
         recipe = recipe.for_model(self.config)
         specs = recipe.layer_specs(self.config, "cuda")
         check_packs(recipe)
-        if any(not isinstance(spec, LayerSpec) or spec.impl != "triton" for spec in specs):
+        by_kernels = [spec for spec in specs if isinstance(spec, LayerSpec) and spec.impl == "triton"]
+        if len(by_kernels) < len(specs):
             raise UnsupportedError(
                 "the reference computes some of its layers, and only the memory of kernels is predicted; qattn check "
                 "says why"
             )
-        return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, specs)
+        return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, by_kernels)
 
     def memory(self, way: Way, batch: int, context: int) -> Memory:
         """Memory of `generate` with `batch` rows that reach `context` tokens each."""
@@ -169,12 +170,12 @@ class Planner:
             yield self._model
 
     def _geometries(self, way: Way, batch: int, context: int) -> list[Geometry]:
-        text = self.config.get_text_config(decoder=True)
-        _, heads, dim = head_sizes(text)
-        geometry = Geometry(batch, heads, dim, dim, 1, self.dtype)
+        sizes = [head_sizes(self.config)] * self.config.get_text_config(decoder=True).num_hidden_layers
+        geometries = [Geometry(batch, size.kv, size.dim, size.dim, 1, self.dtype) for size in sizes]
         if way.specs is None:
-            return [geometry] * text.num_hidden_layers
-        return [replace(geometry, blocks=QAttnLayer(spec, context).blocks) for spec in way.specs]
+            return geometries
+        blocks = [QAttnLayer(spec, context).blocks for spec in way.specs]
+        return [replace(geometry, blocks=n) for geometry, n in zip(geometries, blocks, strict=True)]
 
     def _calls(self, way: Way, context: int) -> Iterator[tuple[int, int]]:
         """Tokens and tokens before them of the calls that may take most: the last whole chunk of the prompt, the rest
