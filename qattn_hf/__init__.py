@@ -2,7 +2,7 @@
 
 Importing this package loads neither torch nor transformers: a name loads its module when it is first used. The names
 below are functions and classes. What else is public is a module: `qattn_hf.bench`, `qattn_hf.check`,
-`qattn_hf.compare`, `qattn_hf.inspect` and `qattn_hf.tune`; no name is both.
+`qattn_hf.compare`, `qattn_hf.inspect`, `qattn_hf.plan` and `qattn_hf.tune`; no name is both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qattn_hf._version import __version__
 
 if TYPE_CHECKING:
-    from qattn_hf import bench, check, compare, inspect, tune
+    from qattn_hf import bench, check, compare, inspect, plan, tune
     from qattn_hf.cache import QAttnCache
     from qattn_hf.errors import CapacityError, QAttnError, RecipeError, UnsupportedError
     from qattn_hf.methods import list_methods
@@ -37,13 +37,14 @@ __all__ = [
     "list_methods",
     "load_recipe",
     "patch",
+    "plan",
     "release",
     "report",
     "tune",
     "unpatch",
 ]
 
-_MODULES = ("bench", "check", "compare", "inspect", "tune")
+_MODULES = ("bench", "check", "compare", "inspect", "plan", "tune")
 _MODULE_OF = {
     "CapacityError": "errors",
     "QAttnCache": "cache",

@@ -48,6 +48,7 @@ class QAttnCache(Cache):
             raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
         super().__init__(layers=[QAttnLayer(spec, max_cache_len, device_type) for spec in specs])
         self.recipe, self.pool = recipe, pool
+        self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
         self.ran("eager")  # as a plain forward does
 
     def ran(self, decode: str, reason: str | None = None) -> None:

@@ -18,6 +18,7 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import python_hook
 from qattn_hf.cuda_graph.graph import GraphedCall
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.long_prompts import prefill_chunk
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.window import check_reach
 
@@ -80,6 +81,11 @@ def prepare_cache(
         last.record(cache)
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     cache.ran("eager", _why_eager(model._qattn, generation_mode))
+    if generation_config.prefill_chunk_size is None:  # of this call, too
+        generation_config.prefill_chunk_size = prefill_chunk(
+            model, generation_config, model_kwargs, generation_mode, cache, max_cache_length
+        )
+    cache.prefill_chunk_size = generation_config.prefill_chunk_size
     if drafted:
         cache.raise_horizon(drafted)
     if not generation_config.is_assistant:  # an assistant's cache serves many short calls: it grows instead

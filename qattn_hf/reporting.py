@@ -38,7 +38,7 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
         cache = model_or_cache
         rows = [_layer_row(i, layer, cache.recipe.settings_of(i).name()) for i, layer in enumerate(cache.layers)]
         specs = [layer.spec for layer in cache.layers]
-        return Report(cache.recipe, _impl(specs), cache.decode, cache.decode_reason, rows)
+        return Report(cache.recipe, _impl(specs), cache.decode, cache.decode_reason, rows, cache.prefill_chunk_size)
     patched = getattr(model_or_cache, "_qattn", None)
     if patched is None:
         raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
@@ -159,6 +159,7 @@ class Report:
         impl: what computes its layers, `triton`, `reference`, or both.
         decode, decode_reason: how decode steps ran, and why not otherwise; see `to_dict`.
         layers: one row a layer.
+        prefill_chunk_size: tokens of the calls into which the last `generate` cut a longer prompt; None: one call.
     """
 
     recipe: Recipe
@@ -166,6 +167,7 @@ class Report:
     decode: str
     decode_reason: str | None
     layers: list[dict[str, Any]]
+    prefill_chunk_size: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, which JSON can hold.
@@ -177,6 +179,8 @@ class Report:
         - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or would run them if
           there was none. `decode_reason`: why not as a graph, or None. Over transformers' own caches `decode` is
           `stock`, bytes and tokens are 0 and `layers` is empty.
+        - `prefill_chunk_size`: the last `generate` fed longer prompts in calls of so many tokens, which read those
+          of earlier calls from their codes. None: a prompt is one call.
         - `packed_tokens`, `open_tokens`: tokens of all rows, quantized or still open, in the layer that packed least.
         - `kv_bytes`: bytes of all tensors, spare capacity and ring included. `kv_bytes_full_precision`: the same tokens
           in the model's precision.
@@ -200,6 +204,7 @@ class Report:
             "impl": self.impl,
             "decode": self.decode,
             "decode_reason": self.decode_reason,
+            "prefill_chunk_size": self.prefill_chunk_size,
             "packed_tokens": packed,
             "open_tokens": left,
             "kv_bytes": total,

@@ -67,14 +67,18 @@ def why_not(model: PreTrainedModel) -> str | None:
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
         return "its quantized weights cannot be captured"
-    for module in model.modules():
-        for rope_type in ("dynamic", "longrope"):
-            if rope_type in str(vars(module).get("rope_type", "")):
-                return f"its rope scaling is {rope_type}"
+    if (rope_type := changing_rope(model)) is not None:
+        return f"its rope scaling is {rope_type}"
     config = model.config.get_text_config(decoder=True)
     if any((getattr(config, name, None) or 0) > 1 for name in EXPERTS) and not _routes_on_device(model):
         return "its experts are routed on the host"
     return None
+
+
+def changing_rope(model: PreTrainedModel) -> str | None:
+    """RoPE scaling whose frequencies depend on the length of a call, `dynamic` or `longrope`; None without."""
+    kinds = [str(vars(module).get("rope_type", "")) for module in model.modules()]
+    return next((rope_type for rope_type in ("dynamic", "longrope") if rope_type in " ".join(kinds)), None)
 
 
 def _routes_on_device(model: PreTrainedModel) -> bool:

@@ -19,7 +19,7 @@ from qattn_kernels.layout import Geometry
 Result = TypeVar("Result")
 
 IDLE = 2  # sets of arenas that are kept for reuse; the least recently used one is freed
-SPARE = 0.03  # an idle set may have that much more capacity than the next cache needs
+SPARE = 32  # a set may have more capacity than its cache needs, by one part of so many
 SIGNATURES = 8  # kinds of steps captured over one set of arenas
 
 
@@ -67,6 +67,9 @@ class Pool:
     def take(self, layers: list[QAttnLayer], key_states: torch.Tensor, value_states: torch.Tensor) -> list[QAttnLayer]:
         """Idle arenas, zeroed, in place of new layers; the new layers themselves if no idle set fits.
 
+        Where one is of another capacity alone, lengths of calls vary: the new layers get a capacity that more of them
+        share.
+
         Args:
             layers: layers without tensors. key_states, value_states: `[B, Hkv, T, D]` of the first call.
         """
@@ -76,13 +79,18 @@ class Pool:
             while self.idle:  # emptied, since the garbage collector may call `put` at any moment, in here too
                 idle.append(self.idle.popleft())
             reused = next((old for old in reversed(idle) if _fits(old, layers, shape)), None)
+            varies = any(_other_length(old, layers, shape) for old in idle)
             remaining = idle[-IDLE:] if reused is None else [old for old in idle if old is not reused]
             for old in reversed(remaining):
                 if len(self.idle) <= IDLE:
                     self.idle.appendleft(old)
-        for layer in reused or ():
+        if reused is None:
+            for layer in layers:
+                layer.blocks = with_spare(layer.blocks) if varies else layer.blocks
+            return layers
+        for layer in reused:
             layer.reset()
-        return layers if reused is None else [*reused]
+        return [*reused]
 
     def put(self, layers: list[QAttnLayer]) -> None:
         """Keep the layers of a freed cache as idle arenas, unless a failed call left them incomplete."""
@@ -125,6 +133,12 @@ class Pool:
         self.serve(None)
 
 
+def with_spare(blocks: int) -> int:
+    """Blocks rounded up to a `SPARE`th of a power of two: lengths that differ little need the same capacity."""
+    step = max(1, (1 << blocks.bit_length() - 1) // SPARE)
+    return -(-blocks // step) * step
+
+
 def _shape(layers: list[QAttnLayer], geometry: Geometry, device: torch.device) -> Hashable:
     """Key of layers whose tensors have the same shapes but for the capacity."""
     return tuple(layer.spec for layer in layers), layers[0].max_cache_len, replace(geometry, blocks=0), device
@@ -141,11 +155,18 @@ def _fits(old: list[QAttnLayer], layers: list[QAttnLayer], shape: Hashable) -> b
     anything else (a copy of its cache, a layer, a tensor)."""
     if not _whole(old) or _shape(old, old[0].geometry, old[0].device) != shape:
         return False
-    if any(not b.blocks <= a.blocks <= b.blocks * (1 + SPARE) for a, b in zip(old, layers, strict=True)):
+    if any(not b.blocks <= a.blocks <= b.blocks + b.blocks // SPARE for a, b in zip(old, layers, strict=True)):
         return False
     # a map, since a list of arenas or a local name would refer to each once more
     held = [layer.state.values() for layer in old] + [map(attrgetter("arena"), old)]
     return _references(old) <= UNSHARED and all(_references(tensors) <= UNSHARED for tensors in held)
+
+
+def _other_length(old: list[QAttnLayer], layers: list[QAttnLayer], shape: Hashable) -> bool:
+    """Whether an idle set differs from new layers in its capacity alone, which no user fixed."""
+    if layers[0].max_cache_len is not None or old[0].blocks == layers[0].blocks or not _whole(old):
+        return False
+    return _shape(old, old[0].geometry, old[0].device) == shape
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

@@ -127,10 +127,11 @@ def recorded(compute: Callable[[], Result]) -> tuple[Result, Recorder]:
 
 
 def collected(compute: Callable[[], Any]) -> list[Launch]:
-    """What `compute()` would launch; nothing is."""
+    """What `compute()` would launch; nothing is. What it allocates is held to its end, as by `recorded`."""
     recorder = _state.recorder = Recorder(collects=True)
     try:
-        compute()
+        with recorder:
+            compute()
     finally:
         _state.recorder = None
     return recorder.launches

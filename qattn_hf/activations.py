@@ -1,0 +1,156 @@
+"""Memory that a call of a model takes beside its weights and its cache, counted without a GPU.
+
+The model's own forward runs on the meta device, where tensors have shapes and no memory, with attention that allocates
+what the kernels' launchers allocate and launches nothing. So no formula has to follow what a model's code does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from qattn_hf.attention import scores_of
+from qattn_hf.handle import Handle
+from qattn_hf.live_memory import LiveMemory
+from qattn_kernels.launch.launches import collected
+from qattn_kernels.layer.arena import Layout, places
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import Geometry
+
+NAME = "qattn_activations"
+META = torch.device("meta")
+
+
+class CountedLayer(CacheLayerMixin):
+    """Cache layer of such a forward: it holds `past` tokens a row and stores nothing.
+
+    Args:
+        geometry: sizes of the layer, with the capacity. spec: None is a layer of transformers' `DynamicCache`.
+    """
+
+    is_sliding = False
+
+    def __init__(self, geometry: Geometry, spec: LayerSpec | None, past: int):
+        super().__init__()
+        self.geometry, self.spec, self.past = geometry, spec, past
+        if spec is not None:
+            self.layout = Layout(geometry, spec)
+            self.arena = torch.empty(places(self.layout)[1], dtype=torch.uint8, device=META)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The handle of a call, for key and value; of a `DynamicCache` each side is copied in turn, as it grows."""
+        if self.spec is None and self.past:
+            for new in (key_states, value_states):
+                torch.empty((*new.shape[:2], self.past + new.shape[2], new.shape[3]), dtype=new.dtype, device=META)
+        handle = Handle(self, key_states, value_states)
+        return handle, handle
+
+    def attend(self, query: torch.Tensor, handle: Handle, scaling: float | None, kwargs: dict[str, Any]) -> Any:
+        """Output `[B, Hq, T, Dv]`; what the call needs meanwhile is allocated as the first call of a shape does."""
+        batch, heads, tokens, _ = query.shape
+        if self.spec is None:  # flash attention: the output and fp32 log-sum-exp
+            out = query.new_empty((batch, tokens, heads, self.geometry.v_dim)).transpose(1, 2)
+            query.new_empty((batch, heads, tokens), dtype=torch.float32)
+            return out
+        from qattn_kernels.step.operator import compute
+
+        span = torch.empty((batch, 2), dtype=torch.int32, device=META)
+        blocks = -(-self.past // self.spec.window.block)
+        found: list[torch.Tensor] = []
+        call = partial(
+            compute, query, handle.key, handle.value, span, self.arena, self.layout,
+            scores_of(query, scaling, kwargs), blocks,
+        )  # fmt: skip
+        collected(lambda: found.extend(call()))
+        return found[0]
+
+    def get_seq_length(self) -> int:
+        return self.past
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.past + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of such a forward, over `CountedLayer`s."""
+    return key.layer.attend(query, key, scaling, kwargs).transpose(1, 2).contiguous(), None
+
+
+def register() -> str:
+    """Register attention and mask function with transformers as `NAME`, and return that name."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    return NAME
+
+
+def peak_bytes(
+    model: PreTrainedModel, geometries: list[Geometry], specs: list[LayerSpec] | None, tokens: int, past: int
+) -> int:
+    """Most bytes that are alive at once in a call of `generate`, beside weights and cache.
+
+    Args:
+        model: on the meta device, with the attention `NAME` selected (`patcher.attending`).
+        geometries: one a layer, with rows and capacity. specs: one a layer; None: a `DynamicCache`.
+        tokens: new tokens of each row. past: tokens that the cache holds before.
+    """
+    per_layer: list[LayerSpec | None] = [None] * len(geometries) if specs is None else [*specs]
+    layers = [CountedLayer(*both, past) for both in zip(geometries, per_layer, strict=True)]
+    rows = geometries[0].batch
+    known = inspect.signature(model.forward).parameters
+    with torch.no_grad(), _few_layers(model, per_layer), LiveMemory() as live:
+        ids = torch.empty((rows, tokens), dtype=torch.int64, device=META)
+        extra: dict[str, Any] = {"position_ids": torch.empty_like(ids), "logits_to_keep": 1}
+        extra = {name: value for name, value in extra.items() if name in known}
+        logits = model(ids, past_key_values=Cache(layers=layers), use_cache=True, **extra).logits
+        logits[:, -1].to(copy=True, dtype=torch.float32).argmax(-1)  # as `generate` does
+    return live.peak
+
+
+@contextmanager
+def _few_layers(model: PreTrainedModel, specs: list[LayerSpec | None]) -> Iterator[None]:
+    """Context in which the decoder has the first two layers of each kind: others take what these take, one after
+    another."""
+    stacks = [
+        module
+        for module in model.get_decoder().modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == len(specs)
+    ]
+    if len(stacks) != 1:
+        yield
+        return
+    layers, seen = stacks[0]._modules, Counter[Any]()
+    kept = []
+    for layer, spec in zip(layers.values(), specs, strict=True):
+        kind = (spec, *((name, p.shape) for name, p in layer.named_parameters()))
+        seen[kind] += 1
+        if seen[kind] <= 2:
+            kept.append(layer)
+    stacks[0]._modules = {str(i): layer for i, layer in enumerate(kept)}
+    try:
+        yield
+    finally:
+        stacks[0]._modules = layers

@@ -1,0 +1,228 @@
+"""Longest contexts and largest batches that fit a GPU, from a model's config alone: what `qattn plan` does.
+
+    from qattn_hf import plan
+
+    planner = plan.Planner("Qwen/Qwen3-8B")                      # downloads a config, no weights
+    planner.longest(24 * 2**30, planner.way("turbo"))            # tokens of one row
+    planner.memory(planner.way("turbo"), batch=8, context=32768) # where the bytes go
+
+Weights and cache are counted exactly, as they are allocated; activations by running the model's forward on the meta
+device (`qattn_hf.activations`). What PyTorch does not tell beforehand stands here as constants.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from qattn_hf import activations
+from qattn_hf.check import quantization_of, without_weights
+from qattn_hf.errors import QAttnError, UnsupportedError
+from qattn_hf.heads import head_sizes
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.live_memory import ROUNDING
+from qattn_hf.long_prompts import PREFILL_CHUNK
+from qattn_hf.patcher import attending
+from qattn_hf.recipe import Recipe, check_packs, find_recipe
+from qattn_kernels.layer.arena import Layout, places
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import Geometry
+
+__all__ = ["Memory", "Planner", "Way"]
+
+CONTEXT = 640 * 2**20  # bytes of CUDA's context and loaded kernels, which PyTorch's allocator does not see
+WORKSPACE = 96 * 2**20  # of cuBLAS, for the streams of `generate` and of captured steps, and the captured step's own
+FRAGMENTS = 0.01  # share of what the allocator gives out that lies between tensors and fits nothing
+TOKEN_BYTES = 5 * 8  # of a token's id, mask and position in `generate`, with copies; int64
+SEGMENT, LARGE = 2 * 2**20, 10 * 2**20  # PyTorch's allocator takes large tensors from CUDA in whole segments
+STEP = 64  # tokens; contexts are searched in these
+MOST = 2**31  # no search goes beyond it
+
+
+@dataclass(frozen=True)
+class Way:
+    """How keys and values are cached.
+
+    Attributes:
+        name: a method with its settings, or `full`, transformers' own `DynamicCache`.
+        origin: the recipe, as a report names it.
+        specs: one a layer; None for `full`.
+    """
+
+    name: str
+    origin: str
+    specs: list[LayerSpec] | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU while `generate` runs, at the moment when they are most.
+
+    Attributes:
+        weights: parameters and buffers. cache: all tensors of the cache. activations: what else the model's calls
+            allocate. fixed: what does not depend on lengths, and fragments.
+    """
+
+    weights: int
+    cache: int
+    activations: int
+    fixed: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return self.weights + self.cache + self.activations + self.fixed
+
+
+class Planner:
+    """Predicts the memory of `generate` for a model of this config on a GPU.
+
+    The whole context counts as prompt. Rows are unpadded and equally long. Weights are on one GPU.
+
+    Args:
+        model: folder or hub name whose config is read, or a config.
+        dtype: of weights and activations. None: the config's, else bf16.
+        weight_bytes: bytes of the weights; needed for quantized checkpoints.
+        prefill_chunk_size: tokens of a row in a call of a packed cache's prompt. `full` takes a prompt as one call.
+        fixed: bytes that do not depend on lengths; `WORKSPACE` alone where PyTorch's allocator is what is limited.
+
+    Raises:
+        UnsupportedError: a model that `patch` refuses.
+        QAttnError: a quantized checkpoint without `weight_bytes`, whose config does not say what they take.
+        OSError: there is no such config.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PretrainedConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        weight_bytes: int | None = None,
+        prefill_chunk_size: int = PREFILL_CHUNK,
+        fixed: int = CONTEXT + WORKSPACE,
+    ):
+        config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
+        self.config = copy.deepcopy(config)
+        self.config.dtype = self.dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+        self.prefill_chunk_size, self.fixed = prefill_chunk_size, fixed
+        if weight_bytes is None and (how := quantization_of(self.config)) is not None:
+            raise QAttnError(
+                f"the weights are quantized ({how}), and a config does not say how many bytes they take: give them, "
+                "Planner(..., weight_bytes=N), or qattn plan --weights GIB"
+            )
+        self._model = without_weights(self.config)
+        own = [*self._model.parameters(), *self._model.buffers()]  # tied ones once
+        self.weight_bytes = sum(_rounded(x.nbytes) for x in own) if weight_bytes is None else weight_bytes
+        with self._counted():
+            pass  # entering checks that the model can be patched
+
+    def way(self, method: str | Recipe) -> Way:
+        """A way to cache: `full`, a method with settings such as `turbo:bits=2`, a recipe's name or file, or a recipe.
+
+        Raises:
+            RecipeError: an unknown method, recipe or setting, or one that does not fit the model.
+            UnsupportedError: settings that no kernel computes, or that pack nothing.
+        """
+        if method == "full":
+            return Way("full", "transformers' DynamicCache", None)
+        recipe = method if isinstance(method, Recipe) else find_recipe(method, None, {})
+        recipe = recipe.for_model(self.config)
+        specs = recipe.layer_specs(self.config, "cuda")
+        check_packs(recipe)
+        by_kernels = [spec for spec in specs if isinstance(spec, LayerSpec) and spec.impl == "triton"]
+        if len(by_kernels) < len(specs):
+            raise UnsupportedError(
+                "the reference computes some of its layers, and only the memory of kernels is predicted; qattn check "
+                "says why"
+            )
+        return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, by_kernels)
+
+    def memory(self, way: Way, batch: int, context: int) -> Memory:
+        """Memory of `generate` with `batch` rows that reach `context` tokens each."""
+        geometries = self._geometries(way, batch, context)
+        cache = _full_bytes(geometries, context) if way.specs is None else _packed_bytes(geometries, way.specs)
+        with self._counted() as model:
+            peak = max(
+                activations.peak_bytes(model, geometries, way.specs, tokens, past)
+                for tokens, past in self._calls(way, context)
+            )
+        peak += batch * context * TOKEN_BYTES
+        fragments = int(FRAGMENTS * (self.weight_bytes + cache + peak))
+        return Memory(self.weight_bytes, cache, peak, self.fixed + fragments)
+
+    def longest(self, memory: int, way: Way, batch: int = 1) -> int:
+        """Longest context, in tokens of each of `batch` rows, that fits `memory` bytes, to 0.2 %; 0 if none does."""
+        return STEP * _largest(lambda n: self.memory(way, batch, n * STEP).total, memory, parts=512)
+
+    def largest(self, memory: int, way: Way, context: int) -> int:
+        """Largest number of rows of `context` tokens each that fits `memory` bytes; 0 if not even one does."""
+        return _largest(lambda n: self.memory(way, n, context).total, memory)
+
+    @contextmanager
+    def _counted(self) -> Iterator[PreTrainedModel]:
+        with attending(self._model, activations.register()):
+            yield self._model
+
+    def _geometries(self, way: Way, batch: int, context: int) -> list[Geometry]:
+        sizes = [head_sizes(self.config)] * self.config.get_text_config(decoder=True).num_hidden_layers
+        geometries = [Geometry(batch, size.kv, size.dim, size.dim, 1, self.dtype) for size in sizes]
+        if way.specs is None:
+            return geometries
+        blocks = [QAttnLayer(spec, context).blocks for spec in way.specs]
+        return [replace(geometry, blocks=n) for geometry, n in zip(geometries, blocks, strict=True)]
+
+    def _calls(self, way: Way, context: int) -> Iterator[tuple[int, int]]:
+        """Tokens and tokens before them of the calls that may take most: the last whole chunk of the prompt, the rest
+        behind it, and the last decode step."""
+        chunk = context if way.specs is None else min(self.prefill_chunk_size, context)
+        whole, rest = divmod(context, chunk)
+        yield chunk, (whole - 1) * chunk
+        if rest:
+            yield rest, whole * chunk
+        yield 1, context - 1
+
+
+def _full_bytes(geometries: list[Geometry], context: int) -> int:
+    """Bytes of a `DynamicCache` that holds `context` tokens a row."""
+    sides = ((geo, geo.batch * geo.heads * context * geo.dtype.itemsize) for geo in geometries)
+    return sum(_rounded(n * geo.k_dim) + _rounded(n * geo.v_dim) for geo, n in sides)
+
+
+def _packed_bytes(geometries: list[Geometry], specs: list[LayerSpec]) -> int:
+    """Bytes of a `QAttnCache`: of its arenas, as they are allocated."""
+    return sum(_rounded(places(Layout(*layer))[1]) for layer in zip(geometries, specs, strict=True))
+
+
+def _rounded(n_bytes: int) -> int:
+    """Bytes that PyTorch's allocator takes for a tensor."""
+    unit = SEGMENT if n_bytes >= LARGE else ROUNDING
+    return -(-n_bytes // unit) * unit
+
+
+def _largest(total: Callable[[int], int], memory: int, parts: int | None = None) -> int:
+    """Largest n with `total(n) <= memory`; 0 if even `total(1)` is more.
+
+    Args:
+        total: grows with n, nearly by the same amount each time, so that most guesses between two figures are good.
+        parts: the result may be smaller by a part of so many.
+    """
+    low, high, below, above = 0, 1, 0, total(1)
+    while above <= memory and high < MOST:
+        low, below, high = high, above, 8 * high
+        above = total(high)
+    while low and high - low > (step := max(1, low // parts if parts else 1)):
+        guess = low + (high - low) * (memory - below) // max(1, above - below)
+        for n in (guess - step // 2, guess - step // 2 + step, (low + high) // 2):
+            if low < n < high:
+                bytes_there = total(n)
+                if bytes_there <= memory:
+                    low, below = n, bytes_there
+                else:
+                    high, above = n, bytes_there
+    return low

@@ -1,0 +1,252 @@
+"""`qattn plan`: what it says from a config alone is what weights, caches and calls allocate."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICE, random_ids, tiny_llama
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, LlamaConfig
+
+from qattn_hf import QAttnError, UnsupportedError, activations, patch
+from qattn_hf.check import without_weights
+from qattn_hf.cli import main
+from qattn_hf.live_memory import LiveMemory
+from qattn_hf.methods import get_method
+from qattn_hf.patcher import attending
+from qattn_hf.plan import ROUNDING, Planner, _largest
+from qattn_hf.spelling import split_method
+from qattn_kernels.launch.launches import collected, recorded
+from qattn_kernels.layer.arena import Layout, empty_arena
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layout import Geometry
+from qattn_kernels.step.operator import compute
+
+MIB = 2**20
+
+
+def config_of(**changes: Any) -> LlamaConfig:
+    """A small Llama whose heads the kernels know."""
+    sizes = dict(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_hidden_layers=3)
+    config: LlamaConfig = tiny_llama(**{**sizes, **changes}).config
+    config.dtype = torch.float32
+    return config
+
+
+def allocated(run: Callable[[], Any]) -> int:
+    """Most bytes that PyTorch's allocator on the CPU had given out at once during a call."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        kept = run()
+    assert watched.profiler is not None and watched.profiler.kineto_results is not None
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    del kept
+    return peak
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 2048), (3, 500)])
+def test_activations_are_what_a_prompt_allocates(rows, tokens):
+    """Of a stock model on a CPU, where the allocator itself is asked."""
+    model, ids = tiny_llama(num_hidden_layers=3), random_ids(rows, tokens)
+
+    @torch.no_grad()
+    def prompt() -> DynamicCache:
+        cache, positions = DynamicCache(), torch.arange(tokens).expand(rows, tokens).contiguous()
+        logits = model(ids.clone(), past_key_values=cache, position_ids=positions, logits_to_keep=1).logits
+        logits[:, -1].to(copy=True, dtype=torch.float32).argmax(-1)
+        return cache
+
+    prompt()  # what is allocated once, such as a constant of the rotary embedding
+    kept = prompt()
+    measured = allocated(prompt) - sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers)
+    config = model.config
+    config.dtype = torch.float32
+    shadow = without_weights(config)
+    with attending(shadow, activations.register()):
+        predicted = activations.peak_bytes(shadow, [Geometry(rows, 2, 16, 16, 1, torch.float32)] * 3, None, tokens, 0)
+    assert predicted == pytest.approx(measured, rel=0.02)  # a CPU's attention has working memory of its own
+
+
+@pytest.mark.gpu
+@pytest.mark.product
+@pytest.mark.parametrize(("tokens", "past"), [(130, 0), (130, 128), (1, 128)], ids=["prompt", "later prompt", "step"])
+@pytest.mark.parametrize("method", ["turbo", "kivi:bits=4", "sinkq", "sage2", "sage2:smooth_q=block", "turboquant"])
+def test_the_attention_allocates_what_is_predicted(method, tokens, past):
+    name, settings = split_method(method)
+    spec = replace(get_method(name)(**settings).last_layer_spec(1), impl="triton")
+    layout = Layout(Geometry(2, 1, 64, 64, 512 // spec.window.block, torch.float32), spec)
+    blocks, found = -(-past // spec.window.block), []
+    for device in (torch.device(DEVICE), torch.device("meta")):
+        arena = empty_arena(layout, device)
+        q, k, v = (torch.zeros(2, heads, tokens, 64, device=device) for heads in (2, 1, 1))
+        span = torch.tensor([[0, tokens]] * 2, dtype=torch.int32).to(device)
+        call = partial(compute, q, k, v, span, arena, layout, Scores(0.125), blocks)
+        with LiveMemory() as live:
+            (collected if device.type == "meta" else recorded)(call)  # as the first call of a shape
+        found.append(live.peak)
+    assert found[1] == pytest.approx(found[0], rel=0.02)  # GPUs differ in how many parts a step has
+
+
+@pytest.mark.parametrize("method", ["turbo", "kivi:bits=4", "int8", "sinkq"])
+def test_weights_and_cache_are_what_generate_allocates(method):
+    config = config_of()
+    model = patch(tiny_llama(**config.to_diff_dict()).float(), method)
+    out = model.generate(random_ids(2, 200), max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
+    layers = out.past_key_values.layers
+    planner = Planner(config)
+    memory = planner.memory(planner.way(method), batch=2, context=208)  # the last token is not cached
+    arenas = sum(layer.arena.nbytes for layer in layers)
+    assert arenas <= memory.cache < arenas + len(layers) * ROUNDING
+    own = [*model.parameters(), *model.buffers()]
+    exact = sum(x.nbytes for x in own)
+    assert exact <= memory.weights < exact + len(own) * ROUNDING
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_are_counted_once(tied):
+    config = config_of(tie_word_embeddings=tied)
+    model = tiny_llama(**config.to_diff_dict())
+    own = [*model.parameters(), *model.buffers()]
+    exact = sum(x.nbytes for x in own)
+    assert exact <= Planner(config).weight_bytes < exact + len(own) * ROUNDING
+    assert Planner(config, dtype=torch.bfloat16).weight_bytes < 0.6 * exact
+
+
+def test_experts_are_counted():
+    from transformers import MixtralConfig
+
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=97)
+    planner = Planner(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=4, sliding_window=None))
+    memory = planner.memory(planner.way("turbo"), 1, 1024)
+    assert memory.activations > 2 * 1024 * 256 * 2  # two experts a token, one intermediate tensor of each in bf16
+
+
+@pytest.mark.parametrize("method", ["full", "turbo"])
+def test_the_longest_context_fits_and_a_longer_one_does_not(method):
+    planner = Planner(config_of(), fixed=0)
+    way = planner.way(method)
+    for rows in (1, 4):
+        tokens = planner.longest(64 * MIB, way, rows)
+        assert planner.memory(way, rows, tokens).total <= 64 * MIB
+        assert planner.memory(way, rows, int(tokens * 1.005) + 64).total > 64 * MIB
+    rows = planner.largest(64 * MIB, way, 1000)
+    assert planner.memory(way, rows, 1000).total <= 64 * MIB < planner.memory(way, rows + 1, 1000).total
+    assert planner.longest(planner.weight_bytes, way) == planner.largest(planner.weight_bytes, way, 64) == 0
+
+
+def test_smaller_chunks_leave_more_for_the_cache():
+    config = config_of()
+    whole, cut = Planner(config, fixed=0), Planner(config, fixed=0, prefill_chunk_size=512)
+    for method in ("turbo", "full"):
+        longest = [planner.longest(64 * MIB, planner.way(method)) for planner in (whole, cut)]
+        assert (longest[1] > 1.5 * longest[0]) == (method == "turbo")  # transformers does not cut by itself
+    parts = cut.memory(cut.way("turbo"), 1, 5000)
+    assert parts.activations < whole.memory(whole.way("turbo"), 1, 5000).activations / 3
+    assert parts.total == parts.weights + parts.cache + parts.activations + parts.fixed
+
+
+@pytest.mark.parametrize("slope", [1, 7, 1000])
+@pytest.mark.parametrize("memory", [0, 5, 10_000, 123_456_789])
+def test_the_search_finds_the_last_that_fits(slope, memory):
+    asked: list[int] = []
+
+    def total(n: int) -> int:
+        asked.append(n)
+        return 40 + slope * n + (n > 500) * 3000 * (n - 500)  # dearer from there on
+
+    found = _largest(total, memory)
+    assert (found == 0 or total(found) <= memory) and total(found + 1) > memory
+    assert len(asked) < 60
+    near = _largest(total, memory, parts=100)
+    assert near <= found <= near * 1.011
+
+
+def test_what_cannot_be_planned():
+    planner = Planner(config_of())
+    with pytest.raises(UnsupportedError, match="qattn check says why"):
+        planner.way("kivi:k_bits=3")
+    with pytest.raises(UnsupportedError, match="packs nothing"):
+        planner.way("sage2:cache=model")
+    with pytest.raises(UnsupportedError, match="sliding"):
+        Planner(_config("mistral", sliding_window=32))
+    quantized = config_of()
+    quantized.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(QAttnError, match="--weights GIB"):
+        Planner(quantized)
+    assert Planner(quantized, weight_bytes=5 * MIB).weight_bytes == 5 * MIB
+
+
+def test_the_check_on_a_gpu_runs_below_the_plan_and_above_it(monkeypatch):
+    """There `run` generates; here contexts up to a share of the planned one run."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "eval")
+    check = importlib.import_module("plan_check")
+    planner = Planner(config_of(), fixed=0)
+    way, limit = planner.way("turbo"), 64 * MIB
+    planned = planner.longest(limit, way)
+    for share, ran, failed in ((1.0, True, True), (0.9, False, True), (1.1, True, False)):
+        reach = share * planned
+        monkeypatch.setattr(check, "run", lambda *call, reach=reach: {} if call[2] <= reach else None)
+        row = check.checked(None, planner, way, limit, 1)
+        assert (row["ran"], row["too_long_failed"]) == (ran, failed)
+        assert row["predicted"]["total"] < limit and row["context"] < row["planned"] == planned < row["too_long"]
+
+
+def _config(family: str, **changes: Any) -> Any:
+    from refusals import GQA
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{"vocab_size": 101, **GQA, **changes})
+
+
+@pytest.fixture
+def qattn(capsys):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *arguments])
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config_of().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_the_command_prints_what_the_planner_says(qattn, folder):
+    asked = ("--model", folder, "--gpu-memory", "800MiB", "--method", "turbo,kivi:k_bits=3", "--context", "1000")
+    code, out, _ = qattn(*asked, "--batch", "2", "--dtype", "float16", "--prefill-chunk-size", "512", "--json")
+    data = json.loads(out)
+    planner = Planner(config_of(), dtype=torch.float16, prefill_chunk_size=512)
+    assert code == 0 and data["gpu_memory"] == 800 * MIB and data["weights"] == planner.weight_bytes
+    full, turbo, refused = data["rows"]
+    way = planner.way("turbo")
+    assert turbo["longest"] == {"2": planner.longest(800 * MIB, way, 2)}
+    assert turbo["largest"] == {"1000": planner.largest(800 * MIB, way, 1000)}
+    assert turbo["longest"]["2"] > full["longest"]["2"] > 0
+    assert refused["method"] == "kivi:k_bits=3" and "qattn check" in refused["not_planned"]
+    code, out, _ = qattn(*asked)
+    assert code == 0 and "turbo" in out and "rows of 1000" in out and "kivi:k_bits=3: " in out
+
+
+def test_the_commands_errors(qattn, folder, monkeypatch):
+    code, out, err = qattn("--model", folder, "--gpu-memory", "12 parsecs")
+    assert code == 2 and not out and "24GiB" in err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = qattn("--model", folder)
+    assert code == 2 and not out and "--gpu-memory" in err
+    code, out, err = qattn("--model", folder, "--gpu-memory", "1GiB", "--method", "turbot")
+    assert code == 2 and not out and "turbot" in err
