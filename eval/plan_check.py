@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from qattn_hf import patch, release, report, unpatch
 from qattn_hf.bench.model import LLAMA_8B, random_model
-from qattn_hf.long_prompts import PREFILL_CHUNK
 from qattn_hf.plan import WORKSPACE, Planner, Way
 from qattn_hf.spelling import split_methods
 
@@ -35,7 +34,7 @@ def main(arguments: list[str]) -> None:
     made.add_argument("--layers", type=int, default=32, help="of the model")
     made.add_argument("--limit", type=float, default=24.0, help="GiB that PyTorch may take")
     made.add_argument("--batch", type=int, default=1, help="rows")
-    made.add_argument("--prefill-chunk-size", type=int, default=PREFILL_CHUNK, help="tokens of a call of a prompt")
+    made.add_argument("--prefill-chunk-size", type=int, help="tokens of a call of a prompt")
     made.add_argument("--method", action="append", help=f"default: {', '.join(METHODS)}")
     options = made.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -94,13 +93,13 @@ def checked(model: PreTrainedModel, planner: Planner, way: Way, limit: int, batc
     }
 
 
-def run(model: PreTrainedModel, batch: int, context: int, chunk: int) -> dict[str, Any] | None:
+def run(model: PreTrainedModel, batch: int, context: int, chunk: int | None) -> dict[str, Any] | None:
     """Peak bytes of a `generate` that reaches `context` tokens, and how it decoded; None if memory ran out."""
     packed = hasattr(model, "_qattn")
     device, said = model.device, None
     torch.cuda.reset_peak_memory_stats(device)
     ids = torch.randint(1, LLAMA_8B["vocab_size"], (batch, context - NEW_TOKENS + 1), device=device)
-    sizes = {"prefill_chunk_size": chunk} if packed else {}
+    sizes = {"prefill_chunk_size": chunk} if packed and chunk is not None else {}
     with contextlib.suppress(torch.OutOfMemoryError):
         model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, **sizes

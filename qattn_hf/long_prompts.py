@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -10,6 +11,7 @@ from transformers.generation import GenerationMode
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import changing_rope
 from qattn_hf.layer import QAttnLayer
+from qattn_kernels.layer.spec import LayerSpec
 
 PREFILL_CHUNK = 2**15  # tokens; a prompt of no more is one call, with the numbers of one call
 
@@ -21,6 +23,15 @@ CUT_BY_TRANSFORMERS = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
+
+
+def chunk_of(specs: Iterable[LayerSpec]) -> int | None:
+    """Tokens of a call of a long prompt, by the settings of the layers; None: it is one call, however long.
+
+    Where prompts are multiplied in INT8, cutting them costs roundings more and no time. A method that attends to new
+    tokens in the model's precision would lose that, with 2 bits a lot, and PyTorch's SDPA with it.
+    """
+    return PREFILL_CHUNK if all(spec.compute.prefill == "int8" for spec in specs) else None
 
 
 def prefill_chunk(
@@ -38,20 +49,23 @@ def prefill_chunk(
         model: a patched model. cache: that of the call. longest: tokens that a row may reach.
 
     Returns:
-        `PREFILL_CHUNK`; None where the prompt stays one call: it is short, transformers would compile the chunks
+        `chunk_of` the layers; None where the prompt stays one call: it is short, transformers would compile the chunks
         (`decode="compile"`) or cannot cut the call (a cache with tokens, embeddings or images, assisted generation),
         all hidden states are asked for, the frequencies of the model's RoPE depend on the length of a call, or some
         layers are not packed: linear attention may leave out what came before a call of several tokens.
     """
+    packed = [layer for layer in cache.layers if isinstance(layer, QAttnLayer) and not layer.is_initialized]
+    chunk = chunk_of(layer.spec for layer in packed)
     whole = (
-        longest <= PREFILL_CHUNK
+        chunk is None
+        or longest <= chunk
+        or len(packed) < len(cache.layers)
         or generation_mode not in CUT_BY_TRANSFORMERS
         or generation_config.is_assistant
         or generation_config.output_hidden_states
-        or any(not isinstance(layer, QAttnLayer) or layer.is_initialized for layer in cache.layers)
         or not {name for name, value in model_kwargs.items() if value is not None} <= TEXT
         or model._qattn.decode == "compile"
         or generation_config.compile_config is not None
         or changing_rope(model) is not None
     )
-    return None if whole else PREFILL_CHUNK
+    return None if whole else chunk

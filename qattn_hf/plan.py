@@ -27,7 +27,7 @@ from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.heads import head_sizes
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.live_memory import ROUNDING
-from qattn_hf.long_prompts import PREFILL_CHUNK
+from qattn_hf.long_prompts import chunk_of
 from qattn_hf.patcher import attending
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_kernels.layer.arena import Layout, places
@@ -89,7 +89,8 @@ class Planner:
         model: folder or hub name whose config is read, or a config.
         dtype: of weights and activations. None: the config's, else bf16.
         weight_bytes: bytes of the weights; needed for quantized checkpoints.
-        prefill_chunk_size: tokens of a row in a call of a packed cache's prompt. `full` takes a prompt as one call.
+        prefill_chunk_size: tokens of a row in a call of a packed cache's prompt. None: as `generate` cuts it
+            (`long_prompts.chunk_of`). `full` takes a prompt as one call.
         fixed: bytes that do not depend on lengths; `WORKSPACE` alone where PyTorch's allocator is what is limited.
 
     Raises:
@@ -104,7 +105,7 @@ class Planner:
         *,
         dtype: torch.dtype | None = None,
         weight_bytes: int | None = None,
-        prefill_chunk_size: int = PREFILL_CHUNK,
+        prefill_chunk_size: int | None = None,
         fixed: int = CONTEXT + WORKSPACE,
     ):
         config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
@@ -180,7 +181,8 @@ class Planner:
     def _calls(self, way: Way, context: int) -> Iterator[tuple[int, int]]:
         """Tokens and tokens before them of the calls that may take most: the last whole chunk of the prompt, the rest
         behind it, and the last decode step."""
-        chunk = context if way.specs is None else min(self.prefill_chunk_size, context)
+        own = None if way.specs is None else self.prefill_chunk_size or chunk_of(way.specs)
+        chunk = min(own or context, context)
         whole, rest = divmod(context, chunk)
         yield chunk, (whole - 1) * chunk
         if rest:

@@ -74,9 +74,7 @@ def test_only_codes_make_a_difference():
     found = {}
     for method in ("none", "kivi"):
         model = patch(tiny_llama(), method)
-        cut, whole = (
-            generate(model, ids, attention_mask=mask, **size)[0] for size in ({}, {"prefill_chunk_size": 999})
-        )
+        cut, whole = (generate(model, ids, attention_mask=mask, prefill_chunk_size=size)[0] for size in (CHUNK, 999))
         found[method] = (cut.logits[0] - whole.logits[0]).abs().max()
     assert found["none"] < 1e-5  # sums in another order, in fp32
     assert found["kivi"] > 1e-3
@@ -89,6 +87,14 @@ def test_the_users_own_size_wins():
     model.generation_config.prefill_chunk_size = 125
     assert generate(model, ids)[1] == [125, 125]
     assert report(model).to_dict()["prefill_chunk_size"] == 125
+
+
+@pytest.mark.parametrize("method", ["none", "kivi"])
+def test_a_prompt_in_model_precision_stays_one_call(method):
+    """It would read earlier tokens from their codes, which it does not need to."""
+    model, ids = patch(tiny_llama(), method), random_ids(1, 250)
+    assert generate(model, ids)[1] == [250]
+    assert report(model).to_dict()["prefill_chunk_size"] is None
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def plan(
     """
     import torch
 
-    from qattn_hf.plan import PREFILL_CHUNK, Planner
+    from qattn_hf.plan import Planner
     from qattn_hf.spelling import split_methods
 
     memory = bytes_of(gpu_memory)
@@ -63,7 +63,7 @@ def plan(
         model_source(model),
         dtype=None if dtype == "auto" else getattr(torch, dtype),
         weight_bytes=None if weights is None else int(weights * 2**30),
-        prefill_chunk_size=chunk or PREFILL_CHUNK,
+        prefill_chunk_size=chunk,
     )
     contexts, batches = context or [8192, 32768], batch or [1]
     methods = ["full", *split_methods(method or DEFAULT)]
@@ -149,9 +149,8 @@ def show(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     console.print(table, highlight=False)
     print(f"cache and activations: at the longest context of {first} row{'s' * (first > 1)}, all of it a prompt")
     chunk = about["prefill_chunk_size"]
-    print(
-        f"prompts of packed caches in calls of {chunk} tokens; a smaller prefill_chunk_size takes less for activations"
-    )
+    calls = "as generate cuts them" if chunk is None else f"in calls of {chunk} tokens"
+    print(f"prompts of packed caches {calls}; a smaller prefill_chunk_size takes less for activations")
     for row in rows:
         if "not_planned" in row:
             print(f"{row['method']}: {row['not_planned']}")
