@@ -26,7 +26,19 @@ import torch
 from gpu_parts import RESULTS, Part, families, parts
 
 ROOT = Path(__file__).resolve().parent.parent
-KNOWN = ("tests", "recipes", "quality", "tasks", "tables", "tune", "compare", "decode", "prefill", "generate")
+KNOWN = (
+    "tests",
+    "recipes",
+    "quality",
+    "tasks",
+    "tables",
+    "tune",
+    "compare",
+    "decode",
+    "prefill",
+    "generate",
+    "first-call",
+)
 TRAINED = KNOWN[1:7]  # what trained models show: they need the yardstick's folder
 
 

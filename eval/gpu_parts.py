@@ -15,6 +15,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 FULL_PRECISION = "8bit"  # the record of quality and tasks that holds full precision itself, once for all
 TASKS = ("sums", "recall_10", "recall_40", "recall_100", "qattn_wikitext")  # each read through the packed cache
 TUNED_BITS = "3.25"
+FIRST_CALLS = ("turbo", "int8", "sage2", "turbo:bits=mixed", "sinkq")  # from the fewest to the most kernels
 TEST_PROCESSES = max(1, (os.cpu_count() or 1) * 7 // 8)  # most of their time is the compiler's
 Part = tuple[str, list[str]]
 
@@ -43,11 +44,13 @@ def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: P
         [text for setting in measured_settings(purpose) for text in ("--method", setting)]
         for purpose in ("decode", "prefill")
     )
+    first_calls = [text for setting in FIRST_CALLS for text in ("--method", setting)]
     found = {
         "tests": [("gpu-tests", ["python", "eval/gpu_tests.py", "-n", str(TEST_PROCESSES)])],
         "decode": [("speed-decode", bench("decode", *methods, *options))],
         "prefill": [("speed-prefill", bench("prefill", *prefilled, *options))],
         "generate": [("speed-generate", bench("generate", "--way", "all", *options))],
+        "first-call": [("speed-first-call", bench("first-call", *first_calls))],
     }
     if yardstick is not None:
         models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())

@@ -99,6 +99,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode": partial(speed_table, bench="decode"),
     "prefill": partial(speed_table, bench="prefill"),
     "generate": partial(speed_table, bench="generate"),
+    "first-call": partial(speed_table, bench="first-call"),
     "api": api_table,
     **{f"conditions-{page}": partial(_conditions, page=page) for page in PAGES},
 }

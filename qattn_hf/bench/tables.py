@@ -58,11 +58,11 @@ def decode_table(rows: list[Row]) -> Table:
 
 
 def prefill_table(rows: list[Row]) -> Table:
-    """TOPS of a prefill for each way."""
+    """TOPS of a prefill for each way; `SDPA` where PyTorch's attended and kernels wrote the cache."""
     names = [*ways(rows, packed=False), *ways(rows, packed=True)]
     lines = []
     for (batch, tokens), found in by_point(rows, "batch", "tokens").items():
-        cells = {row["way"]: _figure(row, "tops", ".3g") for row in found}
+        cells = {row["way"]: _figure(row, "tops", ".3g") + _by_sdpa(row) for row in found}
         lines.append([f"{batch} x {tokens}", *(cells.get(name, "") for name in names)])
     return ["B x tokens", *names], lines
 
@@ -136,6 +136,10 @@ def _figure(row: Row, key: str, form: str, factor: float = 1.0) -> str:
     if "error" in row:
         return "failed"
     return "" if row.get(key) is None else format(row[key] * factor, form)
+
+
+def _by_sdpa(row: Row) -> str:
+    return " SDPA" if row.get("prompt") == "sdpa" else ""
 
 
 def _times_faster(row: Row, best: Row | None) -> str:
