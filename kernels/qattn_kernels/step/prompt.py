@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from qattn_kernels.launch.options import starts_early
 from qattn_kernels.layer.arena import decode_layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 
-BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]  # in order of preference
 # Rows times squared tokens from which the time saved is more than what cuDNN takes to plan each new shape.
 WORTH = 2**26
 
@@ -26,13 +24,21 @@ def by_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: L
     Args:
         query: `[B, Hq, T, D]`. key, value: `[B, Hkv, T, D]`: a prompt without padding, of an empty cache.
     """
-    compute, device = spec.compute, query.device
+    compute = spec.compute
     exact = compute.prefill == "model" and compute.softmax == "exact" and spec.k.exact_prompts and spec.v.exact_prompts
     plain = not scores.softcap and not scores.window and scores.sinks is None
     alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    known = device.type == "cpu" or (starts_early(device) and query.dtype in (torch.bfloat16, torch.float16))
     worth = query.shape[0] * query.shape[2] ** 2 >= WORTH
-    return spec.impl == "triton" and exact and plain and alike and known and worth
+    return spec.impl == "triton" and exact and plain and alike and worth and _fast(query, key, value)
+
+
+def _fast(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether SDPA would take cuDNN of its own accord: other backends are no faster than kernels here, and to ask for
+    one switches it for all threads. On a CPU always, for tests."""
+    if query.device.type == "cpu":
+        return True
+    choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=True)
+    return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
 @torch.no_grad()
@@ -75,8 +81,7 @@ def attend_prompt(
         written = torch.cuda.Event() if query.device.type == "cuda" else None
         if written is not None:
             written.record()
-        with sdpa_kernel(BACKENDS if written is not None else SDPBackend.MATH, set_priority=True):
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=True)
         if written is not None:
             written.synchronize()  # long before the attention has ended
         if bool(broken):
