@@ -15,6 +15,7 @@ MISSING = ("--model", "./missing")  # found after the method was read
 COMMANDS = {
     "demo": MISSING,
     "check": ("./missing",),
+    "plan": ("--gpu-memory", "24GiB", *MISSING),
     "generate": ("hi", *MISSING),
     "report": MISSING,
     "compare": MISSING,

@@ -14,6 +14,7 @@ from qattn_hf.messages import size
 
 if TYPE_CHECKING:
     from qattn_hf.plan import Planner
+    from qattn_hf.recipe import Recipe
 
 DEFAULT = ("int8", "sage2", "turbo", "turboquant", "kivi", "sinkq")
 UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
@@ -56,9 +57,10 @@ def plan(
     import torch
 
     from qattn_hf.plan import Planner
-    from qattn_hf.spelling import split_methods
+    from qattn_hf.recipe import find_recipes
 
     memory = bytes_of(gpu_memory)
+    ways: dict[str, str | Recipe] = {"full": "full", **find_recipes(method or DEFAULT)}
     planner = Planner(
         model_source(model),
         dtype=None if dtype == "auto" else getattr(torch, dtype),
@@ -66,8 +68,7 @@ def plan(
         prefill_chunk_size=chunk,
     )
     contexts, batches = context or [8192, 32768], batch or [1]
-    methods = ["full", *split_methods(method or DEFAULT)]
-    rows = [row_of(planner, name, memory, batches, contexts) for name in methods]
+    rows = [row_of(planner, name, way, memory, batches, contexts) for name, way in ways.items()]
     about = conditions(planner, model or "embedded demo model", memory)
     if as_json:
         print(json.dumps({**about, "rows": rows}, indent=1))
@@ -105,13 +106,15 @@ def bytes_of(text: str | None) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def row_of(planner: Planner, name: str, memory: int, batches: list[int], contexts: list[int]) -> dict[str, Any]:
+def row_of(
+    planner: Planner, name: str, method: str | Recipe, memory: int, batches: list[int], contexts: list[int]
+) -> dict[str, Any]:
     """What fits with one method: `longest` context by batch, `largest` batch by context, and the parts of `memory` at
-    the first of the longest contexts; or why it is not `planned`."""
+    the first of the longest contexts; or `not_planned`, why."""
     from qattn_hf.errors import UnsupportedError
 
     try:
-        way = planner.way(name)
+        way = planner.way(method)
     except UnsupportedError as error:
         return {"method": name, "not_planned": str(error)}
     longest = {rows: planner.longest(memory, way, rows) for rows in batches}

@@ -64,7 +64,10 @@ def test_it_serves_what_prompts_do_not_quantize():
     assert not by_sdpa(x, x, x, make_layer(("kivi", {}), "reference").spec, SCORES)
 
 
-@pytest.mark.parametrize("case", [case for case in cases() if served(case)], ids=case_id)
+SERVED = [pytest.param(case, marks=pytest.mark.slow if case[1] else ()) for case in cases() if served(case)]
+
+
+@pytest.mark.parametrize("case", SERVED, ids=case_id)
 def test_the_cache_is_that_of_kernels_and_the_output_right(case: Case):
     x = inputs(2, TOKENS)
     through_sdpa, through_kernels = (make_layer(case) for _ in range(2))
