@@ -11,7 +11,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
-from qattn_hf.window import hides
+from qattn_hf.layer_kinds import hides
 from qattn_kernels.layer.scores import Scores
 
 NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attention` or `/` in a way of their own
@@ -20,7 +20,7 @@ NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attentio
 # refused once a layer reads it; the size of its last dimension says which kind it is.
 WINDOWED, BOTH_WAYS = 3, 4
 UNREADABLE = {
-    WINDOWED: "sliding windows and chunked attention are not supported yet; unpatch(model)",
+    WINDOWED: "sliding windows and chunked attention are not supported here; unpatch(model)",
     BOTH_WAYS: "attention that is not causal (bidirectional, cross) is not supported; unpatch(model)",
 }
 
@@ -66,10 +66,11 @@ def attention(
             "made by its patch, or unpatch(model)"
         )
     refuse_mask(attention_mask)
-    if attention_mask is None or attention_mask.dtype != torch.int32 or attention_mask.shape[1:] != (1, 1, 2):
+    if not is_span(attention_mask):
         raise UnsupportedError(
             "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
         )
+    assert attention_mask is not None
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache")
     scores, span = scores_of(query, scaling, kwargs), attention_mask[:, 0, 0]
     out = without_gradient(lambda: key.layer.attend(query, key, span, scores)[0], query, key.key, key.value)
@@ -97,6 +98,11 @@ def refuse_arguments(
             continue
         if name != "sliding_window" or hides(getattr(module, "config", None), value):
             raise UnsupportedError(f"{what} is not supported by {by_whom}")
+
+
+def is_span(mask: Any) -> bool:
+    """Whether a mask is one of `mask`: int32 `[B or 1, 1, 1, 2]`."""
+    return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32 and mask.shape[1:] == (1, 1, 2)
 
 
 def refuse_mask(mask: torch.Tensor | None) -> None:

@@ -58,14 +58,20 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
         patched.pool.allocate(cache.reserve, tokens)
         check_call(patched.window, cache, tokens)
+        cache.begin()
     return (), kwargs
 
 
 def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook: remove the cache from the output where `use_cache` is false, as a stock model's output has none."""
+    """Forward hook: note that the call has ended, and remove the cache from the output where `use_cache` is false.
+
+    A stock model's output has none there.
+    """
+    cache = kwargs["past_key_values"]
+    if not torch.compiler.is_compiling():
+        cache.end()
     if kwargs["use_cache"]:
         return output
-    cache = kwargs["past_key_values"]
     if isinstance(output, tuple):
         return tuple(x for x in output if x is not cache)
     return type(output)(**{name: x for name, x in output.items() if x is not cache})
@@ -177,7 +183,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         return
     model._prepare_cache_for_generation = BoundMethod(prepare_cache, model)
     model.get_compiled_call = BoundMethod(compiled_call, model)
-    if not hasattr(type(model), "create_masks_for_generate"):  # else the model has masks of its own kind
+    if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # else masks of other kinds
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         model.create_masks_for_generate = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
 
