@@ -27,6 +27,10 @@ def warn_if_untested() -> None:
         )
 
 
+# field of a layer's config with its window, by the layer's type
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
 class LayerType(NamedTuple):
     """Type of a layer as transformers' caches see it.
 
@@ -54,8 +58,10 @@ def layer_types(config: PretrainedConfig) -> list[LayerType]:
     settings = settings if isinstance(settings, list) else [settings] * len(types)
     named = getattr(config, "layer_types", None) or types
     found = []
-    for kind, own, name in zip(types, settings, named, strict=True):
-        window = own.get("sliding_window") if "sliding" in name or "chunked" in name else None
+    for layer, kind, own, name in zip(config.per_layer_config, types, settings, named, strict=True):
+        window = own.get("sliding_window") if name in WINDOWS else None
+        if kind == "dummy" and name in WINDOWS:
+            window = getattr(layer, WINDOWS[name])
         shared = kind == "dummy" and name not in ("moe", "mlp", "dummy")
         kind = "dummy" if kind in ("moe", "mlp") else kind
         found.append(LayerType(name if shared else kind, window, own.get("number_of_states", 1), shared))

@@ -73,8 +73,11 @@ def attention(
     assert attention_mask is not None
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache")
     scores, span = scores_of(query, scaling, kwargs), attention_mask[:, 0, 0]
-    out = without_gradient(lambda: key.layer.attend(query, key, span, scores)[0], query, key.key, key.value)
-    return out.transpose(1, 2).contiguous(), None
+    handle, queries = key.take(getattr(module, "layer_idx", None)), query.shape[2]
+    if handle is not key:  # layers that share keys may compute their last tokens alone
+        query = torch.nn.functional.pad(query, (0, 0, key.key.shape[2] - queries, 0))
+    out = without_gradient(lambda: handle.layer.attend(query, handle, span, scores)[0], query, key.key, key.value)
+    return out[:, :, -queries:].transpose(1, 2).contiguous(), None
 
 
 def refuse_arguments(

@@ -15,8 +15,10 @@ from qattn_hf import changes
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
+from qattn_hf.handle import Handle
+from qattn_hf.hybrid_layer import HybridLayer
 from qattn_hf.layer import QAttnLayer, capturing
-from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.model_layer import ModelLayer, new_layer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.tensor_parallel import shard_of
@@ -49,14 +51,10 @@ class QAttnCache(Cache):
     ):
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
-        super().__init__(
-            layers=[
-                new_layer(spec) if isinstance(spec, ModelLayerSpec) else QAttnLayer(spec, max_cache_len, device_type)
-                for spec in specs
-            ]
-        )
+        super().__init__(layers=[_new_layer(spec, max_cache_len, device_type) for spec in specs])
         self.recipe = recipe
-        self.pool = None if self.own else pool  # what is the model's own has no fixed place in memory
+        self.mixed = any(isinstance(layer, (ModelLayer, HybridLayer)) for layer in self.layers)
+        self.pool = None if self.mixed else pool  # what is the model's own has no fixed place in memory
         self._began: list[int] | None = None
         self.ran("eager")  # as a plain forward does
 
@@ -121,7 +119,7 @@ class QAttnCache(Cache):
             key_states, value_states: `[B, Hkv, T, D]`. layer_idx: index of the layer.
 
         Returns:
-            the same `Handle` twice, in place of keys and values.
+            the same `Handle` twice, in place of keys and values; keys and values of a layer that is the model's own.
         """
         if self.pool is not None and not self.layers[layer_idx].is_initialized and not torch.compiler.is_compiling():
             if self.layers[0].planned and not any(layer.is_initialized for layer in self.layers):
@@ -130,7 +128,10 @@ class QAttnCache(Cache):
                 weakref.finalize(self, self.pool.put, [*self.layers]).atexit = False
             if not self.layers[layer_idx].is_initialized:
                 self.pool.allocate(self.layers[layer_idx].lazy_initialization, key_states, value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if isinstance(key, Handle):
+            key.cache = self
+        return key, value
 
     def count(self, tokens: int) -> None:
         """Count on the host `tokens` columns that a replayed CUDA graph writes, for which `reserve` made room."""
@@ -217,13 +218,14 @@ class QAttnCache(Cache):
                 cannot be put back to where it was; nothing was changed.
         """
         count, own = int(tokens_to_remove), self.own
-        columns = int(self.get_seq_length()) if own and count else 0
+        columns = int(self.get_seq_length()) if self.mixed and count else 0
         drop = min(-count, columns) if count < 0 else max(0, columns - count)
         if 0 < drop < columns:
-            for layer in own:
-                layer.check_crop(drop)
+            for layer in self.layers:
+                if isinstance(layer, (ModelLayer, HybridLayer)):
+                    layer.check_crop(drop)
         for packed_layer in self.packed:
-            packed_layer.crop(-drop if own else count)
+            packed_layer.crop(-drop if self.mixed else count)
         for layer in own:
             layer.reset() if 0 < drop == columns else layer.crop(-drop)
         packed = self.packed
@@ -262,7 +264,7 @@ class QAttnCache(Cache):
 
     def begin(self) -> None:
         """Note that a call begins, so that `check_whole` sees whether it ended: the model's own layers cannot tell."""
-        self._began = self._edits() if self.own else None
+        self._began = self._edits() if self.mixed else None
 
     def end(self) -> None:
         """Note that a call has ended in all layers."""
@@ -291,6 +293,14 @@ class QAttnCache(Cache):
         The batch dimension is None for tensors that all rows share. Reports count these tensors' bytes.
         """
         return {f"{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.state_tensors().items()}
+
+
+def _new_layer(spec: LayerSpec | ModelLayerSpec, max_cache_len: int | None, device_type: str | None) -> Any:
+    """An empty layer by its spec."""
+    if isinstance(spec, ModelLayerSpec):
+        return new_layer(spec)
+    kind = HybridLayer if isinstance(spec, HybridLayerSpec) else QAttnLayer
+    return kind(spec, max_cache_len, device_type)  # type: ignore[arg-type]
 
 
 class LastCache:

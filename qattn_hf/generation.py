@@ -18,7 +18,7 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import python_hook
 from qattn_hf.cuda_graph.graph import GraphedCall
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.window import check_reach
 
@@ -119,7 +119,7 @@ def _drafted(generation_config: GenerationConfig, generation_mode: GenerationMod
 def _check_rolls_back(patched: Patched) -> None:
     """Refuse drafts where a layer's state cannot be put back to before them."""
     for spec in patched.specs:
-        if isinstance(spec, ModelLayerSpec) and not spec.rolls_back:
+        if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)) and not spec.rolls_back:
             raise UnsupportedError(
                 f"assisted generation rolls drafted tokens back, which layers of {spec} cannot: generate without an "
                 "assistant and prompt_lookup_num_tokens"

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from qattn_hf import attention
 from qattn_hf.attention import check_mask
 from qattn_hf.cache import QAttnCache
+from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.generation import check_cache, compiled_call, generate_masks, prepare_cache, prepare_stock_cache
@@ -169,7 +170,7 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *
 def install(model: PreTrainedModel, patched: Patched) -> None:
     """Put hooks on the model and its decoder, and overrides of methods on the model instance."""
     packs = patched.recipe.settings.packs()
-    for module in dict.fromkeys((model, model.get_decoder())):
+    for module in dict.fromkeys((model, decoder_of(model))):
         module._qattn = patched
         patched.marked += 1
         hook = functools.partial(before_forward if packs else before_forward_stock, names=_positional(module))
@@ -196,7 +197,7 @@ def _positional(module: torch.nn.Module) -> tuple[str, ...]:
 def uninstall(model: PreTrainedModel) -> None:
     """Remove the hooks and overrides that `install` put there, and what transformers compiled for the model."""
     patched: Patched = model._qattn
-    for module in dict.fromkeys((model, model.get_decoder())):
+    for module in dict.fromkeys((model, decoder_of(model))):
         for hook_id in patched.hook_ids:
             for when in ("forward_pre_hooks", "forward_hooks"):
                 getattr(module, f"_{when}").pop(hook_id, None)

@@ -18,14 +18,14 @@ NAMES = {"sdpa": "torch", "eager": "eager"}  # transformers treats names with `s
 
 
 def attention(
-    before: str, module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, mask: Any, **kwargs: Any
+    before: str, module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention function of these models: packed where the layer returned a `Handle`, else what the model had before.
 
     Args:
         before: the model's implementation before `patch`, a key of `NAMES`.
         query: `[B, Hq, T, D]`. key, value: a `Handle`, or `[B, Hkv, S, D]` of a layer that is the model's own.
-        mask: as this module's `mask` makes it for the layer's type.
+        attention_mask: as this module's `mask` makes it for the layer's type.
 
     Returns:
         `[B, T, Hq, Dv]`, and None or the weights.
@@ -33,10 +33,10 @@ def attention(
     Raises:
         UnsupportedError: see `attention.attention`.
     """
-    if isinstance(key, Handle) or isinstance(value, Handle) or packed.is_span(mask):
-        return packed.attention(module, query, key, value, mask, **kwargs)
-    packed.refuse_mask(mask)
-    return _function(before, module)(module, query, key, value, mask, **kwargs)
+    if isinstance(key, Handle) or isinstance(value, Handle) or packed.is_span(attention_mask):
+        return packed.attention(module, query, key, value, attention_mask, **kwargs)
+    packed.refuse_mask(attention_mask)
+    return _function(before, module)(module, query, key, value, attention_mask, **kwargs)
 
 
 def _function(name: str, module: torch.nn.Module) -> Any:
@@ -58,8 +58,10 @@ def mask(before: str, **kwargs: Any) -> torch.Tensor | None:
         for windows and chunks that hide tokens, the mask of the model's attention before `patch`; else that of packed
         layers (`attention.mask`).
     """
-    local_size = kwargs.get("local_size")
-    if local_size is not None and hides(kwargs.get("config"), local_size):
+    local_size, config = kwargs.get("local_size"), kwargs.get("config")
+    if hides(config, local_size):
+        if getattr(config, "num_kv_shared_layers", None):  # these may drop queries, for which the mask must then stand
+            kwargs["allow_is_causal_skip"] = False
         return AttentionMaskInterface()[before](**kwargs)
     return packed.mask(**kwargs)
 

@@ -26,6 +26,21 @@ def state_tensors(layer: Any) -> dict[str, tuple[torch.Tensor, int]]:
     return found
 
 
+def rows_of(layer: Any, rows: torch.Tensor) -> Rows:
+    """Attributes with the state of a cache layer of transformers, with these of its rows, int64 `[B]`."""
+
+    def chosen(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or tensor.dim() < 2:
+            return tensor
+        return tensor.index_select(0, rows.to(tensor.device))
+
+    held = {name: getattr(layer, name) for name in STATE if hasattr(layer, name)}
+    return {
+        name: {part: chosen(x) for part, x in value.items()} if isinstance(value, dict) else chosen(value)
+        for name, value in held.items()
+    }
+
+
 class ModelLayer:
     """What `QAttnCache` asks of a layer that keeps a state of transformers' own; base of a class for each kind.
 
@@ -67,17 +82,7 @@ class ModelLayer:
 
     def with_rows(self, rows: torch.Tensor) -> Rows:
         """Attributes of the layer with these of its rows, int64 `[B]`, for `take`."""
-
-        def chosen(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            if tensor is None or tensor.dim() < 2:
-                return tensor
-            return tensor.index_select(0, rows.to(tensor.device))
-
-        held = {name: getattr(self, name) for name in STATE if hasattr(self, name)}
-        return {
-            name: {part: chosen(x) for part, x in value.items()} if isinstance(value, dict) else chosen(value)
-            for name, value in held.items()
-        }
+        return rows_of(self, rows)
 
     def take(self, rows: Rows | None) -> None:
         """Apply what `with_rows` made; None changes nothing. It cannot fail half way."""

@@ -13,9 +13,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat, hooks, warm
 from qattn_hf.cuda_graph.capture import resolve_decode
+from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
-from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.stock_cache import STEPS
@@ -60,7 +61,7 @@ def patch(
     chosen = find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
-    own = [spec for spec in specs if isinstance(spec, ModelLayerSpec)]
+    own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec))]
     if not chosen.settings.packs():
         check_full(model)
     decode = resolve_decode(model, chosen.settings.decode, own) if chosen.settings.packs() else ("stock", STEPS)
@@ -197,7 +198,7 @@ def _implementation(model: PreTrainedModel) -> str | None:
 
 
 def _select(model: PreTrainedModel, name: str) -> None:
-    text, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
+    text, decoder = model.config.get_text_config(decoder=True), decoder_of(model)
     names = [n for n in model.config.sub_configs if getattr(model.config, n, None) is text]
     model.set_attn_implementation({names[0]: name} if names else name)
     if decoder.config._attn_implementation != name:

@@ -37,7 +37,7 @@ from qattn_hf import recipe_files
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import FamilyDefaults, find_family
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import ModelLayerSpec, model_layers
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers
 from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, list_methods
 from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
@@ -130,7 +130,7 @@ class Recipe:
                 layers of which none is packed, or `impl="triton"` where no kernel can run.
             UnsupportedError: a layer type that is neither packed nor left to the model.
         """
-        own = model_layers(config)
+        own, states = model_layers(config), hybrid_states(config)
         specs: list[LayerSpec | ModelLayerSpec] = []
         layers = len(own)
         for choice in self.choices:
@@ -148,7 +148,8 @@ class Recipe:
                 spec = self.settings_of(i).layer_spec(i, layers, heads)
                 spec = shard_spec(spec, heads, shard)
                 reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, dim)
-                specs.append(dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason)))
+                spec = dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason))
+                specs.append(HybridLayerSpec(**vars(spec), states=states[i]) if states[i] else spec)
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None
         return specs

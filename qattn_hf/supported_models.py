@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
+from qattn_hf import _compat
+from qattn_hf.decoder import decoder_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import WINDOWED, model_layers
 from qattn_hf.tensor_parallel import splits
@@ -56,11 +60,26 @@ def check_model(model: object) -> None:
             f"{kind} does not use transformers' attention interface, so its keys and values cannot be reached; "
             "use a stock cache, or a model of the same family that does"
         )
+    if own_cache := _cache_class(model):
+        raise UnsupportedError(f"{kind} takes no cache but its own {own_cache}; use it as it is")
     text = model.config.get_text_config(decoder=True)
     _check_config(text, kind)
     _check_layers(text, kind)
     _check_causal(model, kind)
     _check_untouched(model)
+
+
+def _cache_class(model: PreTrainedModel) -> str | None:
+    """Name of a cache class that the file of this model defines, as MiniMax's does; None if there is none."""
+    defined = vars(sys.modules[type(model).__module__]).values()
+    return next(
+        (
+            kind.__name__
+            for kind in defined
+            if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == type(model).__module__
+        ),
+        None,
+    )
 
 
 def _check_config(config: PretrainedConfig, kind: str) -> None:
@@ -101,10 +120,12 @@ def check_full(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedError: naming the first layers that are not full attention.
     """
-    own = model_layers(model.config)
-    if where := [i for i, spec in enumerate(own) if spec is not None]:
+    text = model.config.get_text_config(decoder=True)
+    kinds = [layer.kind for layer in _compat.layer_types(text)]
+    packed = [spec is None and kind != "hybrid" for spec, kind in zip(model_layers(text), kinds, strict=True)]
+    if where := [i for i, full in enumerate(packed) if not full]:
         raise UnsupportedError(
-            f"{model.config.model_type} has {own[where[0]]} in layers {where[:4]}..., which is not supported here; "
+            f"{model.config.model_type} has {kinds[where[0]]} in layers {where[:4]}..., which is not supported here: "
             "take a method that packs, or use a stock cache"
         )
 
@@ -112,7 +133,7 @@ def check_full(model: PreTrainedModel) -> None:
 def _check_causal(model: PreTrainedModel, kind: str) -> None:
     """Refuse layers all of whose attention is bidirectional. Cross attention beside causal attention is accepted."""
     layers: dict[bool, set[int]] = {True: set(), False: set()}
-    for module in model.get_decoder().modules():
+    for module in decoder_of(model).modules():
         causal, layer = getattr(module, "is_causal", None), getattr(module, "layer_idx", None)
         if isinstance(causal, bool) and layer is not None:
             layers[causal].add(layer)
@@ -146,7 +167,7 @@ def check_selected(model: PreTrainedModel, selected: str) -> None:
     Raises:
         UnsupportedError: naming the first module that does not.
     """
-    for name, module in model.get_decoder().named_modules():
+    for name, module in decoder_of(model).named_modules():
         config = getattr(module, "config", None)
         if "attention" not in type(module).__name__.lower() or config is None:
             continue

@@ -120,7 +120,7 @@ def test_report_counts_every_layer(family):
     assert data["packed_tokens"] == (2 * 34 if any(MODELS[family][1]) else 0)
     text = str(report(model))
     assert "the model's own:" in text and "layers are not packed" in text
-    assert data["decode"] == "eager" and "layers are the model's own" in data["decode_reason"]
+    assert data["decode"] == "eager" and "keep what is the model's own" in data["decode_reason"]
 
 
 @pytest.mark.filterwarnings("ignore:nothing is packed")
@@ -255,7 +255,12 @@ def test_other_attention_is_refused():
 
 @pytest.mark.parametrize("decode", ["graph", "compile"])
 def test_steps_that_cannot_be_captured_are_refused(decode):
-    refused(lambda: patched(tiny("gemma2"), decode=decode), UnsupportedError, decode, "1 layers are the model's own")
+    refused(
+        lambda: patched(tiny("gemma2"), decode=decode),
+        UnsupportedError,
+        decode,
+        "1 layers keep what is the model's own",
+    )
 
 
 def test_settings_for_layers_that_are_not_packed():
@@ -267,7 +272,7 @@ def test_settings_for_layers_that_are_not_packed():
 
 
 def test_over_stock_caches_is_refused():
-    refused(lambda: patch(tiny("gemma2"), "sage2", cache="model"), UnsupportedError, "sliding window", "layers [0]")
+    refused(lambda: patch(tiny("gemma2"), "sage2", cache="model"), UnsupportedError, "sliding_attention", "layers [0]")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "llama4_text", "lfm2", "granitemoehybrid"])

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.tensor_parallel import shard_of
 
 Result = TypeVar("Result")
@@ -26,7 +26,9 @@ ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 KNOWN_HOOKS = {"qattn_hf", "transformers", "accelerate"}  # they do nothing that a replay would leave out
 
 
-def resolve_decode(model: PreTrainedModel, setting: str, own: Sequence[ModelLayerSpec] = ()) -> tuple[str, str | None]:
+def resolve_decode(
+    model: PreTrainedModel, setting: str, own: Sequence[ModelLayerSpec | HybridLayerSpec] = ()
+) -> tuple[str, str | None]:
     """Decide how `generate` runs the decode steps of a model.
 
     Args:
@@ -39,9 +41,7 @@ def resolve_decode(model: PreTrainedModel, setting: str, own: Sequence[ModelLaye
     Raises:
         UnsupportedError: the setting is `graph` or `compile` and the model cannot be captured, or compiled.
     """
-    moving = (
-        f"{len(own)} layers are the model's own ({own[0]}), whose tensors are replaced at each step" if own else None
-    )
+    moving = f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured yet" if own else None
     if setting == "eager" or (setting == "compile" and moving is None):
         return setting, None
     reason = moving or why_not(model)
