@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from typing import NamedTuple
 
 import transformers
 from packaging.version import Version
-from transformers import PretrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers import PretrainedConfig, cache_utils
+from transformers.cache_utils import LinearAttentionLayer, get_layer_types_and_kwargs
 
 TESTED = ("5.17", "5.23")
+
+# cache layer of a layer without keys and states: masks and lengths are never taken from it
+NoStateLayer: type = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 
 
 def warn_if_untested() -> None:
@@ -23,24 +27,42 @@ def warn_if_untested() -> None:
         )
 
 
-def layer_types(config: PretrainedConfig) -> list[str]:
-    """Type of the attention of each layer of a text config: `full_attention`, `sliding_attention`, `dummy`, ...
+# field of a layer's config with its window, by the layer's type
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-    5.23 lists KV-sharing layers as `dummy`, 5.17 leaves them out at the end; here they are always there.
+
+class LayerType(NamedTuple):
+    """Type of a layer as transformers' caches see it.
+
+    Attributes:
+        kind: `full_attention`, `sliding_attention`, `linear_attention`, ...; `dummy` for a layer without attention.
+        window: tokens of a sliding window, or of a chunk; None for other types.
+        states: number of convolution and recurrent states, 1 for types that have none.
+        shared: the layer reads the keys and values of an earlier layer of its kind, and has none of its own.
     """
-    types = list(get_layer_types_and_kwargs(config)[0])
-    return types + ["dummy"] * (config.num_hidden_layers - len(types))
+
+    kind: str
+    window: int | None = None
+    states: int = 1
+    shared: bool = False
 
 
-def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """Sliding window of each layer of a text config, in tokens; None for layers of other types.
+def layer_types(config: PretrainedConfig) -> list[LayerType]:
+    """Type of each layer of a text config.
 
-    5.23 has a dict of settings for each layer, 5.17 one for all.
+    5.23 has a dict of settings for each layer, 5.17 one for all. 5.23 lists KV-sharing layers and those without
+    attention as `dummy`; 5.17 leaves the former out at the end, and has other names for the latter.
     """
     types, settings = get_layer_types_and_kwargs(config)
-    per_layer = settings if isinstance(settings, list) else [settings] * len(types)
-    windows = [
-        layer["sliding_window"] if kind == "sliding_attention" else None
-        for kind, layer in zip(types, per_layer, strict=True)
-    ]
-    return windows + [None] * (config.num_hidden_layers - len(windows))
+    types = [*types, *["dummy"] * (config.num_hidden_layers - len(types))]
+    settings = settings if isinstance(settings, list) else [settings] * len(types)
+    named = getattr(config, "layer_types", None) or types
+    found = []
+    for layer, kind, own, name in zip(config.per_layer_config, types, settings, named, strict=True):
+        window = own.get("sliding_window") if name in WINDOWS else None
+        if kind == "dummy" and name in WINDOWS:
+            window = getattr(layer, WINDOWS[name])
+        shared = kind == "dummy" and name not in ("moe", "mlp", "dummy")
+        kind = "dummy" if kind in ("moe", "mlp") else kind
+        found.append(LayerType(name if shared else kind, window, own.get("number_of_states", 1), shared))
+    return found

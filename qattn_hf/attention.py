@@ -12,7 +12,7 @@ from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
-from qattn_hf.window import hides
+from qattn_hf.layer_kinds import hides
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL
 
@@ -23,7 +23,7 @@ NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attentio
 # refused once a layer reads it; the size of its last dimension says which kind it is.
 WINDOWED, BOTH_WAYS = 3, 4
 UNREADABLE = {
-    WINDOWED: "sliding windows and chunked attention are not supported yet; unpatch(model)",
+    WINDOWED: "sliding windows and chunked attention are not supported here; unpatch(model)",
     BOTH_WAYS: "attention that is not causal (bidirectional, cross) is not supported; unpatch(model)",
 }
 
@@ -69,15 +69,21 @@ def attention(
             "made by its patch, or unpatch(model)"
         )
     refuse_mask(attention_mask)
-    if attention_mask is None or attention_mask.dtype != torch.int32 or attention_mask.shape[1:] != (1, 1, 2):
+    if not is_span(attention_mask):
         raise UnsupportedError(
             "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
         )
+    assert attention_mask is not None
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache")
     scores, span = scores_of(query, scaling, kwargs), attention_mask[:, 0, 0]
     unpadded = not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
-    out = without_gradient(lambda: key.layer.attend(query, key, span, scores, unpadded)[0], query, key.key, key.value)
-    return out.transpose(1, 2).contiguous(), None
+    handle, queries = key.take(getattr(module, "layer_idx", None)), query.shape[2]
+    if handle is not key:  # layers that share keys may compute their last tokens alone
+        query = torch.nn.functional.pad(query, (0, 0, key.key.shape[2] - queries, 0))
+    attended = without_gradient(
+        lambda: handle.layer.attend(query, handle, span, scores, unpadded)[0], query, key.key, key.value
+    )
+    return attended[:, :, -queries:].transpose(1, 2).contiguous(), None
 
 
 def refuse_arguments(
@@ -101,6 +107,11 @@ def refuse_arguments(
             continue
         if name != "sliding_window" or hides(getattr(module, "config", None), value):
             raise UnsupportedError(f"{what} is not supported by {by_whom}")
+
+
+def is_span(mask: Any) -> bool:
+    """Whether a mask is one of `mask`: int32 `[B or 1, 1, 1, 2]`."""
+    return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32 and mask.shape[1:] == (1, 1, 2)
 
 
 def refuse_mask(mask: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The packed cache: a transformers `Cache` whose layers are `QAttnLayer`s."""
+"""The packed cache: a transformers `Cache` whose layers are `QAttnLayer`s, beside the model's own where it has any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from qattn_hf import changes
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import capturing, device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
+from qattn_hf.handle import Handle
+from qattn_hf.hybrid_layer import HybridLayer
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
+from qattn_hf.model_layer import ModelLayer, new_layer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.tensor_parallel import shard_of
 from qattn_kernels.layer.spec import LayerSpec
@@ -27,18 +31,19 @@ class QAttnCache(Cache):
     Make it with `QAttnCache.for_model(model)`; `generate` and `model(...)` of a patched model return one too.
 
     Args:
-        specs: for each layer the formats and the arithmetic (`Recipe.layer_specs`).
+        specs: for each layer the formats and the arithmetic, or what it keeps of the model's own
+            (`Recipe.layer_specs`).
         recipe: the recipe of these specs, for the report.
         max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks. None: the cache grows.
         device_type: `cuda` or `cpu`, for which kernels or reference were chosen. None: any.
         pool: idle memory of the patched model, used where the capacity is known before the first write.
     """
 
-    layers: list[QAttnLayer]
+    layers: list[Any]
 
     def __init__(
         self,
-        specs: list[LayerSpec],
+        specs: list[LayerSpec | ModelLayerSpec],
         recipe: Recipe,
         max_cache_len: int | None = None,
         device_type: str | None = None,
@@ -46,8 +51,11 @@ class QAttnCache(Cache):
     ):
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
-        super().__init__(layers=[QAttnLayer(spec, max_cache_len, device_type) for spec in specs])
-        self.recipe, self.pool = recipe, pool
+        super().__init__(layers=[_new_layer(spec, max_cache_len, device_type) for spec in specs])
+        self.recipe = recipe
+        self.mixed = any(isinstance(layer, (ModelLayer, HybridLayer)) for layer in self.layers)
+        self.pool = None if self.mixed else pool  # what is the model's own has no fixed place in memory
+        self._began: list[int] | None = None
         self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
         self.ran("eager")  # as a plain forward does
 
@@ -87,9 +95,19 @@ class QAttnCache(Cache):
         return cls(specs, chosen, max_cache_len, device_type)
 
     @property
+    def packed(self) -> list[QAttnLayer]:
+        """The layers that are packed."""
+        return [layer for layer in self.layers if isinstance(layer, QAttnLayer)]
+
+    @property
+    def own(self) -> list[ModelLayer]:
+        """The layers that keep a state of the model's own."""
+        return [layer for layer in self.layers if isinstance(layer, ModelLayer)]
+
+    @property
     def device(self) -> torch.device:
         """Device of the cache's tensors; they exist after the first call."""
-        return self.layers[0].device
+        return self.packed[0].device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -102,7 +120,7 @@ class QAttnCache(Cache):
             key_states, value_states: `[B, Hkv, T, D]`. layer_idx: index of the layer.
 
         Returns:
-            the same `Handle` twice, in place of keys and values.
+            the same `Handle` twice, in place of keys and values; keys and values of a layer that is the model's own.
         """
         if self.pool is not None and not self.layers[layer_idx].is_initialized and not torch.compiler.is_compiling():
             if self.layers[0].planned and not any(layer.is_initialized for layer in self.layers):
@@ -111,11 +129,14 @@ class QAttnCache(Cache):
                 weakref.finalize(self, self.pool.put, [*self.layers]).atexit = False
             if not self.layers[layer_idx].is_initialized:
                 self.pool.allocate(self.layers[layer_idx].lazy_initialization, key_states, value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if isinstance(key, Handle):
+            key.cache = self
+        return key, value
 
     def count(self, tokens: int) -> None:
         """Count on the host `tokens` columns that a replayed CUDA graph writes, for which `reserve` made room."""
-        for layer in self.layers:
+        for layer in self.packed:
             layer.count(tokens)
 
     def reserve(self, tokens: int) -> None:
@@ -127,7 +148,7 @@ class QAttnCache(Cache):
             CapacityError: the capacity is fixed and too small; nothing was written.
         """
         if not capturing():
-            for layer in self.layers:
+            for layer in self.packed:
                 layer.reserve(tokens)
 
     def plan(self, tokens: int) -> None:
@@ -136,12 +157,14 @@ class QAttnCache(Cache):
         Raises:
             CapacityError: the capacity was fixed before and is too small; nothing was changed.
         """
-        for layer in self.layers:
+        for layer in self.packed:
             layer.plan(tokens)
 
     def raise_horizon(self, tokens: int) -> None:
         """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` tokens bit for bit from here on."""
-        self._take([changes.with_horizon(layer, tokens) for layer in self.layers])
+        horizons = [changes.with_horizon(layer, tokens) for layer in self.packed]
+        for layer, change in zip(self.packed, horizons, strict=True):
+            layer.take(change)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows (batch entries) that `indices` selects, in that order.
@@ -158,7 +181,7 @@ class QAttnCache(Cache):
         """Repeat each row `repeats` times in sequence, as for beams. After an exception nothing is changed."""
         self._take([changes.repeated(layer, repeats) for layer in self.layers])
 
-    def _take(self, layer_changes: list[changes.Change | None]) -> None:
+    def _take(self, layer_changes: list[Any]) -> None:
         for layer, change in zip(self.layers, layer_changes, strict=True):
             layer.take(change)
 
@@ -171,10 +194,15 @@ class QAttnCache(Cache):
         Raises:
             QAttnError: not one valid row for each row of the cache; nothing was changed.
         """
-        largest = max(map(changes.largest_bytes, self.layers))
+        for layer in self.own:
+            changes.check_beams(layer, beam_idx)
+        moved = [layer.with_rows(beam_idx) for layer in self.own]
+        largest = max(map(changes.largest_bytes, self.packed), default=0)
         room = torch.empty(largest, dtype=torch.uint8, device=self.device) if largest else None
-        for layer in self.layers:
+        for layer in self.packed:
             changes.reorder(layer, beam_idx, room)
+        for layer, rows in zip(self.own, moved, strict=True):
+            layer.take(rows)
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Remove tokens from the end of every row.
@@ -187,15 +215,27 @@ class QAttnCache(Cache):
             tokens_to_remove: -n removes the last n columns, 0 none; n > 0 keeps the first n columns.
 
         Raises:
-            UnsupportedError: a removed column belongs to a call that had padding; nothing was changed.
+            UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own
+                cannot be put back to where it was; nothing was changed.
         """
-        super().crop(tokens_to_remove)
-        if not any(layer.torn for layer in self.layers) and len(set(self._lengths())) == 1:
+        count, own = int(tokens_to_remove), self.own
+        columns = int(self.get_seq_length()) if self.mixed and count else 0
+        drop = min(-count, columns) if count < 0 else max(0, columns - count)
+        if 0 < drop < columns:
             for layer in self.layers:
-                layer.edits = self.layers[0].edits
+                if isinstance(layer, (ModelLayer, HybridLayer)):
+                    layer.check_crop(drop)
+        for packed_layer in self.packed:
+            packed_layer.crop(-drop if self.mixed else count)
+        for layer in own:
+            layer.reset() if 0 < drop == columns else layer.crop(-drop)
+        packed = self.packed
+        if not any(layer.torn for layer in packed) and len(set(self._lengths())) == 1:
+            for layer in packed:
+                layer.edits = packed[0].edits
 
     def _lengths(self) -> list[int]:
-        return [int(layer.get_seq_length()) for layer in self.layers]
+        return [int(layer.get_seq_length()) for layer in self.packed]
 
     def check_whole(self, layers: int | None = None) -> None:
         """Check that an exception did not leave the cache half changed: some layers with a call that others lack.
@@ -206,9 +246,14 @@ class QAttnCache(Cache):
         Raises:
             UnsupportedError: the layers disagree; the message says how to repair the cache.
         """
-        used = self.layers[:layers]
+        if self._began not in (None, self._edits()):
+            raise UnsupportedError(
+                "an earlier call with this cache was interrupted, and some of its layers hold tokens that others lack: "
+                "cache.reset() empties it, or take a fresh cache"
+            )
+        used = [layer for layer in self.layers[:layers] if isinstance(layer, QAttnLayer)]
         torn = any([layer.torn for layer in used])
-        if not torn and len({layer.edits for layer in used}) == 1:
+        if not torn and len({layer.edits for layer in used}) <= 1:
             return
         lengths = sorted(set(self._lengths()))
         shortest = lengths[0]
@@ -218,13 +263,29 @@ class QAttnCache(Cache):
             f"columns: {mend}cache.reset() empties it, or take a fresh cache"
         )
 
+    def begin(self) -> None:
+        """Note that a call begins, so that `check_whole` sees whether it ended: the model's own layers cannot tell."""
+        self._began = self._edits() if self.mixed else None
+
+    def end(self) -> None:
+        """Note that a call has ended in all layers."""
+        self._began = None
+
+    def _edits(self) -> list[int]:
+        return [layer.edits for layer in self.layers]
+
+    def reset(self) -> None:
+        """Empty every layer."""
+        super().reset()
+        self._began = None
+
     def marks(self) -> list[tuple[int | None, int, bool]]:
         """Host-side counts of every layer, to be restored by `recall`."""
-        return [(layer._used, layer.edits, layer.replayed_by_others) for layer in self.layers]
+        return [(layer._used, layer.edits, layer.replayed_by_others) for layer in self.packed]
 
     def recall(self, marks: list[tuple[int | None, int, bool]]) -> None:
         """Restore host-side counts to `marks`, after calls that changed nothing on the device, such as a capture."""
-        for layer, (used, edits, by_others) in zip(self.layers, marks, strict=True):
+        for layer, (used, edits, by_others) in zip(self.packed, marks, strict=True):
             layer._used, layer.edits, layer.replayed_by_others, layer.torn = used, edits, by_others, False
 
     def state_tensors(self) -> dict[str, Any]:
@@ -233,6 +294,14 @@ class QAttnCache(Cache):
         The batch dimension is None for tensors that all rows share. Reports count these tensors' bytes.
         """
         return {f"{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.state_tensors().items()}
+
+
+def _new_layer(spec: LayerSpec | ModelLayerSpec, max_cache_len: int | None, device_type: str | None) -> Any:
+    """An empty layer by its spec."""
+    if isinstance(spec, ModelLayerSpec):
+        return new_layer(spec)
+    kind = HybridLayer if isinstance(spec, HybridLayerSpec) else QAttnLayer
+    return kind(spec, max_cache_len, device_type)  # type: ignore[arg-type]
 
 
 class LastCache:

@@ -20,6 +20,7 @@ from qattn_kernels.ops.crop.ring import resized_ring
 
 if TYPE_CHECKING:
     from qattn_hf.layer import QAttnLayer
+    from qattn_hf.model_layer import ModelLayer
 
 
 class Change(NamedTuple):
@@ -34,8 +35,8 @@ class Change(NamedTuple):
     spec: LayerSpec
 
 
-def selected(layer: QAttnLayer, indices: Any) -> Change | None:
-    """The layer with only the rows that `indices` selects, in that order; None before its first call.
+def selected(layer: QAttnLayer | ModelLayer, indices: Any) -> Any:
+    """The layer with only the rows that `indices` selects, in that order, for its `take`; None before its first call.
 
     Args:
         indices: row numbers as a tensor, list or tuple, a bool mask, or a slice.
@@ -43,26 +44,27 @@ def selected(layer: QAttnLayer, indices: Any) -> Change | None:
     Raises:
         QAttnError: a row that the layer does not have.
     """
-    if not layer.is_initialized:
+    batch = layer.batch
+    if batch is None:
         return None
-    batch = layer.geometry.batch
     try:
         index = indices if isinstance(indices, slice) else torch.as_tensor(indices).cpu()
-        rows = torch.arange(batch)[index].view(-1).to(layer.device)
+        rows = torch.arange(batch)[index].view(-1)
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QAttnError(f"these are no rows of a cache that has {batch}: {error}. Nothing was changed") from None
-    return _with_rows(layer, rows)
+    return layer.with_rows(rows)
 
 
-def repeated(layer: QAttnLayer, repeats: int) -> Change | None:
-    """The layer with each row repeated `repeats` times in sequence; None before its first call."""
-    if not layer.is_initialized:
+def repeated(layer: QAttnLayer | ModelLayer, repeats: int) -> Any:
+    """The layer with each row repeated `repeats` times in sequence, for its `take`; None before its first call."""
+    if layer.batch is None:
         return None
-    return _with_rows(layer, torch.arange(layer.geometry.batch, device=layer.device).repeat_interleave(repeats))
+    return layer.with_rows(torch.arange(layer.batch).repeat_interleave(repeats))
 
 
-def _with_rows(layer: QAttnLayer, rows: torch.Tensor) -> Change:
+def with_rows(layer: QAttnLayer, rows: torch.Tensor) -> Change:
     """The layer with these of its rows, int64 `[B]`."""
+    rows = rows.to(layer.device)
 
     def move(tensor: torch.Tensor, spec: TensorSpec, new: torch.Tensor) -> None:
         if spec.batch_dim is None:
@@ -125,19 +127,30 @@ def reorder(layer: QAttnLayer, beam_idx: torch.Tensor, room: torch.Tensor | None
     """
     if not layer.is_initialized:
         return
-    rows, batch = beam_idx.to(layer.device), layer.geometry.batch
-    known = rows.device.type != "cpu" or bool(((rows >= 0) & (rows < batch)).all())  # a GPU would have to be waited for
-    if rows.shape != (batch,) or not known:
-        raise QAttnError(
-            f"reorder_cache takes the number of one of {batch} rows for each row of the cache, not {len(rows)} "
-            "numbers or others; batch_select_indices keeps some of the rows. Nothing was changed"
-        )
+    rows = beam_idx.to(layer.device)
+    check_beams(layer, rows)
     room = torch.empty(largest_bytes(layer), dtype=torch.uint8, device=layer.device) if room is None else room
     with layer.editing():
         for tensor, dim in layer.state_tensors().values():
             if dim is not None and tensor.numel():
                 moved = room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 tensor.copy_(torch.index_select(tensor, dim, rows, out=moved))
+
+
+def check_beams(layer: QAttnLayer | ModelLayer, beam_idx: torch.Tensor) -> None:
+    """Check that `beam_idx`, int `[B]`, has one valid row for each row of the layer.
+
+    Raises:
+        QAttnError: it has not; nothing was changed.
+    """
+    batch = layer.batch
+    # a GPU would have to be waited for
+    known = beam_idx.device.type != "cpu" or bool(((beam_idx >= 0) & (beam_idx < (batch or 0))).all())
+    if batch is not None and (beam_idx.shape != (batch,) or not known):
+        raise QAttnError(
+            f"reorder_cache takes the number of one of {batch} rows for each row of the cache, not {len(beam_idx)} "
+            "numbers or others; batch_select_indices keeps some of the rows. Nothing was changed"
+        )
 
 
 def largest_bytes(layer: QAttnLayer) -> int:

@@ -18,13 +18,15 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from qattn_hf import _compat, attention, stock_cache
+from qattn_hf import _compat, attention
+from qattn_hf.check_own import fill_states, own_row
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.fidelity.sizes import layer_bytes, values_of
-from qattn_hf.heads import head_sizes
-from qattn_hf.patcher import attending
+from qattn_hf.heads import HeadSizes, head_sizes
+from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.patcher import selecting
 from qattn_hf.recipe import Recipe, find_recipe
-from qattn_hf.supported_models import check_model
+from qattn_hf.supported_models import check_full, check_model
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import no_triton, unsupported
 from qattn_kernels.layout import Geometry
@@ -49,11 +51,15 @@ class Check:
             None: the weights are not quantized.
         dtype: precision of the model that the config names, else bf16.
         layers: one row a layer: `layer`, `method`, `k_format`, `v_format`, `kernels` (`triton` or `reference`),
-            `no_kernels` (why the reference computes, or None), `bytes`, `bytes_per_token`, `effective_bits`.
+            `no_kernels` (why the reference computes, or None), `bytes`, `bytes_per_token`, `effective_bits`. A layer
+            that is the model's own has `method` and `kernels` `model`, and `own`, what it keeps, in words.
         at_tokens: context length, in tokens, for which `bytes` and `kv_bytes` are counted.
-        kv_bytes: bytes of the cache of such a context.
+        kv_bytes: bytes of the cache of such a context, without the layers of `uncounted`.
+        own_bytes: bytes of the layers that are the model's own, once their windows are full.
+        uncounted: layers that are the model's own and whose bytes a config does not tell; they do not grow.
         bytes_per_token: bytes that each further token adds; `bytes_per_token_full_precision` without packing.
-        effective_bits: bits of a cached value as the context grows; `effective_bits_total` at `at_tokens`.
+        effective_bits: bits of a value of the packed layers as the context grows; `effective_bits_total` of any value
+            at `at_tokens`.
         positions: `max_position_embeddings` of the config, or None.
     """
 
@@ -67,6 +73,8 @@ class Check:
     layers: list[dict[str, Any]] = field(default_factory=list)
     at_tokens: int = 0
     kv_bytes: int = 0
+    own_bytes: int = 0
+    uncounted: list[int] = field(default_factory=list)
     bytes_per_token: float = 0.0
     bytes_per_token_full_precision: float = 0.0
     effective_bits: float | None = None
@@ -75,6 +83,8 @@ class Check:
 
     def longest(self, memory: int, full_precision: bool = False) -> int:
         """Longest context of one row whose cache fits into `memory` bytes beside the weights; activations not counted.
+
+        Where no layer grows with the context, the model's positions if it fits.
 
         Args:
             memory: bytes of the GPU.
@@ -88,11 +98,15 @@ class Check:
                 f"the weights are quantized ({self.quantization}), and a config does not say how many bytes they take: "
                 "give them, check(..., weight_bytes=N), or qattn check --weights GIB"
             )
-        free = memory - self.weight_bytes
+        free = memory - self.weight_bytes - self.own_bytes
+        grows = self.bytes_per_token_full_precision if full_precision else self.bytes_per_token
+        if not grows:  # windows and states alone
+            return (self.positions or 0) if free >= 0 else 0
         if full_precision:
-            return max(0, int(free // self.bytes_per_token_full_precision))
-        constant = self.kv_bytes - self.bytes_per_token * self.at_tokens
-        return max(0, int((free - constant) // self.bytes_per_token))
+            return max(0, int(free // grows))
+        own = sum(row["bytes"] or 0 for row in self.layers if "own" in row)
+        constant = self.kv_bytes - own - grows * self.at_tokens
+        return max(0, int((free - constant) // grows))
 
 
 def check(
@@ -125,13 +139,15 @@ def check(
     config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
     chosen = chosen.for_model(config)
     text = config.get_text_config(decoder=True)
-    kinds = _compat.layer_types(text) if hasattr(text, "num_hidden_layers") else []
+    kinds = [layer.kind for layer in _compat.layer_types(text)] if hasattr(text, "num_hidden_layers") else []
     about: dict[str, Any] = {"model_type": config.model_type, "kinds": kinds, "origin": chosen.origin}
     try:
         built = without_weights(config)
         check_model(built)
         specs = chosen.layer_specs(config, device_type)
-        with attending(built, _registered(chosen, specs[0])):
+        if not chosen.settings.packs():
+            check_full(built)
+        with selecting(built, attention.register()):
             pass  # entering checks that every layer follows the selected attention
     except UnsupportedError as error:
         return Check(**about, refused=str(error))
@@ -144,7 +160,7 @@ def check(
         "dtype": str(built.dtype).removeprefix("torch."),
         "positions": getattr(text, "max_position_embeddings", None),
     }
-    return Check(**about, **_sizes(chosen, specs, text, built.dtype, device_type, at_tokens))
+    return Check(**about, **_sizes(chosen, specs, built, device_type, at_tokens))
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
@@ -175,46 +191,56 @@ def quantization_of(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _registered(recipe: Recipe, spec: LayerSpec) -> str:
-    """Register the attention that `patch` would select, and return its name."""
-    return attention.register() if recipe.settings.packs() else stock_cache.register(spec)
-
-
 def _sizes(
-    recipe: Recipe, specs: list[LayerSpec], text: Any, dtype: torch.dtype, device_type: str, at_tokens: int
+    recipe: Recipe, specs: list[LayerSpec | ModelLayerSpec], built: PreTrainedModel, device_type: str, at_tokens: int
 ) -> dict[str, Any]:
     """Fields of `Check` that count bytes and bits."""
     if at_tokens < 1:
         raise QAttnError(f"at_tokens = {at_tokens}: a positive number of tokens")
-    query, heads, dim = head_sizes(text)
-    geometry = Geometry(1, heads, dim, dim, 1, dtype)
-    full, values = len(specs) * values_of(geometry, 1) * dtype.itemsize, values_of(geometry, 1)
-    rows: list[dict[str, Any]] = []
-    for i, spec in enumerate(specs if recipe.settings.packs() else ()):
-        at_length, near, far = (layer_bytes(spec, geometry, n, dtype) for n in (at_tokens, SPACING, 2 * SPACING))
-        reason = no_triton(device_type) or unsupported(spec, heads, query, dim, dim)
-        rows.append({
-            "layer": i,
-            "method": recipe.settings_of(i).name(),
-            "k_format": spec.k.label,
-            "v_format": spec.v.label,
-            "kernels": spec.impl,
-            "no_kernels": reason if spec.impl == "reference" else None,
-            "bytes": at_length,
-            "bytes_per_token": (far - near) / SPACING,
-            "effective_bits": 8 * (far - near) / SPACING / values,
-        })  # fmt: skip
-    if not rows:
+    text, dtype = built.config.get_text_config(decoder=True), built.dtype
+    sizes = [head_sizes(text, i) for i in range(len(specs))]
+    token_values = sum(s.kv * 2 * s.dim for s, spec in zip(sizes, specs, strict=True) if isinstance(spec, LayerSpec))
+    full = token_values * dtype.itemsize
+    if not recipe.settings.packs():
         return {"at_tokens": at_tokens, "kv_bytes": full * at_tokens, "bytes_per_token": full,
                 "bytes_per_token_full_precision": full}  # fmt: skip
-    kv_bytes, token_bytes = sum(row["bytes"] for row in rows), sum(row["bytes_per_token"] for row in rows)
-    token_values = len(rows) * values
+    rows = [
+        _packed_row(i, spec, sizes[i], recipe.settings_of(i).name(), dtype, device_type, at_tokens)
+        if isinstance(spec, LayerSpec)
+        else {"layer": i, **own_row(spec, sizes[i], dtype, at_tokens)}
+        for i, spec in enumerate(specs)
+    ]
+    fill_states(rows, built)
+    kv_bytes, token_bytes = (sum(row[key] or 0 for row in rows) for key in ("bytes", "bytes_per_token"))
+    values = token_values * at_tokens + sum(row.get("values") or 0 for row in rows)
     return {
         "layers": rows,
         "at_tokens": at_tokens,
         "kv_bytes": kv_bytes,
+        "own_bytes": sum(row.get("bytes_at_most") or 0 for row in rows),
+        "uncounted": [row["layer"] for row in rows if row["bytes"] is None],
         "bytes_per_token": token_bytes,
         "bytes_per_token_full_precision": full,
-        "effective_bits": 8 * token_bytes / token_values,
-        "effective_bits_total": 8 * kv_bytes / (token_values * at_tokens),
+        "effective_bits": 8 * token_bytes / token_values if token_values else None,
+        "effective_bits_total": 8 * kv_bytes / values if values else None,
+    }
+
+
+def _packed_row(
+    index: int, spec: LayerSpec, heads: HeadSizes, method: str, dtype: torch.dtype, device_type: str, at_tokens: int
+) -> dict[str, Any]:
+    """One of `Check.layers`, of a packed layer."""
+    geometry = Geometry(1, heads.kv, heads.dim, heads.dim, 1, dtype)
+    at_length, near, far = (layer_bytes(spec, geometry, n, dtype) for n in (at_tokens, SPACING, 2 * SPACING))
+    reason = no_triton(device_type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.dim)
+    return {
+        "layer": index,
+        "method": method,
+        "k_format": spec.k.label,
+        "v_format": spec.v.label,
+        "kernels": spec.impl,
+        "no_kernels": reason if spec.impl == "reference" else None,
+        "bytes": at_length,
+        "bytes_per_token": (far - near) / SPACING,
+        "effective_bits": 8 * (far - near) / SPACING / values_of(geometry, 1),
     }

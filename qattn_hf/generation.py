@@ -18,6 +18,7 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import python_hook
 from qattn_hf.cuda_graph.graph import GraphedCall
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.long_prompts import prefill_chunk
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.window import check_reach
@@ -65,6 +66,8 @@ def prepare_cache(
     if generation_config.use_cache is False:
         raise UnsupportedError("a patched model generates through its cache: use_cache=True, or unpatch(model)")
     drafted = _drafted(generation_config, generation_mode)
+    if drafted:
+        _check_rolls_back(model._qattn)
     if model._qattn.window is not None:
         check_reach(model._qattn.window, max_cache_length + drafted)
     mask = model_kwargs.get("attention_mask")
@@ -117,6 +120,16 @@ def _drafted(generation_config: GenerationConfig, generation_mode: GenerationMod
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         return 0
     return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+
+
+def _check_rolls_back(patched: Patched) -> None:
+    """Refuse drafts where a layer's state cannot be put back to before them."""
+    for spec in patched.specs:
+        if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)) and not spec.rolls_back:
+            raise UnsupportedError(
+                f"assisted generation rolls drafted tokens back, which layers of {spec} cannot: generate without an "
+                "assistant and prompt_lookup_num_tokens"
+            )
 
 
 def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:

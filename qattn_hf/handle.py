@@ -18,12 +18,33 @@ class Handle:
 
     Attributes:
         layer: the `QAttnLayer`. key, value: `[B, Hkv, T, D]`, the new tokens.
+        cache: the `QAttnCache` of the layer; None where a layer is used alone.
     """
 
-    __slots__ = ("key", "layer", "value")
+    __slots__ = ("cache", "key", "layer", "taken", "value")
 
     def __init__(self, layer: Any, key: torch.Tensor, value: torch.Tensor):
         self.layer, self.key, self.value = layer, key, value
+        self.cache: Any = None
+        self.taken = False
+
+    def take(self, index: int | None) -> Handle:
+        """The handle from which layer `index` attends: this one at first, then one of the layer's own.
+
+        A model may share keys and values between layers. Their first reader writes them; each other one packs them once
+        more, in a layer of its own.
+
+        Raises:
+            UnsupportedError: a layer reads the keys and values of one call twice.
+        """
+        if not self.taken or self.cache is None:
+            self.taken = True
+            return self
+        layer = None if index is None else self.cache.layers[index]
+        if layer is None or layer is self.layer or type(layer) is not type(self.layer):
+            _refuse("attention, a second time,")
+        again: Handle = layer.update(self.key, self.value)[0]
+        return again
 
     def to(self, *args: Any, **kwargs: Any) -> Handle:
         """Return the handle itself: models that share keys between layers call this to move them to a device."""

@@ -15,9 +15,10 @@ class HeadSizes(NamedTuple):
     dim: int
 
 
-def head_sizes(config: PretrainedConfig) -> HeadSizes:
-    """Those of the text decoder of a model with this config."""
+def head_sizes(config: PretrainedConfig, layer: int) -> HeadSizes:
+    """Those of one layer of the text decoder of a model with this config."""
     text = config.get_text_config(decoder=True)
-    query = text.num_attention_heads
-    kv = getattr(text, "num_key_value_heads", None) or query
-    return HeadSizes(query, kv, getattr(text, "head_dim", None) or text.hidden_size // query)
+    own = text.per_layer_config[layer]
+    query = own.num_attention_heads
+    kv = getattr(own, "num_key_value_heads", None) or query
+    return HeadSizes(query, kv, getattr(own, "head_dim", None) or text.hidden_size // query)

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from qattn_hf import attention
 from qattn_hf.attention import check_mask
 from qattn_hf.cache import QAttnCache
+from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.generation import check_cache, compiled_call, generate_masks, prepare_cache, prepare_stock_cache
@@ -58,14 +59,20 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
         patched.pool.allocate(cache.reserve, tokens)
         check_call(patched.window, cache, tokens)
+        cache.begin()
     return (), kwargs
 
 
 def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook: remove the cache from the output where `use_cache` is false, as a stock model's output has none."""
+    """Forward hook: note that the call has ended, and remove the cache from the output where `use_cache` is false.
+
+    A stock model's output has none there.
+    """
+    cache = kwargs["past_key_values"]
+    if not torch.compiler.is_compiling():
+        cache.end()
     if kwargs["use_cache"]:
         return output
-    cache = kwargs["past_key_values"]
     if isinstance(output, tuple):
         return tuple(x for x in output if x is not cache)
     return type(output)(**{name: x for name, x in output.items() if x is not cache})
@@ -163,7 +170,7 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *
 def install(model: PreTrainedModel, patched: Patched) -> None:
     """Put hooks on the model and its decoder, and overrides of methods on the model instance."""
     packs = patched.recipe.settings.packs()
-    for module in dict.fromkeys((model, model.get_decoder())):
+    for module in dict.fromkeys((model, decoder_of(model))):
         module._qattn = patched
         patched.marked += 1
         hook = functools.partial(before_forward if packs else before_forward_stock, names=_positional(module))
@@ -177,7 +184,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         return
     model._prepare_cache_for_generation = BoundMethod(prepare_cache, model)
     model.get_compiled_call = BoundMethod(compiled_call, model)
-    if not hasattr(type(model), "create_masks_for_generate"):  # else the model has masks of its own kind
+    if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # else masks of other kinds
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         model.create_masks_for_generate = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
 
@@ -190,7 +197,7 @@ def _positional(module: torch.nn.Module) -> tuple[str, ...]:
 def uninstall(model: PreTrainedModel) -> None:
     """Remove the hooks and overrides that `install` put there, and what transformers compiled for the model."""
     patched: Patched = model._qattn
-    for module in dict.fromkeys((model, model.get_decoder())):
+    for module in dict.fromkeys((model, decoder_of(model))):
         for hook_id in patched.hook_ids:
             for when in ("forward_pre_hooks", "forward_hooks"):
                 getattr(module, f"_{when}").pop(hook_id, None)

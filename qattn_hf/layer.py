@@ -140,6 +140,15 @@ class QAttnLayer(CacheLayerMixin):
         """Reorder rows in place: row i becomes the old row `beam_idx[i]`, int `[B]` (`changes.reorder`)."""
         changes.reorder(self, beam_idx)
 
+    @property
+    def batch(self) -> int | None:
+        """Rows of the layer; None before its first call."""
+        return self.geometry.batch if self.is_initialized else None
+
+    def with_rows(self, rows: torch.Tensor) -> changes.Change:
+        """The layer with these of its rows, int64 `[B]`, for `take`."""
+        return changes.with_rows(self, rows)
+
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows that `indices` selects, in that order (`changes.selected`)."""
         self.take(changes.selected(self, indices))

@@ -60,6 +60,7 @@ def prefill_chunk(
         chunk is None
         or longest <= chunk
         or len(packed) < len(cache.layers)
+        or cache.mixed
         or generation_mode not in CUT_BY_TRANSFORMERS
         or generation_config.is_assistant
         or generation_config.output_hidden_states

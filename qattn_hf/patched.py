@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qattn_hf import attention, stock_cache
+from qattn_hf import attention, model_attention, stock_cache
 from qattn_hf.cache import LastCache, QAttnCache
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.errors import QAttnError
+from qattn_hf.layer_kinds import ModelLayerSpec
 from qattn_hf.recipe import Recipe, check_packs
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -23,7 +24,8 @@ class Patched:
     """State that `patch` attaches to a model and its decoder as `_qattn`: recipe, layer specs, how to undo the patch.
 
     Attributes:
-        specs: one `LayerSpec` a layer.
+        specs: one `LayerSpec` a packed layer, one `ModelLayerSpec` for each that is the model's own.
+        beside: the attention implementation of the layers that are the model's own; None where all are packed.
         device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
         attn_implementations: each config of the model and the attention that it named before.
         decode, decode_reason: how `generate` runs its decode steps, and why not as a CUDA graph (`resolve_decode`).
@@ -34,7 +36,8 @@ class Patched:
     """
 
     recipe: Recipe
-    specs: list[LayerSpec]
+    specs: list[LayerSpec | ModelLayerSpec]
+    beside: str | None
     device_type: str
     attn_implementations: list[tuple[PretrainedConfig, str | None]]
     decode: str
@@ -52,7 +55,14 @@ class Patched:
 
     def register(self) -> str:
         """Register this patch's attention and mask functions with transformers and return their name."""
-        return attention.register() if self.recipe.settings.packs() else stock_cache.register(self.specs[0])
+        if not self.recipe.settings.packs():
+            return stock_cache.register(self.packed[0])
+        return attention.register() if self.beside is None else model_attention.register(self.beside)
+
+    @property
+    def packed(self) -> list[LayerSpec]:
+        """Specs of the packed layers."""
+        return [spec for spec in self.specs if isinstance(spec, LayerSpec)]
 
     def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
         """A new, empty cache by this patch's recipe, recorded as the model's last one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import _compat, hooks, warm
 from qattn_hf.cuda_graph.capture import resolve_decode
+from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.stock_cache import STEPS
-from qattn_hf.supported_models import check_model, check_parts, check_selected
+from qattn_hf.supported_models import check_full, check_model, check_parts, check_selected
 from qattn_hf.tensor_parallel import shard_of
 from qattn_hf.window import narrowest
 
@@ -58,14 +61,17 @@ def patch(
     chosen = find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
-    decode = resolve_decode(model, chosen.settings.decode) if chosen.settings.packs() else ("stock", STEPS)
+    own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec))]
+    if not chosen.settings.packs():
+        check_full(model)
+    decode = resolve_decode(model, chosen.settings.decode, own) if chosen.settings.packs() else ("stock", STEPS)
+    text = model.config.get_text_config(decoder=True)
+    patched = Patched(chosen, specs, _implementation(model) if own else None, device_type, [], *decode, narrowest(text))
+    name = patched.register()
     if hasattr(model, "_qattn"):
         unpatch(model)
-    window = narrowest(model.config.get_text_config(decoder=True))
-    patched = Patched(chosen, specs, device_type, [], *decode, window)
     _own_config(model)
     before = patched.attn_implementations = _selected(model)
-    name = patched.register()
     try:
         _select(model, name)
         check_selected(model, name)
@@ -75,6 +81,8 @@ def patch(
     hooks.install(model, patched)
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
+    if not patched.packed:
+        warnings.warn(f"nothing is packed: every layer is the model's own, with {own[0]}", stacklevel=2)
     return model
 
 
@@ -125,12 +133,24 @@ def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Context in which an unpatched model uses the attention registered with transformers as `name`.
 
     Raises:
-        UnsupportedError: a model whose attention cannot be replaced.
+        UnsupportedError: a model whose attention cannot be replaced in every layer.
         QAttnError: the model is patched.
     """
     check_model(model)
+    check_full(model)
     if hasattr(model, "_qattn"):
         raise QAttnError("this model is patched: unpatch(model) first")
+    with selecting(model, name):
+        yield
+
+
+@contextmanager
+def selecting(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Context in which the decoder of an unpatched model has the attention of this name selected.
+
+    Raises:
+        UnsupportedError: a module that does not follow the model's config.
+    """
     _own_config(model)
     before = _selected(model)
     try:
@@ -170,8 +190,15 @@ def _selected(model: PreTrainedModel) -> Selected:
     return [(config, config._attn_implementation) for config in _configs(model)]
 
 
+def _implementation(model: PreTrainedModel) -> str | None:
+    """The attention implementation of the model's decoder as it is, or was before it was patched."""
+    text = model.config.get_text_config(decoder=True)
+    before = patch_of(model).attn_implementations if hasattr(model, "_qattn") else []
+    return next((name for config, name in before if config is text), text._attn_implementation)
+
+
 def _select(model: PreTrainedModel, name: str) -> None:
-    text, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
+    text, decoder = model.config.get_text_config(decoder=True), decoder_of(model)
     names = [n for n in model.config.sub_configs if getattr(model.config, n, None) is text]
     model.set_attn_implementation({names[0]: name} if names else name)
     if decoder.config._attn_implementation != name:

@@ -171,7 +171,8 @@ class Planner:
             yield self._model
 
     def _geometries(self, way: Way, batch: int, context: int) -> list[Geometry]:
-        sizes = [head_sizes(self.config)] * self.config.get_text_config(decoder=True).num_hidden_layers
+        layers = self.config.get_text_config(decoder=True).num_hidden_layers
+        sizes = [head_sizes(self.config, i) for i in range(layers)]
         geometries = [Geometry(batch, size.kv, size.dim, size.dim, 1, self.dtype) for size in sizes]
         if way.specs is None:
             return geometries

@@ -37,6 +37,7 @@ from qattn_hf import recipe_files
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import FamilyDefaults, find_family
 from qattn_hf.heads import head_sizes
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers
 from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, list_methods
 from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
@@ -112,8 +113,12 @@ class Recipe:
         content = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
         return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
 
-    def layer_specs(self, config: PretrainedConfig, device_type: str = "cpu", shard: Shard = ALL) -> list[LayerSpec]:
-        """One `LayerSpec` for each layer of a model: formats, window, arithmetic, and kernels or reference.
+    def layer_specs(
+        self, config: PretrainedConfig, device_type: str = "cpu", shard: Shard = ALL
+    ) -> list[LayerSpec | ModelLayerSpec]:
+        """One `LayerSpec` for each packed layer of a model: formats, window, arithmetic, and kernels or reference.
+
+        A layer that is not packed has a `ModelLayerSpec`.
 
         Args:
             config: the model's config.
@@ -121,21 +126,30 @@ class Recipe:
             shard: the KV heads of this process, for a model split by tensor parallelism.
 
         Raises:
-            RecipeError: a setting that does not fit the model, such as a list of heads of another length, or
-                `impl="triton"` where no kernel can run.
+            RecipeError: a setting that does not fit the model, such as a list of heads of another length, settings for
+                layers of which none is packed, or `impl="triton"` where no kernel can run.
+            UnsupportedError: a layer type that is neither packed nor left to the model.
         """
-        queries, heads, dim = head_sizes(config)
-        specs, layers = [], config.get_text_config(decoder=True).num_hidden_layers
+        own, states = model_layers(config), hybrid_states(config)
+        specs: list[LayerSpec | ModelLayerSpec] = []
+        layers = len(own)
         for choice in self.choices:
+            where = named(choice.where)
             if max(choice.layers) >= layers:
-                where = named(choice.where)
                 raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
+            if all(own[i] is not None for i in choice.layers):
+                raise RecipeError(f"{self.origin}: layers {where} are not packed: they have {own[min(choice.layers)]}")
         try:
-            for i in range(layers):
+            for i, kept in enumerate(own):
+                if kept is not None:
+                    specs.append(kept)
+                    continue
+                queries, heads, dim = head_sizes(config, i)
                 spec = self.settings_of(i).layer_spec(i, layers, heads)
                 spec = shard_spec(spec, heads, shard)
                 reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, dim)
-                specs.append(dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason)))
+                spec = dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason))
+                specs.append(HybridLayerSpec(**vars(spec), states=states[i]) if states[i] else spec)
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None
         return specs

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.messages import size
+from qattn_hf.messages import cut, size
+from qattn_hf.model_layer import ModelLayer
 from qattn_hf.recipe import Recipe
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
@@ -36,20 +37,47 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
     """
     if isinstance(model_or_cache, QAttnCache):
         cache = model_or_cache
-        rows = [_layer_row(i, layer, cache.recipe.settings_of(i).name()) for i, layer in enumerate(cache.layers)]
-        specs = [layer.spec for layer in cache.layers]
+        rows = [
+            _own_row(i, layer)
+            if isinstance(layer, ModelLayer)
+            else _layer_row(i, layer, cache.recipe.settings_of(i).name())
+            for i, layer in enumerate(cache.layers)
+        ]
+        specs = [layer.spec for layer in cache.packed]
         return Report(cache.recipe, _impl(specs), cache.decode, cache.decode_reason, rows, cache.prefill_chunk_size)
     patched = getattr(model_or_cache, "_qattn", None)
     if patched is None:
         raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
     if patched.last.cache is not None:
         return report(patched.last.cache)
-    return Report(patched.recipe, _impl(patched.specs), patched.decode, patched.decode_reason, [])
+    return Report(patched.recipe, _impl(patched.packed), patched.decode, patched.decode_reason, [])
 
 
 def _impl(specs: list[LayerSpec]) -> str:
-    """What computes the layers: `triton`, `reference`, or both where layers differ."""
-    return " and ".join(sorted({spec.impl for spec in specs}))
+    """What computes the packed layers: `triton`, `reference`, or both where they differ; `model` if there is none."""
+    return " and ".join(sorted({spec.impl for spec in specs})) or OWN
+
+
+def _own_row(index: int, layer: ModelLayer) -> dict[str, Any]:
+    """Row of a layer that is the model's own: nothing in it is packed."""
+    tensors = [tensor for tensor, _ in layer.state_tensors().values()]
+    n_bytes, values = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
+    dtypes = " and ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+    return {
+        "layer": index,
+        "method": OWN,
+        "kind": layer.spec.kind,
+        "own": str(layer.spec),
+        "k_format": dtypes,
+        "v_format": dtypes,
+        "kernels": OWN,
+        "packed_tokens": 0,
+        "open_tokens": 0,
+        "bytes": n_bytes,
+        "bytes_full_precision": n_bytes,
+        "values": values,
+        "effective_bits_total": 8 * n_bytes / values if values else None,
+    }
 
 
 def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
@@ -79,6 +107,7 @@ def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
         "packed_tokens": packed,
         "open_tokens": tokens - packed,
         "bytes_full_precision": tokens * values * layer.dtype.itemsize,
+        "values": tokens * values,
         "effective_bits": _block_bits(layer, values),
         "effective_bits_total": 8 * row["bytes"] / (tokens * values) if tokens else None,
         "capacity": layer.capacity,
@@ -181,19 +210,22 @@ class Report:
           `stock`, bytes and tokens are 0 and `layers` is empty.
         - `prefill_chunk_size`: the last `generate` fed longer prompts in calls of so many tokens, which read those
           of earlier calls from their codes. None: a prompt is one call.
-        - `packed_tokens`, `open_tokens`: tokens of all rows, quantized or still open, in the layer that packed least.
-        - `kv_bytes`: bytes of all tensors, spare capacity and ring included. `kv_bytes_full_precision`: the same tokens
-          in the model's precision.
-        - `effective_bits`: bits of a value in closed blocks, mean over layers. `effective_bits_total`: `kv_bytes` in
-          bits over all cached values.
+        - `packed_tokens`, `open_tokens`: tokens of all rows, quantized or still open, in the packed layer that packed
+          least.
+        - `kv_bytes`: bytes of all tensors of all layers, spare capacity and ring included. `kv_bytes_full_precision`:
+          the same tokens in the model's precision. What the model's own layers keep is in both.
+        - `effective_bits`: bits of a value in closed blocks, mean over packed layers. `effective_bits_total`:
+          `kv_bytes` in bits over all cached values, those of the model's own layers included.
         - `skip_rate`, `dropped_mass`: of sparse V, over all decode steps and as a mean over layers: the share of
           visible values that were not read, and the share of a query's attention weights that they had.
           `dropped_worst`: the largest such share of any query. None where sparse V is off.
-        - `layers`: one row a layer, with these figures and the formats of keys and values.
+        - `layers`: one row a layer, with these figures and the formats of keys and values. A layer that is the model's
+          own has `method` and `kernels` `model`, its type as `kind`, and `own`, what it keeps, in words.
         """
         settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
-        per_layer = [(r["packed_tokens"], r["open_tokens"]) for r in self.layers]
+        per_layer = [(r["packed_tokens"], r["open_tokens"]) for r in self.layers if "own" not in r]
+        values = sum(row.get("values", 0) for row in self.layers)
         packed, left = min(per_layer, default=(0, 0))
         return {
             "method": self.recipe.method,
@@ -209,6 +241,7 @@ class Report:
             "open_tokens": left,
             "kv_bytes": total,
             "kv_bytes_full_precision": full,
+            "effective_bits_total": 8 * total / values if values else None,
             **{key: self._mean(key) for key in MEANS},
             "dropped_worst": max((row["dropped_worst"] for row in self.layers if "dropped_worst" in row), default=None),
             "layers": self.layers,
@@ -223,8 +256,9 @@ class Report:
         data = self.to_dict()
         # in a notebook rich would show the lines there and leave the text empty
         console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
+        own = [row for row in self.layers if "own" in row]
         why = f" ({data['decode_reason']})" if data["decode_reason"] else ""
-        methods = " and ".join(dict.fromkeys([data["method"], *(row["method"] for row in self.layers)]))
+        methods = " and ".join(dict.fromkeys([data["method"], *(r["method"] for r in self.layers if "own" not in r)]))
         console.print(
             f"{methods} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
         )
@@ -240,12 +274,18 @@ class Report:
         else:
             console.print(
                 f"{size(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
-                f"a layer; in model precision {size(data['kv_bytes_full_precision'])}"
+                f"a {'packed ' if own else ''}layer; in model precision {size(data['kv_bytes_full_precision'])}"
             )
             console.print(
                 f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
                 f"{_number(data['effective_bits_total'])} with ring and spare capacity"
+                f"{' and the layers that are not packed' if own else ''}"
             )
+            if own:
+                console.print(
+                    f"{len(own)} of {len(self.layers)} layers are not packed: they keep what is the model's own, "
+                    f"{size(sum(row['bytes'] for row in own))} in its precision"
+                )
             if data["skip_rate"] is not None:
                 console.print(
                     f"sparse V: {data['skip_rate']:.1%} of values skipped, which had {data['dropped_mass']:.1e} of a "
@@ -267,9 +307,9 @@ class Report:
         several = len({row["method"] for row in self.layers}) > 1
         for name in ("layers", *(["method"] if several else []), "K", "V", "packed", "open", "bytes", "bits", "notes"):
             table.add_column(name, justify="left" if name in ("method", "K", "V", "notes") else "right")
-        for first, last, row in _grouped(self.layers):
+        for layers, row in _grouped(self.layers):
             table.add_row(
-                str(first) if first == last else f"{first}-{last}",
+                cut(layers, 30),
                 *([row["method"]] if several else []),
                 _format(row, "k"),
                 _format(row, "v"),
@@ -282,15 +322,22 @@ class Report:
         return table
 
 
-def _grouped(rows: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:
-    """First and last layer, and row, of each run of layers with equal rows but for `PER_LAYER` fields."""
-    runs: list[tuple[int, int, dict[str, Any]]] = []
+def _grouped(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Rows that are equal but for `PER_LAYER` fields, once each, with the layers that they are of: `0-4,6-10`."""
+    groups: list[tuple[list[list[int]], dict[str, Any]]] = []
     for row in rows:
-        if runs and all(runs[-1][2].get(key) == value for key, value in row.items() if key not in PER_LAYER):
-            runs[-1] = (runs[-1][0], row["layer"], runs[-1][2])
+        runs = next((runs for runs, other in groups if _alike(row, other)), None)
+        if runs is None:
+            groups.append(([[row["layer"], row["layer"]]], row))
+        elif runs[-1][1] == row["layer"] - 1:
+            runs[-1][1] = row["layer"]
         else:
-            runs.append((row["layer"], row["layer"], row))
-    return runs
+            runs.append([row["layer"], row["layer"]])
+    return [(",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs), row) for runs, row in groups]
+
+
+def _alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(other.get(key) == value for key, value in row.items() if key not in PER_LAYER)
 
 
 def _format(row: dict[str, Any], side: str) -> str:
@@ -303,7 +350,8 @@ def _format(row: dict[str, Any], side: str) -> str:
 
 
 def _notes(row: dict[str, Any]) -> str:
-    notes = [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
+    notes = [f"the model's own: {row['own']}"] if "own" in row else []
+    notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += ["sinks kept out"] if row.get("sinks") else []
     notes += [f"no kernels: {row['no_kernels']}"] if row.get("no_kernels") else []
     if row.get("skip_rate"):
@@ -311,7 +359,8 @@ def _notes(row: dict[str, Any]) -> str:
     return ", ".join(notes)
 
 
-MEANS = ("effective_bits", "effective_bits_total", "skip_rate", "dropped_mass")
+OWN = "model"  # in place of a method's name, for layers that are the model's own
+MEANS = ("effective_bits", "skip_rate", "dropped_mass")
 PER_LAYER = ("layer", "sinks")  # fields of a row in which layers of one line may differ
 NOTES = {
     "short_blocks": "short blocks",

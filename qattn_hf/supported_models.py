@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
+import sys
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from qattn_hf import _compat
+from qattn_hf.decoder import decoder_of
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.layer_kinds import WINDOWED, model_layers
 from qattn_hf.tensor_parallel import splits
-from qattn_hf.window import hides
 
-HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate")
 
 
@@ -60,11 +60,26 @@ def check_model(model: object) -> None:
             f"{kind} does not use transformers' attention interface, so its keys and values cannot be reached; "
             "use a stock cache, or a model of the same family that does"
         )
+    if own_cache := _cache_class(model):
+        raise UnsupportedError(f"{kind} takes no cache but its own {own_cache}; use it as it is")
     text = model.config.get_text_config(decoder=True)
     _check_config(text, kind)
-    _check_layers(text, kind, top_level=text is model.config)
+    _check_layers(text, kind)
     _check_causal(model, kind)
     _check_untouched(model)
+
+
+def _cache_class(model: PreTrainedModel) -> str | None:
+    """Name of a cache class that the file of this model defines, as MiniMax's does; None if there is none."""
+    defined = vars(sys.modules[type(model).__module__]).values()
+    return next(
+        (
+            kind.__name__
+            for kind in defined
+            if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == type(model).__module__
+        ),
+        None,
+    )
 
 
 def _check_config(config: PretrainedConfig, kind: str) -> None:
@@ -88,42 +103,37 @@ def _check_config(config: PretrainedConfig, kind: str) -> None:
         raise UnsupportedError(f"{kind} is configured as bidirectional, which a cache cannot serve; use it as it is")
 
 
-def _check_layers(config: PretrainedConfig, kind: str, top_level: bool) -> None:
-    """Check the layers of a text config; `top_level`: it is the model's config, which users can change as they load."""
+def _check_layers(config: PretrainedConfig, kind: str) -> None:
+    """Check the layers of a text config: their types, and that some have attention."""
     layers = list(config.per_layer_config)
     if any(getattr(layer, "kv_lora_rank", None) for layer in layers):
         raise UnsupportedError(f"{kind} keeps latent keys (MLA), which are not supported; use a stock cache")
     if getattr(config, "cross_attention_layers", None):
         raise UnsupportedError(f"{kind} has layers of cross attention, which are not supported; use a stock cache")
-    types, windows = _compat.layer_types(config), _compat.layer_windows(config)
-    full = [t == "full_attention" if w is None else not hides(config, w) for t, w in zip(types, windows, strict=True)]
-    where = [i for i, is_full in enumerate(full) if not is_full]
-    if where:
-        other = ", ".join(sorted({types[i] for i in where}))
-        advice = "use a stock cache"
-        if top_level and _full_without_window(config):
-            advice = (
-                f"if your texts are shorter than the window, load it with config.sliding_window=None; else {advice}"
-            )
-        raise UnsupportedError(f"{kind} has {other} in layers {where[:4]}..., which is not supported yet; {advice}")
-    if len({tuple(getattr(layer, name, None) for name in HEADS) for layer in layers}) > 1:
-        raise UnsupportedError(f"{kind} has layers with different heads, which are not supported; use a stock cache")
+    if all(spec is not None and spec.kind not in WINDOWED for spec in model_layers(config)):
+        raise UnsupportedError(f"{kind} has no attention, so there is nothing to pack; use it as it is")
 
 
-def _full_without_window(config: PretrainedConfig) -> bool:
-    """Whether `sliding_window=None` makes all layers full attention; a config that lists layer types keeps them."""
-    changed = copy.deepcopy(config)
-    try:
-        changed.sliding_window = None
-    except StrictDataclassError:
-        return False
-    return set(_compat.layer_types(changed)) == {"full_attention"}
+def check_full(model: PreTrainedModel) -> None:
+    """Refuse a model that has other layers than full attention, where nothing can stand beside it.
+
+    Raises:
+        UnsupportedError: naming the first layers that are not full attention.
+    """
+    text = model.config.get_text_config(decoder=True)
+    kinds = [layer.kind for layer in _compat.layer_types(text)]
+    packed = [spec is None and kind != "hybrid" for spec, kind in zip(model_layers(text), kinds, strict=True)]
+    if where := [i for i, full in enumerate(packed) if not full]:
+        raise UnsupportedError(
+            f"{model.config.model_type} has {kinds[where[0]]} in layers {where[:4]}..., which is not supported here: "
+            "take a method that packs, or use a stock cache"
+        )
 
 
 def _check_causal(model: PreTrainedModel, kind: str) -> None:
     """Refuse layers all of whose attention is bidirectional. Cross attention beside causal attention is accepted."""
     layers: dict[bool, set[int]] = {True: set(), False: set()}
-    for module in model.get_decoder().modules():
+    for module in decoder_of(model).modules():
         causal, layer = getattr(module, "is_causal", None), getattr(module, "layer_idx", None)
         if isinstance(causal, bool) and layer is not None:
             layers[causal].add(layer)
@@ -157,7 +167,7 @@ def check_selected(model: PreTrainedModel, selected: str) -> None:
     Raises:
         UnsupportedError: naming the first module that does not.
     """
-    for name, module in model.get_decoder().named_modules():
+    for name, module in decoder_of(model).named_modules():
         config = getattr(module, "config", None)
         if "attention" not in type(module).__name__.lower() or config is None:
             continue

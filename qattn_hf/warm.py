@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf.heads import head_sizes
+from qattn_hf.layer_kinds import ModelLayerSpec
 from qattn_kernels.layer.spec import LayerSpec
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 def begin(
     config: PretrainedConfig,
-    specs: list[LayerSpec],
+    specs: list[LayerSpec | ModelLayerSpec],
     dtype: torch.dtype,
     devices: Iterable[torch.device],
     shards: int = 1,
@@ -25,28 +26,32 @@ def begin(
     """Begin to compile, in threads, the kernels that `generate` needs; calls wait for those that they launch.
 
     Args:
-        specs: one `LayerSpec` a layer; those of the reference need no kernels. dtype: of keys and values.
+        specs: what `Recipe.layer_specs` says of each layer; those of the reference and those that are the model's own
+            need no kernels. dtype: of keys and values.
         devices: GPUs on which layers run. shards: processes among which the heads are split.
 
     Returns:
         a future for each kernel function. A call does not mind one that failed: it compiles the kernel itself and
         says why it cannot.
     """
-    fused = dict.fromkeys(spec for spec in specs if spec.impl == "triton")
+    fused = dict.fromkeys(
+        (spec, head_sizes(config, i))
+        for i, spec in enumerate(specs)
+        if isinstance(spec, LayerSpec) and spec.impl == "triton"
+    )
     if not fused:
         return []
     from qattn_kernels.step.warm import LayerShape, warm  # which loads Triton
 
-    heads, kv_heads, dim = head_sizes(config)
     capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
     return warm(
-        LayerShape(spec, heads // shards, kv_heads // shards, dim, dtype, device, capped)
-        for spec in fused
+        LayerShape(spec, heads.query // shards, heads.kv // shards, heads.dim, dtype, device, capped)
+        for spec, heads in fused
         for device in devices
     )
 
 
-def begin_for(model: PreTrainedModel, specs: list[LayerSpec], shards: int) -> list[Future]:
+def begin_for(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec], shards: int) -> list[Future]:
     """`begin` for a model on its GPUs; nothing for a model elsewhere. It cannot fail: calls compile what is missing."""
     devices = dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda")
     try:

@@ -7,17 +7,13 @@ from typing import Any
 from qattn_hf import _compat
 from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import UnsupportedError
-
-
-def hides(config: Any, window: int) -> bool:
-    """Whether a window of `window` tokens is narrower than the model's positions, so that it hides tokens."""
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions is None or window < positions
+from qattn_hf.layer_kinds import hides
 
 
 def narrowest(config: Any) -> int | None:
-    """Width of the narrowest sliding window of a text config, in tokens; None if no layer has one."""
-    return min((window for window in _compat.layer_windows(config) if window is not None), default=None)
+    """Tokens in the narrowest window or chunk of the packed layers of a text config; None if none has one."""
+    windows = (layer.window for layer in _compat.layer_types(config))
+    return min((window for window in windows if window is not None and not hides(config, window)), default=None)
 
 
 def check_reach(window: int, tokens: int) -> None:
@@ -41,7 +37,7 @@ def check_call(window: int | None, cache: QAttnCache, tokens: int) -> None:
     Raises:
         UnsupportedError: with what to do instead.
     """
-    if window is not None and cache.layers[0].capacity > window:
+    if window is not None and cache.packed[0].capacity > window:
         check_reach(window, int(cache.get_seq_length()) + tokens)
 
 
@@ -51,7 +47,7 @@ def check_compiled(window: int | None, cache: QAttnCache) -> None:
     Raises:
         UnsupportedError: with what to do instead.
     """
-    if window is not None and (capacity := cache.layers[0].capacity) > window:
+    if window is not None and (capacity := cache.packed[0].capacity) > window:
         raise UnsupportedError(
             f"a compiled call cannot tell whether it reaches beyond the model's sliding window of {window} tokens: its "
             f"cache holds {capacity}. Use a smaller max_cache_len, or call the model uncompiled"

@@ -17,8 +17,7 @@ from qattn_hf.compare import size_of
 
 REFUSED = {
     "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8},
-    "mistral": {**GQA, "sliding_window": 32},
-    "qwen2": {**GQA, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
+    "deepseek_v3": {**GQA, "kv_lora_rank": 16, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
     "bert": {**SIZES, "is_decoder": False},
 }
 

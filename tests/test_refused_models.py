@@ -25,17 +25,14 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 OLD, MLA, BOTH = ("attention interface", "use a stock cache"), ("MLA", "stock cache"), ("encoder-decoder", "stock")
-WINDOW, BIDIRECTIONAL = ("sliding_attention", "stock cache"), ("is_causal=False", "is_decoder=True", "use it as it is")
+BIDIRECTIONAL = ("is_causal=False", "is_decoder=True", "use it as it is")
 EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-SLIDING = {"use_sliding_window": True, "sliding_window": 32}
 MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, OLD),
     "gpt_neo": ({"hidden_size": 32, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}, OLD),
     "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, OLD),
     "deepseek_v3": (SIZES | LATENT | EXPERTS, MLA),
-    "mistral": ({**GQA, "sliding_window": 32}, ("layers [0, 1]", *WINDOW)),
-    "qwen2": ({**GQA, **SLIDING, "max_window_layers": 1}, ("layers [1]", *WINDOW)),
     "t5": ({"d_model": 32, "d_ff": 32, "d_kv": 16, "num_layers": 2, "num_heads": 2}, BOTH),
     "bart": ({"d_model": 32, "encoder_layers": 2, "decoder_layers": 2}, BOTH),
 }
@@ -47,7 +44,6 @@ ODD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mllama_text_model": ({"num_hidden_layers": 4}, ("cross attention", "stock cache")),
     "dots3_note_text": ({"num_hidden_layers": 2, "layer_types": ["indexed_attention", "sliding_attention"]}, MLA),
     "blt": ({}, ("several stacks of layers", "stock cache")),
-    "gemma4_text": ({"num_hidden_layers": 2, "max_position_embeddings": 512}, ("different heads", "stock cache")),
     "xlstm": ({"num_hidden_layers": 2}, ("no attention", "nothing to pack")),
 }
 TOUCHES_KEYS: dict[str, dict[str, Any]] = {

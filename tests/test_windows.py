@@ -1,4 +1,4 @@
-"""Sliding windows: one that shows all positions is none and is served, as far as it reaches; others are refused."""
+"""Sliding windows that show all positions are none: their layers are packed, and served as far as they reach."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"num_hidden_layers": 4},
     "gemma3_text": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
 }
-ADVISED = {"mistral", "phi3", "starcoder2"}  # without their window they have none; a list of layer types would stay
 OVER = {"method": "sage2", "cache": "model"}
 IDS = torch.cat([ONE, ONE.flip(1)], 1)
 GREEDY = {"do_sample": False}
@@ -60,9 +59,8 @@ def test_window_over_all_positions_is_served(family):
 def test_positions_are_what_counts():
     assert tiny(sliding_window=2048, max_position_embeddings=2048).config.sliding_window == 2048
     patch(tiny(sliding_window=2048, max_position_embeddings=1024))  # as Phi-4-mini, Phi-3-mini-128k
-    refused(
-        lambda: patch(tiny(sliding_window=2047, max_position_embeddings=2048)), UnsupportedError, "sliding_attention"
-    )
+    with pytest.warns(UserWarning, match="nothing is packed.*sliding window of 2047"):
+        patch(tiny(sliding_window=2047, max_position_embeddings=2048))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,19 +125,6 @@ def test_over_transformers_own_caches(family, kind):
     refused(lambda: model.generate(IDS[:, :80], past_key_values=fresh, max_new_tokens=12), UnsupportedError, *BEYOND)
     assert int(fresh.get_seq_length()) == 0
     assert model.generate(IDS[:, :80], past_key_values=fresh, max_new_tokens=11, **GREEDY).shape[1] == WINDOW + 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_advised_for_a_window_is_a_way_out(family):
-    """Whoever follows the advice gets a model that is packed; where that is not so, none is given."""
-    short = {"max_position_embeddings": 2 * WINDOW}
-    with pytest.raises(UnsupportedError, match="use a stock cache") as caught:
-        patch(tiny(family, **short))
-    assert ("config.sliding_window=None" in str(caught.value)) == (family in ADVISED)
-    if family in ADVISED:
-        model = tiny(family, **short, sliding_window=None)
-        want = model.generate(IDS, max_new_tokens=3, **GREEDY)
-        assert torch.equal(patch(model, "none").generate(IDS, max_new_tokens=3, **GREEDY), want)
 
 
 def test_learned_sinks_take_part():

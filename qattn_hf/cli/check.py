@@ -82,11 +82,12 @@ def show(result: Check, name: str, gpu_memory: float | None) -> None:
     print("works: patch takes it")
     print_layers(result)
     full = result.bytes_per_token_full_precision
-    print(
-        f"a token takes {size(result.bytes_per_token)}, in {result.dtype} {size(full)}: "
-        f"{full / result.bytes_per_token:.2f}x smaller"
-    )
-    if result.effective_bits_total is not None:
+    if full:
+        print(
+            f"a token takes {size(result.bytes_per_token)}, in {result.dtype} {size(full)}: "
+            f"{full / result.bytes_per_token:.2f}x smaller"
+        )
+    if result.effective_bits is not None:
         print(
             f"bits a value: {result.effective_bits:.2f} in closed blocks, {result.effective_bits_total:.2f} with "
             f"everything at {result.at_tokens} tokens ({size(result.kv_bytes)})"
@@ -115,6 +116,10 @@ def print_layers(result: Check) -> None:
     for _, group in itertools.groupby(result.layers, key=_alike):
         rows = list(group)
         first, last, row = rows[0]["layer"], rows[-1]["layer"], rows[0]
+        if "own" in row:
+            held = "a state that is not counted" if row["bytes"] is None else size(row["bytes"])
+            print(f"  layers {first}-{last}: not packed, the model's own {row['own']}, {held}")
+            continue
         why = f" ({row['no_kernels']})" if row["no_kernels"] else ""
         print(
             f"  layers {first}-{last}: {row['method']}, K {row['k_format']}, V {row['v_format']}, "
@@ -125,7 +130,7 @@ def print_layers(result: Check) -> None:
 
 def _alike(row: dict[str, Any]) -> tuple[Any, ...]:
     """Key by which layers share a line: all fields but their own, `effective_bits` as rounded for print."""
-    return (*(value for key, value in row.items() if key not in OWN), round(row["effective_bits"], 2))
+    return (*(value for key, value in row.items() if key not in OWN), round(row["effective_bits"] or 0, 2))
 
 
 def runs(kinds: list[str]) -> list[tuple[int, int, str]]:

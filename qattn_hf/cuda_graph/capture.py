@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.tensor_parallel import shard_of
 
 Result = TypeVar("Result")
@@ -25,31 +26,36 @@ ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 KNOWN_HOOKS = {"qattn_hf", "transformers", "accelerate"}  # they do nothing that a replay would leave out
 
 
-def resolve_decode(model: PreTrainedModel, setting: str) -> tuple[str, str | None]:
+def resolve_decode(
+    model: PreTrainedModel, setting: str, own: Sequence[ModelLayerSpec | HybridLayerSpec] = ()
+) -> tuple[str, str | None]:
     """Decide how `generate` runs the decode steps of a model.
 
     Args:
         setting: the recipe's `decode`: `auto`, `graph`, `compile` or `eager`.
+        own: the layers that keep a state of the model's own, whose tensors are replaced as tokens come.
 
     Returns:
         `graph`, `compile` or `eager`, and the reason why not `graph`, or None.
 
     Raises:
-        UnsupportedError: the setting is `graph` and the model cannot be captured.
+        UnsupportedError: the setting is `graph` or `compile` and the model cannot be captured, or compiled.
     """
-    if setting in ("compile", "eager"):
+    moving = f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured yet" if own else None
+    if setting == "eager" or (setting == "compile" and moving is None):
         return setting, None
-    reason = why_not(model)
+    reason = moving or why_not(model)
     if reason is None:
         return "graph", None
-    if setting == "graph":
-        raise UnsupportedError(refusal(reason))
+    if setting in ("graph", "compile"):
+        raise UnsupportedError(refusal(reason, setting))
     return "eager", reason
 
 
-def refusal(reason: str) -> str:
-    """Error message for `decode="graph"` with a model that cannot be captured."""
-    return f"decode='graph' cannot capture this model: {reason}; use decode='auto', or 'eager'"
+def refusal(reason: str, setting: str = "graph") -> str:
+    """Error message for a `decode` that this model cannot have."""
+    how = "capture" if setting == "graph" else "compile"
+    return f"decode='{setting}' cannot {how} this model: {reason}; use decode='auto', or 'eager'"
 
 
 def why_not(model: PreTrainedModel) -> str | None:

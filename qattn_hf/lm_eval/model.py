@@ -179,7 +179,7 @@ class QAttnLM(HFLM):
 
     def _refuse_unpacked(self, texts: list[Text]) -> None:
         patched = self.model._qattn
-        least = max(spec.window.span + spec.window.residual for spec in patched.specs)
+        least = max(spec.window.span + spec.window.residual for spec in patched.packed)
         longest = max(len(text.tokens) for text in texts)
         raise QAttnError(
             "nothing was packed while the texts of this task were scored, so their score would be full precision's: "

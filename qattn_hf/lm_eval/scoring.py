@@ -58,13 +58,13 @@ class Scored(NamedTuple):
 
 
 def packed_by_row(cache: Any) -> list[int]:
-    """Packed tokens of each row, in the layer that packed least; an empty list for a cache of transformers."""
-    if not isinstance(cache, QAttnCache):
+    """Packed tokens of each row, in the packed layer that packed least; an empty list where no layer is packed."""
+    if not isinstance(cache, QAttnCache) or not cache.packed:
         return []
-    windowed = (layer.spec.k.windowed or layer.spec.v.windowed for layer in cache.layers)
+    windowed = (layer.spec.k.windowed or layer.spec.v.windowed for layer in cache.packed)
     rows = [
         layer.state["block_len"].sum(1).cpu() if w else layer.state["length"].cpu()
-        for w, layer in zip(windowed, cache.layers, strict=True)
+        for w, layer in zip(windowed, cache.packed, strict=True)
     ]
     return torch.stack([row.long() for row in rows]).amin(0).tolist()
 

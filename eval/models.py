@@ -1,0 +1,144 @@
+"""Which causal types of transformers can be patched: `python eval/models.py [TYPE ...]` prints one JSON row a type.
+
+Each type is built from its own config, made small, with random weights. Where `patch` takes it, greedy tokens of a
+padded batch with `none` in the reference must be the stock model's, past the window and past a block; `int8` must
+generate too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from small_configs import small_config
+from transformers import AutoModelForCausalLM, PreTrainedModel, logging
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from qattn_hf import _compat, patch, unpatch
+from qattn_hf.errors import QAttnError
+
+PROMPT, PADDING, STEPS = 30, 11, 66
+MEMORY = 8 * 2**30  # bytes of address space beyond which a type is not small
+GREEDY = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+
+
+def prompts() -> dict[str, torch.Tensor]:
+    """Two rows of tokens, the second with padding on its left."""
+    ids = torch.randint(3, 90, (2, PROMPT), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING], ids[1, :PADDING] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def build(model_type: str) -> PreTrainedModel:
+    """A small random model of this type, in fp32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(model_type), dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.dim() < 2 or not weight.std() > 0:  # biases, sinks, and what transformers leaves as it was allocated
+            torch.nn.init.normal_(weight, std=0.1)
+    return model
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"[:300]
+
+
+def measure(model_type: str) -> dict[str, Any]:
+    """The row of one type: `result` is `runs`, `part` (of its layers are packed), `own` (none is), `refused`, `error`.
+
+    `stock` stands where the stock model itself could not be built or does not generate.
+    """
+    row: dict[str, Any] = {"model_type": model_type, "result": "stock"}
+    try:
+        model = build(model_type)
+        text = model.config.get_text_config(decoder=True)
+        row["class"] = type(model).__name__
+        want = None if model.config.is_encoder_decoder else model.generate(**prompts(), **GREEDY)
+    except Exception as error:  # whatever it is, it is a row
+        want, row["reason"] = None, first_line(error)
+        if "class" not in row:
+            return row
+    if hasattr(text, "num_hidden_layers"):
+        row["layers"] = list(dict.fromkeys(layer.kind for layer in _compat.layer_types(text)))
+    return row | compared(model, want)
+
+
+def compared(model: PreTrainedModel, want: torch.Tensor | None) -> dict[str, Any]:
+    """What `patch` makes of a model whose stock tokens are `want` (None: it has none)."""
+    try:
+        patch(model, "none", impl="reference", family=False)
+        specs, packed = model._qattn.specs, model._qattn.packed
+        if want is None:
+            return {"result": "stock"}
+        got = model.generate(**prompts(), **GREEDY)
+        if not torch.equal(got, want):
+            at = int((got != want).any(0).nonzero()[0]) - PROMPT
+            return {"result": "error", "reason": f"other tokens than stock from step {at}"}
+        patch(model, "int8", impl="reference", family=False)
+        model.generate(**prompts(), **GREEDY)
+        unpatch(model)
+        if not torch.equal(model.generate(**prompts(), **GREEDY), want):
+            return {"result": "error", "reason": "other tokens after unpatch"}
+        kind = "runs" if len(packed) == len(specs) else "part" if packed else "own"
+        return {"result": kind, "packed": len(packed), "of": len(specs)}
+    except QAttnError as error:
+        return {"result": "refused", "reason": str(error).splitlines()[0]}
+    except Exception as error:
+        return {"result": "error", "reason": first_line(error)}
+
+
+def _child(model_type: str, pipe: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    pipe.send(measure(model_type))
+
+
+def measured_apart(model_type: str, seconds: float) -> dict[str, Any]:
+    """`measure` in a process of its own, which ends after `seconds`."""
+    fork = multiprocessing.get_context("fork")  # everything is imported already
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=_child, args=(model_type, theirs))
+    began = time.perf_counter()
+    process.start()
+    theirs.close()
+    try:
+        row: dict[str, Any] = ours.recv() if ours.poll(seconds) else {"result": "stock", "reason": f"over {seconds} s"}
+    except EOFError:
+        row = {"result": "stock", "reason": "its process ended"}
+    process.kill()
+    process.join()
+    return {"model_type": model_type, **row, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def sweep(types: list[str], jobs: int, seconds: float) -> Iterator[dict[str, Any]]:
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(lambda name: measured_apart(name, seconds), types)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Print one JSON row for each causal type of transformers.")
+    parser.add_argument("types", nargs="*", help="model types; all by default")
+    parser.add_argument("--jobs", type=int, default=2, help="types at a time")
+    parser.add_argument("--seconds", type=float, default=240, help="time for one type")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    counts: dict[str, int] = {}
+    for row in sweep(options.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options.jobs, options.seconds):
+        counts[row["result"]] = counts.get(row["result"], 0) + 1
+        print(json.dumps(row), flush=True)
+    print(", ".join(f"{count} {result}" for result, count in sorted(counts.items())), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

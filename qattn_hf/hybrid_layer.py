@@ -1,0 +1,58 @@
+"""A packed layer with linear attention or an SSM beside its attention, whose states are the model's own."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from qattn_hf import changes
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer_kinds import HybridLayerSpec
+from qattn_hf.model_layer import rows_of, state_tensors
+from qattn_kernels.layer.spec import LayerSpec
+
+
+class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
+    """`QAttnLayer` with the convolution and recurrent states of `LinearAttentionLayer`."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, spec: HybridLayerSpec, max_cache_len: int | None = None, device_type: str | None = None):
+        packed = LayerSpec(**{field.name: getattr(spec, field.name) for field in fields(LayerSpec)})
+        super().__init__(packed, max_cache_len, device_type)
+        LinearAttentionLayer.__init__(self, spec.states)
+
+    def lazy_initialization(self, *keys_values: torch.Tensor, **states: Any) -> None:
+        """Allocate the packed part for keys and values, or one state, which transformers names."""
+        if keys_values:
+            QAttnLayer.lazy_initialization(self, *keys_values)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **states)
+
+    def reset(self) -> None:
+        QAttnLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
+        return {**super().state_tensors(), **state_tensors(self)}
+
+    def with_rows(self, rows: torch.Tensor) -> Any:
+        return super().with_rows(rows), rows_of(self, rows)
+
+    def take(self, change: Any) -> None:
+        """Apply a change of the packed part, or what `with_rows` made."""
+        if isinstance(change, changes.Change) or change is None:
+            return super().take(change)
+        super().take(change[0])
+        self.__dict__.update(change[1])
+
+    def check_crop(self, count: int) -> None:
+        raise UnsupportedError(
+            f"cannot crop {count} columns: a layer has linear attention or an SSM, whose state of that time is gone. "
+            "Start from a fresh cache"
+        )

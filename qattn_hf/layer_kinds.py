@@ -1,0 +1,108 @@
+"""Which layers of a model are packed, and which keep a cache layer of transformers, from its text config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from qattn_hf import _compat
+from qattn_hf.errors import UnsupportedError
+from qattn_kernels.layer.spec import LayerSpec
+
+WINDOWED = {"sliding_attention": "sliding window", "chunked_attention": "attention in chunks"}
+STATES = {"linear_attention": "linear attention or SSM", "conv": "convolution"}
+REFUSED = {
+    "indexed_attention": "attention over tokens that an indexer chooses (DSA)",
+    "deepseek_sparse_attention": "attention over tokens that an indexer chooses (DSA)",
+    "qwen_sparse_attention": "attention over tokens that an indexer chooses",
+    "minimax_m3_sparse": "attention over blocks that an indexer chooses",
+    "hybrid_sliding": "sliding windows beside linear attention or an SSM",
+    "reference_sliding_attention": "sliding windows that keep a reference",
+    "compressed_sparse_attention": "attention over compressed tokens",
+    "heavily_compressed_attention": "attention over compressed tokens",
+}
+
+
+@dataclass(frozen=True)
+class HybridLayerSpec(LayerSpec):
+    """Spec of a packed layer that has linear attention or an SSM beside its attention, with states of the model's own.
+
+    Attributes:
+        states: number of convolution and recurrent states.
+    """
+
+    states: int = 1
+
+    def __str__(self) -> str:
+        return f"{STATES['linear_attention']} beside attention"
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether `crop` can undo the tokens of drafts: it cannot."""
+        return False
+
+
+@dataclass(frozen=True)
+class ModelLayerSpec:
+    """What a layer that is not packed keeps, in place of a `LayerSpec`.
+
+    Attributes:
+        kind: layer type of transformers: `sliding_attention`, `chunked_attention`, `linear_attention`, `conv`, `dummy`.
+        window: tokens of the sliding window, or of a chunk; None where there is none.
+        states: number of convolution and recurrent states.
+    """
+
+    kind: str
+    window: int | None = None
+    states: int = 1
+
+    def __str__(self) -> str:
+        if self.kind == "dummy":
+            return "no keys of its own"
+        return f"{WINDOWED[self.kind]} of {self.window}" if self.kind in WINDOWED else STATES[self.kind]
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether `crop` can undo the tokens of drafts, once past states are recorded."""
+        return self.kind != "linear_attention"
+
+
+def hides(config: Any, window: int | None) -> bool:
+    """Whether a window of `window` tokens (None: no window) is narrower than the model's positions and hides some."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return window is not None and (positions is None or window < positions)
+
+
+def hybrid_states(config: PretrainedConfig) -> list[int]:
+    """Number of states beside the attention of each layer of a model; 0 for layers of other kinds."""
+    types = _compat.layer_types(config.get_text_config(decoder=True))
+    return [layer.states if layer.kind == "hybrid" else 0 for layer in types]
+
+
+def model_layers(config: PretrainedConfig) -> list[ModelLayerSpec | None]:
+    """What each layer of a model keeps of its own; None where it is packed.
+
+    Full attention is packed, also beside an SSM, and windows or chunks that hide no position of the model.
+
+    Args:
+        config: the model's config, or its text config.
+
+    Raises:
+        UnsupportedError: a layer type that is neither packed nor left to the model; the message says why.
+    """
+    text = config.get_text_config(decoder=True)
+    found: list[ModelLayerSpec | None] = []
+    for layer in _compat.layer_types(text):
+        own = ModelLayerSpec(layer.kind, layer.window, layer.states)
+        if layer.kind in ("full_attention", "hybrid") or (layer.kind in WINDOWED and not hides(text, layer.window)):
+            found.append(None)
+        elif layer.kind in WINDOWED and layer.shared:
+            found.append(ModelLayerSpec("dummy"))
+        elif layer.kind in (*WINDOWED, *STATES, "dummy"):
+            found.append(own)
+        else:
+            why = REFUSED.get(layer.kind, f"layers of the type {layer.kind}")
+            raise UnsupportedError(f"{config.model_type} has {why}, which is not supported; use a stock cache")
+    return found
