@@ -103,6 +103,7 @@ def test_greedy_tokens_are_the_stock_models(family):
     assert torch.equal(got.sequences, want)
     assert packed_layers(got.past_key_values) == MODELS[family][1]
     torch.testing.assert_close(model(IDS).logits, logits, rtol=0, atol=1e-5)  # fp32 sums in another order
+    assert torch.equal(model.generate(IDS, attention_mask=MASK, prefill_chunk_size=7, **SHORT), want[:, :35])
     assert torch.equal(unpatch(model)(IDS).logits, logits)
 
 
