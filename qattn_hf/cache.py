@@ -107,7 +107,7 @@ class QAttnCache(Cache):
     def device(self) -> torch.device:
         """Device of the cache's tensors; they exist after the first call."""
         layer = next(layer for layer in self.layers if getattr(layer, "device", None) is not None)
-        return layer.device  # type: ignore[no-any-return]
+        return layer.device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
