@@ -13,21 +13,12 @@ HEADER = ["family", "`model_type`", "method", "in place of its defaults", "why",
 
 
 def families_table(results: Path) -> str:
-    """Supported families: settings in place of a method's defaults, the reason, and whether they were measured."""
-    return markdown(HEADER, [row for family in list_families() if not _refused(family) for row in _rows(family)])
-
-
-def refused_families_table(results: Path) -> str:
-    """Families all of whose checkpoints are refused: the reason, and their settings for later."""
-    return markdown(HEADER, [row for family in list_families() if _refused(family) for row in _rows(family)])
-
-
-def _refused(family: Family) -> bool:
-    return (family.waits or "").startswith("All checkpoints")
+    """Families: settings in place of a method's defaults, the reason, and whether they were measured."""
+    return markdown(HEADER, [row for family in list_families() for row in _rows(family)])
 
 
 def _rows(family: Family) -> list[list[str]]:
-    """One row for each method; methods with equal entries share one, and the refusal comes last."""
+    """One row for each method; methods with equal entries share one, and what is not packed comes last."""
     rows = []
     for section, same in groupby(family.methods.items(), key=lambda item: item[1]):
         settings = ", ".join(f"`{key}={value!r}`" for key, value in section.settings.items())

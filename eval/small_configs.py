@@ -43,12 +43,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}, "d_model": 64, "n_heads": 4},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "d_model": 64, "n_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "moshi": {"sliding_window": LEFT_OUT},  # its masks have none
     "whisper": {"num_key_value_heads": LEFT_OUT},  # which is its encoder's heads
     "qwen4_exp_text": {
-        "indexer_budget": 64, "indexer_compress_ratio": 16, "indexer_head_dim": 16, "indexer_kv_heads": 2,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "indexer_budget": 64, "indexer_compress_ratio": 16, "indexer_head_dim": 16, "indexer_kv_heads": 1,
         "indexer_n_heads": 4,
     },
     "xlnet": {"d_head": 16},

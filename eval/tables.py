@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 from api_page import api_table
-from family_tables import families_table, refused_families_table
+from family_tables import families_table
 from fidelity_tables import compare_table, tune_table
 from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
@@ -27,6 +27,7 @@ from paper_tables import contradicted_table, int_flash_table, papers_table, sage
 from quality_tables import bits_table, claimed_table, quality_table, recipes_table
 from recorded import Result, conditions, load, markdown
 from task_tables import scores_table, tasks_table
+from type_tables import types_table
 
 from qattn_hf.methods import list_methods
 
@@ -81,7 +82,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "nav-methods": nav,
     "common-settings": common_table,
     "families": families_table,
-    "refused-families": refused_families_table,
+    "types": types_table,
     "report": report_example,
     "kernels": kernels_table,
     "quality": quality_table,

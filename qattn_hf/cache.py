@@ -107,7 +107,8 @@ class QAttnCache(Cache):
     @property
     def device(self) -> torch.device:
         """Device of the cache's tensors; they exist after the first call."""
-        return self.packed[0].device
+        layer = next(layer for layer in self.layers if getattr(layer, "device", None) is not None)
+        return layer.device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -2,7 +2,7 @@
 
 family: Qwen2, Qwen2.5
 model_types: [qwen2]            # `config.model_type` of the decoder
-waits: null                     # which checkpoints are refused, and the missing feature
+waits: null                     # which layers of which checkpoints are not packed yet, and why
 methods:
   int8:
     settings: {smooth_k: true}  # in place of the method's defaults; {} keeps them

@@ -105,12 +105,12 @@ def _check_config(config: PretrainedConfig, kind: str) -> None:
 
 def _check_layers(config: PretrainedConfig, kind: str) -> None:
     """Check the layers of a text config: their types, and that some have attention."""
-    layers = list(config.per_layer_config)
+    own, layers = model_layers(config), list(config.per_layer_config)
     if any(getattr(layer, "kv_lora_rank", None) for layer in layers):
         raise UnsupportedError(f"{kind} keeps latent keys (MLA), which are not supported; use a stock cache")
     if getattr(config, "cross_attention_layers", None):
         raise UnsupportedError(f"{kind} has layers of cross attention, which are not supported; use a stock cache")
-    if all(spec is not None and spec.kind not in WINDOWED for spec in model_layers(config)):
+    if all(spec is not None and spec.kind not in WINDOWED for spec in own):
         raise UnsupportedError(f"{kind} has no attention, so there is nothing to pack; use it as it is")
 
 

@@ -10,13 +10,14 @@ import transformers
 from helpers import random_ids, tiny_llama
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from qattn_hf import QAttnCache, RecipeError, UnsupportedError, families, load_recipe, patch, report, unpatch
+from qattn_hf import QAttnCache, RecipeError, families, load_recipe, patch, report, unpatch
 from qattn_hf.chunks import feed
 from qattn_hf.cli._common import for_family
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.options import Option
 from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tuned import recipe_of
+from qattn_hf.layer_kinds import model_layers
 from qattn_hf.methods import get_method
 from qattn_hf.recipe import Recipe, find_recipe, find_recipes
 from qattn_hf.spelling import parse_settings
@@ -39,13 +40,12 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 
 SMALL: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {**EXPERTS, "head_dim": 16},
-    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 512},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16, "sliding_window": 64},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
 }
 # checkpoints of a type that has others without a window, or with one that shows all positions
 WINDOWED: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 512}, "phi3": {"sliding_window": 1023}}
 FULL = {model_type: {"sliding_window": None} for model_type in WINDOWED}
-REFUSED = ("gemma3_text", "gpt_oss")
 TYPES = [model_type for family in families.list_families() for model_type in family.model_types]
 SECTIONS = [(t, m) for family in families.list_families() for t in family.model_types for m in family.methods]
 
@@ -97,17 +97,10 @@ def test_a_section_costs_no_kernels(model_type: str, method: str):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_what_waits_is_refused_and_the_rest_is_packed(model_type: str):
-    """`waits` of a family goes when its last checkpoint is served: then this fails."""
-    refused = model_type in REFUSED or model_type in WINDOWED
-    assert (family_of(model_type).waits is not None) == refused
-    if refused:
-        model = tiny(model_type, **WINDOWED.get(model_type, {}))
-        with pytest.raises(UnsupportedError, match="sliding_attention"):
-            patch(model, next(iter(family_of(model_type).methods)))
-        assert not hasattr(model, "_qattn")
-    if model_type in REFUSED:
-        return
+def test_what_waits_has_layers_that_are_not_packed_and_the_rest_is_packed(model_type: str):
+    """`waits` of a family goes when the last layer of its checkpoints is packed: then this fails."""
+    config = config_of(model_type, **WINDOWED.get(model_type, {}))
+    assert (family_of(model_type).waits is not None) == any(model_layers(config))
     model = tiny(model_type)
     for method in family_of(model_type).methods:
         patch(model, method)

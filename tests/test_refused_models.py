@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 OLD, MLA, BOTH = ("attention interface", "use a stock cache"), ("MLA", "stock cache"), ("encoder-decoder", "stock")
 BIDIRECTIONAL = ("is_causal=False", "is_decoder=True", "use it as it is")
+INDEXED = ("indexer chooses", "stock cache")
 EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -42,7 +43,7 @@ ENCODERS = [
 ]  # fmt: skip
 ODD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mllama_text_model": ({"num_hidden_layers": 4}, ("cross attention", "stock cache")),
-    "dots3_note_text": ({"num_hidden_layers": 2, "layer_types": ["indexed_attention", "sliding_attention"]}, MLA),
+    "dots3_note_text": ({"num_hidden_layers": 2, "layer_types": ["indexed_attention", "sliding_attention"]}, INDEXED),
     "blt": ({}, ("several stacks of layers", "stock cache")),
     "xlstm": ({"num_hidden_layers": 2}, ("no attention", "nothing to pack")),
 }

@@ -111,6 +111,8 @@ def weights_line(result: Check) -> str:
 
 def print_layers(result: Check) -> None:
     """Print one line for each run of layers with equal settings."""
+    if result.layers and all("own" in row for row in result.layers):
+        print("nothing is packed: every layer is the model's own")
     if not result.layers:
         print("nothing is packed: keys and values stand in transformers' own cache")
     for _, group in itertools.groupby(result.layers, key=_alike):

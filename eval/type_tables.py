@@ -1,0 +1,63 @@
+"""Table of transformers' causal types, made of `eval/results/models.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recorded import Result, load, markdown
+
+RESULTS = {
+    "runs": "all layers packed",
+    "part": "some layers packed",
+    "own": "no layer packed, runs",
+    "refused": "refused",
+    "stock": "not built, or does not generate without `patch`",
+    "error": "fails",
+}
+
+
+def types_table(results: Path) -> str:
+    """How many types run, and which: one row for each result and its reason, which names no type."""
+    found = next((result for result in load(results, "models") if result["name"] == "models"), None)
+    if found is None:
+        return "Not measured yet."
+    rows = found["rows"]
+    served = sum(row["result"] in ("runs", "part", "own") for row in rows)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for result in RESULTS:
+        for row in rows:
+            if row["result"] == result:
+                groups.setdefault((RESULTS[result], _why(row)), []).append(row["model_type"])
+    lines = [
+        [result, why, str(len(types)), ", ".join(f"`{t}`" for t in types)] for (result, why), types in groups.items()
+    ]
+    intro = (
+        f"{served} of {len(rows)} types run and generate the stock model's tokens (transformers "
+        f"{found['versions']['transformers']}, `{found['command']}`)."
+    )
+    return f"{intro}\n\n{markdown(['result', 'why, or what is not packed', 'types', 'which'], lines)}"
+
+
+def _why(row: Result) -> str:
+    """The reason of a refusal without the type's name; of what runs, the kinds of layers that are not packed."""
+    if row["result"] in ("part", "own"):
+        return ", ".join(kind for kind in row["layers"] if kind not in ("full_attention", "hybrid"))
+    if row["result"] != "refused":
+        return row.get("reason", "") if row["result"] == "error" else ""
+    reason = row["reason"].replace(row["model_type"], "it").split(";")[0]
+    for name, short in SHORT.items():
+        if name in reason:
+            return short
+    return reason.removeprefix("it ")
+
+
+SHORT = {
+    "is_causal=False": "encoders: attention in both directions",
+    "attention interface": "no attention interface of transformers",
+    "between its cache and its attention": "changes keys or values between cache and attention",
+    "the config has encoder": "encoder and decoder of different sizes",
+    "no attention, so": "no attention",
+    "(MLA)": "latent attention (MLA)",
+    "cross attention": "cross attention",
+    "beyond causal": "masks of its own, beyond causal",
+}

@@ -1,0 +1,68 @@
+"""Causal types of transformers: what `patch` says of each is what the recorded sweep says, so that a change shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import measured_apart
+from small_configs import small_config
+from transformers import AutoModelForCausalLM
+
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.layer_kinds import model_layers
+from qattn_hf.supported_models import check_model
+
+RECORD = json.loads((Path(__file__).parent.parent / "eval" / "results" / "models.json").read_text(encoding="utf-8"))
+ROWS: dict[str, dict[str, Any]] = {row["model_type"]: row for row in RECORD["rows"] if row["result"] != "stock"}
+FIRST = ["llama", "mistral", "gemma4_text", "zamba2", "minimax", "deepseek_v3", "deepseek_v4", "bert", "mamba", "gptj"]
+LATER = ["diffllama", "git", "jetmoe", "doge", "gemma4_unified"]  # refused by their first call
+SERVED = 115  # types that must run, of 189
+
+needs_recorded_version = pytest.mark.skipif(
+    transformers.__version__ != RECORD["versions"]["transformers"],
+    reason=f"recorded with transformers {RECORD['versions']['transformers']}",
+)
+
+
+def said_of(model_type: str) -> tuple[str | None, int, int]:
+    """The reason of a refusal, or None; packed layers and all layers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config(model_type))
+    try:
+        check_model(model)
+        own = model_layers(model.config)
+    except UnsupportedError as error:
+        return str(error), 0, 0
+    return None, own.count(None), len(own)
+
+
+@needs_recorded_version
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(t, marks=() if t in FIRST else pytest.mark.slow) for t in ROWS if t not in LATER]
+)
+def test_a_type_is_served_as_recorded(model_type: str):
+    row = ROWS[model_type]
+    reason, packed, layers = said_of(model_type)
+    assert reason == (row["reason"] if row["result"] == "refused" else None)
+    if reason is None:
+        assert (packed, layers) == (row["packed"], row["of"])
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "diffllama"])
+def test_the_sweep_measures_a_type_in_a_process_of_its_own(model_type: str):
+    row = measured_apart(model_type, 200)
+    assert {key: row[key] for key in ("result", "layers")} == {k: ROWS[model_type][k] for k in ("result", "layers")}
+    assert measured_apart(model_type, 0.01)["reason"] == "over 0.01 s"
+
+
+def test_enough_types_run_and_none_fails():
+    results = [row["result"] for row in RECORD["rows"]]
+    assert len(results) == 189 and "error" not in results
+    assert sum(result in ("runs", "part", "own") for result in results) >= SERVED
+    reasons = [row["reason"] for row in RECORD["rows"] if row["result"] == "refused"]
+    assert all(len(reason) > 30 for reason in reasons)
