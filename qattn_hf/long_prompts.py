@@ -46,7 +46,8 @@ def prefill_chunk(
     tokens of each row.
 
     Args:
-        model: a patched model. cache: that of the call. longest: tokens that a row may reach.
+        model: a patched model. cache: that of the call. longest: tokens that a row may reach, which the prompt is
+            taken to have where no 2-D mask says otherwise.
 
     Returns:
         `chunk_of` the layers; None where the prompt stays one call: it is short, transformers would compile the chunks
@@ -56,9 +57,11 @@ def prefill_chunk(
     """
     packed = [layer for layer in cache.layers if isinstance(layer, QAttnLayer) and not layer.is_initialized]
     chunk = chunk_of(layer.spec for layer in packed)
+    mask = model_kwargs.get("attention_mask")
+    tokens = longest if mask is None or mask.dim() != 2 else mask.shape[1]
     whole = (
         chunk is None
-        or longest <= chunk
+        or tokens <= chunk
         or len(packed) < len(cache.layers)
         or cache.mixed
         or generation_mode not in CUT_BY_TRANSFORMERS

@@ -8,7 +8,6 @@ import torch
 
 from qattn_kernels.formats.contract import jit_of, side_tensors, sink_tensors
 from qattn_kernels.launch.constants import Sizes, sizes_of
-from qattn_kernels.launch.options import starts_early
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layout import ROW_FIELDS, RowState, State
@@ -107,9 +106,7 @@ def make_call(
     int8 |= short and any(jit_of(fmt).splits_int8 for fmt in (spec.k, spec.v))
     columns = tokens if short else 1
     asks = scores.softcap != 0, scores.window != 0
-    sizes = sizes_of(
-        spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, short and starts_early(key.device)
-    )
+    sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))
     sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5

@@ -37,7 +37,6 @@ class Sizes(NamedTuple):
         Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
         ONE_TOKEN: the call has one. INT8: products are of integers. Q_LEVELS: largest code of a query.
         SAS, SOFTCAP, LOCAL, SPARSE_V: whether that softmax, a cap of scores, a local window, sparse V is used.
-        DEPENDENT: kernels of the step start before the one ahead has ended, and wait (`jit/dependent.py`).
     PLAIN: the interpreter runs, which knows no assembly.
     """
 
@@ -73,7 +72,6 @@ class Sizes(NamedTuple):
     SOFTCAP: bool
     LOCAL: bool
     SPARSE_V: bool
-    DEPENDENT: bool
     PLAIN: bool
 
 
@@ -137,17 +135,9 @@ def power_of_two(n: int) -> int:
 
 @lru_cache(maxsize=1024)
 def sizes_of(
-    spec: LayerSpec,
-    heads: int,
-    group: int,
-    dim: int,
-    tokens: int,
-    int8: bool,
-    cap: bool,
-    local: bool,
-    dependent: bool = False,
+    spec: LayerSpec, heads: int, group: int, dim: int, tokens: int, int8: bool, cap: bool, local: bool
 ) -> Sizes:
-    """For a call of `tokens` new tokens, with a soft cap or a local window or neither; `dependent`: see `DEPENDENT`."""
+    """For a call of `tokens` new tokens, with a soft cap or a local window or neither."""
     at = spec.window
     columns = min(MOST_COLUMNS, max(LEAST_COLUMNS, power_of_two(tokens * group) * (1 + int8)))
     parts = max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
@@ -184,6 +174,5 @@ def sizes_of(
         SOFTCAP=cap,
         LOCAL=local,
         SPARSE_V=spec.sparsity.tau > 0,
-        DEPENDENT=dependent,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )

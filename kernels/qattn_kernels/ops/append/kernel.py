@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.dependent import await_previous_kernel
 from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, commit_row, load_row, settle_sinks, slot_bits, store_row
 from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_codes, row_before, with_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
@@ -237,7 +236,6 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
     """Program (block of the open span, head, row) of a call of at most `NEW` tokens; the decode commits the lengths.
     `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `CHOSEN`: bits of the
     tokens that the sink pool took, of `open_blocks` blocks a head."""
-    await_previous_kernel(C.DEPENDENT)
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row

@@ -9,7 +9,7 @@ from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import power_of_two
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import codes, dependent
+from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.ops.append.k_mean import mean_kernel
@@ -38,7 +38,7 @@ def rank(call: Call) -> None:
     launch(
         rank_kernel, (call.batch,),
         *call.new, *call.spans, call.row_state, dropped, call.k, call.v, *call.picked, priorities, call.blocks, short,
-        *functions, *kinds, size, **codes(size, 64 * 64), **dependent(size.DEPENDENT),
+        *functions, *kinds, size, **codes(size, 64 * 64),
     )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def append(call: Call) -> None:
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.blocks,
         k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
-        power_of_two(call.tokens), call.sizes, **codes(call.sizes), **dependent(call.sizes.DEPENDENT),
+        power_of_two(call.tokens), call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.head_bits import number
-from qattn_kernels.jit.dependent import await_previous_kernel
 from qattn_kernels.jit.rows import slot_bits
 from qattn_kernels.jit.tokens import chosen_bits, new_tokens, row_before, with_ring
 
@@ -100,7 +99,6 @@ def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
                 C: tl.constexpr):  # fmt: skip
     """Program (row). `KIND` -1: that side is not ranked. `PRIORITIES`: of `priorities_kernel`, but for a `SHORT` call,
     which seldom closes a row's first block."""
-    await_previous_kernel(C.DEPENDENT)
     b = tl.program_id(0)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if (row.closed == 0) & (row.closing > 0):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.dependent import await_previous_kernel
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks
 from qattn_kernels.jit.tile_order import token_order
@@ -119,7 +118,6 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     3: what of that sum was dropped. `scoring`: the fields of a `Scoring`.
     `SKIP_COUNTS`, `skip_limits` (tau, budget): of sparse V.
     """
-    await_previous_kernel(C.DEPENDENT)
     bh, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
@@ -170,7 +168,6 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
 
     `RESULT` `[B, T, Hq, D]`, `LSE` fp32 `[B, Hq, T]`.
     """
-    await_previous_kernel(C.DEPENDENT)
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
     if C.ENTRIES > 0:

@@ -9,7 +9,6 @@ import torch
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import dependent
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import chip_of, choose
@@ -49,7 +48,6 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         scoring, (sparsity.tau, sparsity.budget),
         *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
-        **dependent(size.DEPENDENT),
     )  # fmt: skip
     chunk = FEW_SPLITS if many <= FEW_SPLITS else MANY_SPLITS  # not of the capacity: sums must not depend on it
     out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
@@ -59,6 +57,6 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         parts, stats, skip_counts, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
         state["dropped"], call.blocks, splits, tokens,
         *tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk == FEW_SPLITS else 4,
-        enable_fp_fusion=True, **dependent(size.DEPENDENT),
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

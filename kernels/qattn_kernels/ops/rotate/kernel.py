@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.dependent import await_previous_kernel
-
 
 @triton.jit
 def _butterflies(x):
@@ -40,13 +38,12 @@ def _turn(X, OUT, x_strides, out_strides, SIGNS, rows, heads, tokens, unit, BACK
 @triton.jit
 def rotate_kernel(X, OUT, x_strides, out_strides, SIGNS, rows, heads, tokens, unit, COUNT: tl.constexpr,
                   BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
-                  ROWS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                  ROWS: tl.constexpr):  # fmt: skip
     """Program (tile, tensor): `ROWS` blocks of `SIZE` channels, of `DIM // SIZE` in each token of each head.
 
     `X`, `OUT` `COUNT` tensors each, their strides three to a tensor; `rows` and `heads` of each; `unit` makes the
     transform orthonormal. `BACK`: the inverse.
     """
-    await_previous_kernel(DEPENDENT)
     for i in tl.static_range(COUNT):
         if tl.program_id(1) == i:
             if tl.program_id(0) * ROWS < rows[i] * (DIM // SIZE):

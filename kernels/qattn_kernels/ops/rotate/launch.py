@@ -7,7 +7,6 @@ import math
 import torch
 
 from qattn_kernels.launch.launches import constant, launch
-from qattn_kernels.launch.options import dependent, starts_early
 from qattn_kernels.ops.rotate.kernel import rotate_kernel
 from qattn_kernels.ops.rotate.reference import signs
 
@@ -24,12 +23,12 @@ def rotate(tensors: list[torch.Tensor], back: bool = False) -> list[torch.Tensor
     heads = tuple(x.shape[1] for x in given)
     batch, _, tokens, dim = given[0].shape
     rows, size = tuple(batch * h * tokens for h in heads), dim & -dim
-    tile, early = NUMBERS // size, starts_early(given[0].device)
+    tile = NUMBERS // size
     launch(
         rotate_kernel, (-(-max(rows) * (dim // size) // tile), len(given)),
         tuple(given), tuple(out), *(tuple(s for x in part for s in x.stride()[:3]) for part in (given, out)),
         constant(signs, dim, given[0].device), rows, heads, tokens, 1 / math.sqrt(size),
-        COUNT=len(given), BACK=back, DIM=dim, SIZE=size, STAGES=size.bit_length() - 1, ROWS=tile, DEPENDENT=early,
-        enable_fp_fusion=False, num_warps=4, **dependent(early),
+        COUNT=len(given), BACK=back, DIM=dim, SIZE=size, STAGES=size.bit_length() - 1, ROWS=tile,
+        enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     return out

@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.dependent import await_previous_kernel
 from qattn_kernels.jit.math import round_even
 from qattn_kernels.jit.rows import FOREVER, flip_bits, packed_since, slot_bits
 from qattn_kernels.jit.tokens import new_tokens, ring_codes, row_before, with_ring
@@ -163,7 +162,6 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     """Program (head, row), before the append: the pool competes with each block that closes. `CHOSEN`: one bit for each
     token of the `open_blocks` blocks of the open span, for those that close; `MOVED`: see `moved_tokens`; `SIZES`: of
     `sizes_kernel`, but for a `SHORT` call, which closes one block at most."""
-    await_previous_kernel(C.DEPENDENT)
     SINKS: tl.constexpr = C.SINKS
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)

@@ -7,7 +7,7 @@ import torch
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import codes, dependent
+from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel, sizes_kernel
@@ -33,7 +33,7 @@ def compete(call: Call) -> None:
         pool_kernel, (size.H, call.batch),
         *call.new, *call.spans, call.row_state, dropped, call.k, call.v, call.k_sinks, call.v_sinks, call.table,
         call.chosen, call.moved, key_sizes, call.blocks, open_blocks, short, k.quantize_tokens, v.quantize_tokens, size,
-        **options, **dependent(size.DEPENDENT),
+        **options,
     )  # fmt: skip
 
 
