@@ -206,7 +206,9 @@ def _marked(span: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
 
     It looks at prompts alone: that waits for the device, once a forward.
     """
-    if torch.compiler.is_compiling() or capturing() or (new is not None and new.shape[1] <= SHORT_CALL):
+    if torch.compiler.is_compiling() or capturing():
+        return span
+    if new is not None and (new.is_meta or new.shape[1] <= SHORT_CALL):
         return span
     if new is None or bool(new.all()):
         setattr(span, UNPADDED, True)
