@@ -98,7 +98,9 @@ def test_the_attention_allocates_what_is_predicted(method, tokens, past):
     assert found[1] == pytest.approx(found[0], rel=0.02)  # GPUs differ in how many parts a step has
 
 
-@pytest.mark.parametrize("method", ["turbo", "kivi:bits=4", "int8", "sinkq"])
+@pytest.mark.parametrize(
+    "method", ["turbo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kivi:bits=4", "int8", "sinkq"))]
+)
 def test_weights_and_cache_are_what_generate_allocates(method):
     config = config_of()
     model = patch(tiny_llama(**config.to_diff_dict()).float(), method)
