@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 from qattn_kernels.layer.arena import decode_layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.step.operator import check_capacity, rotated
 
 # Rows times squared tokens from which the time saved is more than what cuDNN takes to plan each new shape.
 WORTH = 2**26
@@ -68,7 +69,6 @@ def attend_prompt(
     from qattn_kernels.ops.prefill.launch import prefill
     from qattn_kernels.ops.rotate import launch as rotation
     from qattn_kernels.step.kernels import write_long
-    from qattn_kernels.step.operator import check_capacity, rotated
 
     where = decode_layout(layout, key.shape[0], blocks)
     state, spec = views(arena, where), where.spec
