@@ -83,7 +83,8 @@ def attention(
     attended = without_gradient(
         lambda: handle.layer.attend(query, handle, span, scores, unpadded)[0], query, key.key, key.value
     )
-    return attended[:, :, -queries:].transpose(1, 2).contiguous(), None
+    attended = attended if handle is key else attended[:, :, -queries:]
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def refuse_arguments(
@@ -204,7 +205,7 @@ def mask(
 def _marked(span: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
     """`span` with the mark `UNPADDED` if the host may look whether the new columns `[B, T]` are all real, and they are.
 
-    It looks at prompts alone: that waits for the device, once a forward.
+    It looks at the masks of prompts alone: that waits for the device, once a forward.
     """
     if torch.compiler.is_compiling() or capturing():
         return span

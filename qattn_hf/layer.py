@@ -215,12 +215,12 @@ class QAttnLayer(CacheLayerMixin):
         else:
             past = self._blocks_for(self.reserve(tokens))
             self.torn = True  # until the call has ended
-        assert self.arena is not None
-        key, value, where = handle.key, handle.value, (self.arena, self._layout, self.blocks)
+        key, value = handle.key, handle.value
         result: tuple[torch.Tensor, torch.Tensor | None]
         if counts and unpadded and past == 0 and by_sdpa(query, key, value, self.spec, scores):
-            result, prompt_by = (attend_prompt(query, key, value, span, *where, scores), None), "sdpa"
+            result, prompt_by = (attend_prompt(query, key, value, span, self.state, self.spec, scores), None), "sdpa"
         else:
+            where = self.arena, self._layout, self.blocks
             sizes = scores.scale, scores.softcap, scores.window, scores.sinks
             result, prompt_by = attend(query, key, value, span, *where, *sizes, past), self.spec.impl
         if counts:

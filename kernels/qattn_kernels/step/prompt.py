@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from qattn_kernels.layer.arena import decode_layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
 from qattn_kernels.step.operator import check_capacity, rotated
 
 # Rows times squared tokens from which the time saved is more than what cuDNN takes to plan each new shape.
@@ -48,12 +48,11 @@ def attend_prompt(
     key: torch.Tensor,
     value: torch.Tensor,
     span: torch.Tensor,
-    arena: torch.Tensor,
-    layout: str,
-    blocks: int,
+    state: State,
+    spec: LayerSpec,
     scores: Scores,
 ) -> torch.Tensor:
-    """Write a prompt and attend, where `by_sdpa` holds; arguments as of `step.operator.attend`.
+    """Write a prompt and attend, where `by_sdpa` holds; arguments as of `step.reference.reference_step`.
 
     SDPA gives NaN to every query behind a key or value that is not finite. While it runs the host reads whether the
     kernels met one; then they attend too, and mask it.
@@ -70,8 +69,6 @@ def attend_prompt(
     from qattn_kernels.ops.rotate import launch as rotation
     from qattn_kernels.step.kernels import write_long
 
-    where = decode_layout(layout, key.shape[0], blocks)
-    state, spec = views(arena, where), where.spec
     check_capacity(state, spec, span)
     with torch.cuda.device_of(query):
         q, k, v = rotated(query, key, value, spec.compute, rotation.rotate)
