@@ -103,7 +103,7 @@ def _child(model_type: str, pipe: Any) -> None:
 
 
 def measured_apart(model_type: str, seconds: float) -> dict[str, Any]:
-    """`measure` in a process of its own, which ends after `seconds`."""
+    """`measure` in a process of its own, which ends after `seconds`: an error, whoever took too long or crashed."""
     fork = multiprocessing.get_context("fork")  # everything is imported already
     ours, theirs = fork.Pipe(duplex=False)
     process = fork.Process(target=_child, args=(model_type, theirs))
@@ -111,9 +111,9 @@ def measured_apart(model_type: str, seconds: float) -> dict[str, Any]:
     process.start()
     theirs.close()
     try:
-        row: dict[str, Any] = ours.recv() if ours.poll(seconds) else {"result": "stock", "reason": f"over {seconds} s"}
+        row: dict[str, Any] = ours.recv() if ours.poll(seconds) else {"result": "error", "reason": f"over {seconds} s"}
     except EOFError:
-        row = {"result": "stock", "reason": "its process ended"}
+        row = {"result": "error", "reason": "its process ended"}
     process.kill()
     process.join()
     return {"model_type": model_type, **row, "seconds": round(time.perf_counter() - began, 1)}
