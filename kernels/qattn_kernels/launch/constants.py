@@ -10,6 +10,8 @@ from qattn_kernels.layer.spec import LayerSpec
 
 LEAST_COLUMNS = 8  # of a tensor core tile
 MOST_COLUMNS = 32  # of one program; more queries of a short call go to more programs
+RING_TILE = 64  # slots of the ring that a decode reads at a time
+WHOLE_RING = 128  # slots at most that one program reads: one tile is open there but for steps that close a block
 
 
 class Sizes(NamedTuple):
@@ -33,7 +35,7 @@ class Sizes(NamedTuple):
         ENTRIES: places of its table, 0 without a pool. SINKS: in the pool. EVICTED: in the window behind it.
         CROP_BLOCKS: blocks that a crop can reopen.
     A decode:
-        OPEN: splits that are no packed blocks, but the ring or sinks.
+        OPEN: splits that are no packed blocks, but parts of the ring, or sinks. RING_PARTS: of the ring.
         Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
         ONE_TOKEN: the call has one. INT8: products are of integers. Q_LEVELS: largest code of a query.
         SAS, SOFTCAP, LOCAL, SPARSE_V: whether that softmax, a cap of scores, a local window, sparse V is used.
@@ -63,6 +65,7 @@ class Sizes(NamedTuple):
     EVICTED: int
     CROP_BLOCKS: int
     OPEN: int
+    RING_PARTS: int
     Q: int
     N: int
     ONE_TOKEN: bool
@@ -141,6 +144,8 @@ def sizes_of(
     at = spec.window
     columns = min(MOST_COLUMNS, max(LEAST_COLUMNS, power_of_two(tokens * group) * (1 + int8)))
     parts = max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
+    ring = at.ring if spec.k.windowed else 0
+    ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)
     return Sizes(
         H=heads,
         G=group,
@@ -149,7 +154,7 @@ def sizes_of(
         BLOCK=at.block,
         SPAN=at.span,
         RESIDUAL=at.residual,
-        RING=at.ring if spec.k.windowed else 0,
+        RING=ring,
         K_LOW=int(spec.k.core.low_kind(heads)),
         V_LOW=int(spec.v.core.low_kind(heads)),
         K_BITS=spec.k.core.kernel_bits(heads),
@@ -158,7 +163,8 @@ def sizes_of(
         V_CHANNELS=spec.v.channel_group(dim),
         PARTS=parts,
         FOURS=at.block // (8 * parts) % 4 == 0,
-        OPEN=int(spec.k.windowed) + int(spec.sink_pool.num > 0),
+        OPEN=ring_parts + int(spec.sink_pool.num > 0),
+        RING_PARTS=ring_parts,
         ENTRIES=spec.sink_pool.entries(at),
         SINKS=spec.sink_pool.num,
         EVICTED=spec.sink_pool.window,

@@ -1,5 +1,5 @@
 """Decode attention in Triton: split-KV, as in FlashDecoding. One program a split of a row's packed blocks, and one for
-the open tokens; then a merge by the log-sum-exp of each.
+each part of the open tokens; then a merge by the log-sum-exp of each.
 
 TurboAttention, Algorithm 2, with the key channel scale folded into the query and the value channel scale into the
 accumulator. `ops/decode/reference.py` is the specification; `parts.py` has the online softmax of each split. Queries
@@ -103,9 +103,9 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
                   K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
                   CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
-    """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first split is the ring,
-    the second the sinks that are kept out of the blocks. Those of all rows start first: one of them may take longest,
-    and one that starts late would be waited for.
+    """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first splits are the
+    ring, the next the sinks that are kept out of the blocks. Those of all rows start first: one of them may take
+    longest, and one that starts late would be waited for.
 
     The other splits share a row's blocks evenly (`blocks_per_split`).
 
@@ -143,10 +143,10 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
         program = Program(b, h, bh, row, dropped, q_pos, query, scores)
         if split < C.OPEN:
             if C.RING > 0:
-                if split == 0:
-                    sums, skips = ring_part(K, V, program, sums, skips, RING_SCORES, RING_VALUES, C)
+                if split < C.RING_PARTS:
+                    sums, skips = ring_part(K, V, program, split, sums, skips, RING_SCORES, RING_VALUES, C)
             if C.ENTRIES > 0:
-                if split == 1:
+                if split == C.RING_PARTS:
                     sums, skips = sink_part(K_SINKS, V_SINKS, TABLE, program, sums, skips, RING_SCORES, RING_VALUES, C)
         else:
             share = 1.0 / tl.cdiv(blocks, per_split)

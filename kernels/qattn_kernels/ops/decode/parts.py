@@ -15,10 +15,11 @@ from qattn_kernels.formats.head_bits import ALL, NONE
 from qattn_kernels.jit.math import NOTHING
 from qattn_kernels.jit.rows import FOREVER, packed_since, slot_bits
 from qattn_kernels.jit.tile_order import token_order
+from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.weights import count_visible, known_mass, may_skip, soft_cap, weigh
 from qattn_kernels.ops.sink_pool.kernel import moved_tokens, sinks_visible, visible_from
 
-RING_TILE = tl.constexpr(64)  # slots of the ring at a time, which it is a multiple of
+RING_TILE = tl.constexpr(constants.RING_TILE)
 SINK_TILE = tl.constexpr(32)  # entries of the table of sinks at a time
 
 
@@ -136,11 +137,13 @@ def _mask_ring(s, slot, program, C: tl.constexpr):
 
 
 @triton.jit
-def ring_part(K, V, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Attention over the ring, in the order of its slots: the tokens that were open before the call and its own."""
+def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Attention over one of the `C.RING_PARTS` parts of the ring, in the order of its slots: the tokens that were open
+    before the call and its own."""
     row, scoring = program.row, program.scoring
     at = program.bh.to(tl.int64) * C.RING
-    for start in tl.range(0, C.RING, RING_TILE, num_stages=1):
+    SLOTS: tl.constexpr = C.RING // C.RING_PARTS
+    for start in tl.range(part * SLOTS, (part + 1) * SLOTS, RING_TILE, num_stages=1):
         behind = (start - row.open_start % C.RING + C.RING) % C.RING  # slots from the first open token to this tile
         if (behind < row.length + row.count - row.open_start) | (behind > C.RING - RING_TILE):
             s = SCORES(K, at + start, RING_TILE, program.query, scoring.scale, C)
