@@ -37,6 +37,7 @@ KNOWN = (
     "decode",
     "prefill",
     "generate",
+    "throughput",
     "first-call",
 )
 TRAINED = KNOWN[1:7]  # what trained models show: they need the yardstick's folder

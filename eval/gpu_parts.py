@@ -50,6 +50,7 @@ def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: P
         "decode": [("speed-decode", bench("decode", *methods, *options))],
         "prefill": [("speed-prefill", bench("prefill", *prefilled, *options))],
         "generate": [("speed-generate", bench("generate", "--way", "all", *options))],
+        "throughput": [("speed-throughput", bench("throughput", *options))],
         "first-call": [("speed-first-call", bench("first-call", *first_calls))],
     }
     if yardstick is not None:

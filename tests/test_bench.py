@@ -11,10 +11,10 @@ from helpers import Case, attention_fp64, case_id, cases, feed, make_layer, rand
 from torch.nn.attention import SDPBackend
 
 from qattn_hf import patch
-from qattn_hf.bench import decode, generate, layers, sdpa, tables
+from qattn_hf.bench import decode, generate, layers, sdpa, tables, throughput
 from qattn_hf.bench.layers import Heads
 from qattn_hf.bench.timing import Times, measure
-from qattn_hf.bench.ways import all_ways, default_ways
+from qattn_hf.bench.ways import all_ways, captured_step, default_ways
 from qattn_hf.cli import main
 from qattn_hf.cli.bench import chosen_methods
 from qattn_hf.origin import device_name
@@ -194,6 +194,30 @@ def test_generate_times_every_way(bench):
     assert rows["floor"]["kv_bytes"] == 0 and rows["turbo eager"]["impl"] == "reference"
 
 
+def test_throughput_gives_each_cache_the_rows_that_fit_the_same_memory(bench):
+    code, out, err = bench("throughput", "--json", "--method", "int8", "--method", "turbo")
+    rows = {row["way"]: row for row in map(json.loads, out.splitlines())}
+    stock, packed = rows["DynamicCache, flash"], rows["int8 eager"]
+    assert code == 0 and list(rows) == ["DynamicCache, flash", "int8 eager", "turbo eager"]
+    assert packed["batch"] > stock["batch"] and "tokens a second" in err
+    for row in rows.values():
+        assert row["kv_mib"] * 2**20 * (1 - 2 / row["batch"]) < row["kv_bytes"] <= row["kv_mib"] * 2**20 * 1.2
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["ms_per_token"] * 1e3, rel=1e-3)
+
+
+def test_the_best_of_sdpa_is_a_step_over_the_whole_context():
+    """What a GPU captures, run here as it is: each layer attends to as many tokens as the context has."""
+    model = tiny_llama()
+    shapes, before = throughput.heads_of(model), model.config._attn_implementation
+    with throughput.with_sdpa(model, shapes, 3, 70, sdpa.BACKENDS["flash"]) as caches:
+        untouched = [cache.k.clone() for cache in caches]
+        assert captured_step(model, 3, replays=1) > 0
+    assert model.config._attn_implementation == before and len(caches) == model.config.num_hidden_layers
+    for cache, k in zip(caches, untouched, strict=True):
+        assert cache.k.shape == (3, shapes[0].kv, 70, shapes[0].dim)
+        assert torch.equal(cache.k[:, :, :-1], k[:, :, :-1]) and not torch.equal(cache.k, k)
+
+
 def test_a_way_under_a_wrong_name_is_refused():
     """A step that was to be captured and ran eagerly must not give its figures to the captured one."""
     model = tiny_llama()
@@ -234,9 +258,10 @@ def test_ways_of_a_gpu_leave_no_trace(monkeypatch):
     )
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
     ways = all_ways(find_recipes(["turbo"]), torch.device("cuda"))
-    chosen = [ways[name] for name in ("floor", "floor, captured", "turbo compile", "StaticCache")]
+    names = ("floor", "floor, captured", "floor, compiled and captured", "turbo compile", "StaticCache")
+    chosen = [ways[name] for name in names]
     rows = {row["way"]: row for row in generate.rows([generate.Point(1, 70)], chosen, model, CPU, 5)}
-    assert [row["decode"] for row in rows.values()] == ["eager", "captured", "compile", "compile"]
+    assert [row["decode"] for row in rows.values()] == ["eager", "captured", "captured", "compile", "compile"]
     assert rows["floor, captured"]["step_ms"] > 0
     assert set(model.__dict__) == before and model.config._attn_implementation == attention
 

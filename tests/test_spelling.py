@@ -26,6 +26,7 @@ COMMANDS = {
     "bench prefill": ("--heads", "0"),
     "bench generate": ("--way", "turbo eagre"),
     "bench first-call": ("--device", "none"),
+    "bench throughput": ("--device", "none"),
     "warm": ("./missing",),
 }
 AFTERWARDS = ("./missing", "--heads 0", "turbo eagre", "device string: none")  # what is found last

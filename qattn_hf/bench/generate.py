@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from qattn_hf.bench.model import kv_bytes
 from qattn_hf.bench.timing import attempt, release, synchronize
-from qattn_hf.bench.ways import Way, capture_floor
+from qattn_hf.bench.ways import Way
 from qattn_hf.cache import QAttnCache
 from qattn_hf.reporting import report
 
@@ -104,8 +104,9 @@ def rows(
 
 
 def _measured(model: PreTrainedModel, way: Way, ids: torch.Tensor, new_tokens: int) -> dict[str, Any]:
-    if way.decode == "captured":
-        return {"decode": "captured", "impl": None, "step_ms": _round(capture_floor(model, ids.shape[0]))}
+    if way.step is not None:
+        with way.prepared(model):
+            return {"decode": way.decode, "impl": None, "step_ms": _round(way.step(model, ids.shape[0]))}
     with way.prepared(model):
         cold = generate(model, ids, new_tokens, way.inputs(model), watch=True)
         cold = cold._replace(cache=None)  # free its memory before the second run

@@ -29,20 +29,23 @@ def need_matplotlib(option: str = "--plot") -> None:
         raise QAttnError(f"{option} needs matplotlib: pip install matplotlib, or qattn-hf[plot]") from None
 
 
-def draw(rows: list[Row], target: Path) -> None:
+def draw(rows: list[Row], target: Path, measured_on: str | None = None, metadata: dict[str, str] | None = None) -> None:
     """Plot the rows of one bench.
 
     Args:
         rows: of `decode.rows`, `prefill.rows` or `generate.rows`.
         target: image file to write, such as a .png.
+        measured_on: for the title. None: this machine's device and torch.
+        metadata: kept in the image file.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     drawers = {"decode": _decode, "prefill": _prefill, "generate": _generate}
     drawers[rows[0]["bench"]](figure, [row for row in rows if "error" not in row and row.get("room", 1) == 1])
-    figure.suptitle(f"{TITLES[rows[0]['bench']]}, {device_name()}, torch {versions()['torch']}", fontsize="medium")
-    figure.savefig(target, dpi=150)
+    measured_on = measured_on or f"{device_name()}, torch {versions()['torch']}"
+    figure.suptitle(f"{TITLES[rows[0]['bench']]}, {measured_on}", fontsize="medium")
+    figure.savefig(target, dpi=110, metadata=metadata)
 
 
 def _decode(figure: Any, rows: list[Row]) -> None:
@@ -61,7 +64,7 @@ def _decode(figure: Any, rows: list[Row]) -> None:
         axes.set(title=f"batch {batch}", xlabel="cached tokens", yscale="log")
         axes.set_xscale("log", base=2)
     plots[0].set_ylabel("ms, one layer's decode step")
-    plots[0].legend()
+    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 def _prefill(figure: Any, rows: list[Row]) -> None:

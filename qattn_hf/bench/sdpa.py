@@ -48,7 +48,7 @@ class Cache:
             self.v.index_copy_(2, self.last, v)
             with sdpa_kernel(backend.kernel):
                 if backend.packed:
-                    return F.scaled_dot_product_attention(packed, self.k, self.v).view(q.shape)
+                    return F.scaled_dot_product_attention(packed, self.k, self.v).reshape(q.shape)
                 return F.scaled_dot_product_attention(q, self.k, self.v, enable_gqa=True)
 
         return run

@@ -93,11 +93,25 @@ def first_call_table(rows: list[Row]) -> Table:
     return ["way", "kernels on disk", "compiled", "wait, s"], lines
 
 
+def throughput_table(rows: list[Row]) -> Table:
+    """Rows that fit the same memory, and tokens a second of all of them, with the gain over the fastest stock way."""
+    lines = []
+    for (kv_mib, context), found in by_point(rows, "kv_mib", "context").items():
+        best = max((row["tokens_per_s"] for row in found if not row["packed"] and "error" not in row), default=None)
+        for row in found:
+            gain = f" ({row['tokens_per_s'] / best:.2f}x)" if best and row["packed"] and "error" not in row else ""
+            figures = [_figure(row, "batch", ".0f"), _figure(row, "ms_per_token", ".2f")]
+            lines.append([f"{kv_mib / 1024:g}", str(context), row["way"], *figures,
+                          _figure(row, "tokens_per_s", ".0f") + gain])  # fmt: skip
+    return ["KV, GiB", "context", "way", "rows", "ms a token", "tokens a second"], lines
+
+
 TABLES = {
     "decode": decode_table,
     "prefill": prefill_table,
     "generate": generate_table,
     "first-call": first_call_table,
+    "throughput": throughput_table,
 }
 
 

@@ -21,6 +21,7 @@ from qattn_hf.bench.timing import capture, release, synchronize
 from qattn_hf.recipe import Recipe, find_recipe
 
 DECODE_PATHS = ("graph", "compile", "eager")
+COMPILED_FLOOR = "floor, compiled and captured"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Way:
         packed: whether it is a packed cache.
         prepared: context manager in which the model generates, such as a patch.
         inputs: further arguments of `generate`.
+        step: in place of `generate`, milliseconds of a bare step with so many rows.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Way:
     packed: bool
     prepared: Callable[[PreTrainedModel], AbstractContextManager]
     inputs: Callable[[PreTrainedModel], dict[str, Any]] = lambda model: {}
+    step: Callable[[PreTrainedModel, int], float] | None = None
 
 
 def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]:
@@ -51,7 +54,10 @@ def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]
     cuda = device.type == "cuda"
     ways = [
         Way("floor", "eager", False, _floor, lambda model: {"past_key_values": counting_cache(model)}),
-        *([Way("floor, captured", "captured", False, _floor)] if cuda else []),
+        *(
+            Way(name, "captured", False, _floor, step=partial(captured_step, compiled=name == COMPILED_FLOOR))
+            for name in (("floor, captured", COMPILED_FLOOR) if cuda else ())
+        ),
         *(
             Way(f"{name} {path}", path, True, partial(_packed, recipe=recipe, decode=path))
             for name, recipe in recipes.items()
@@ -66,8 +72,8 @@ def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]
 
 
 def default_ways(ways: dict[str, Way]) -> list[Way]:
-    """The ways measured by default: all but packed caches with `decode="compile"`."""
-    return [way for way in ways.values() if not (way.packed and way.decode == "compile")]
+    """The ways measured by default: all but those that wait for `torch.compile` beside `StaticCache`."""
+    return [way for way in ways.values() if way.name != COMPILED_FLOOR and not (way.packed and way.decode == "compile")]
 
 
 @contextmanager
@@ -103,8 +109,15 @@ def _forget_compiled(model: PreTrainedModel) -> None:
 @contextmanager
 def _floor(model: PreTrainedModel) -> Iterator[None]:
     register_floor()
+    with with_attention(model, FLOOR):
+        yield
+
+
+@contextmanager
+def with_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Context in which a model attends by the function that is registered as `name`."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(FLOOR)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
@@ -112,23 +125,30 @@ def _floor(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def capture_floor(model: PreTrainedModel, batch: int, replays: int = 50) -> float:
-    """Median milliseconds of the floor's step and argmax, captured in one CUDA graph and synchronized after each."""
+def captured_step(model: PreTrainedModel, batch: int, replays: int = 50, compiled: bool = False) -> float:
+    """Median milliseconds of a model's step and argmax, captured in one CUDA graph and synchronized after each.
+
+    The model's attention must need no cache, as the floor's does.
+
+    Args:
+        compiled: whether `torch.compile` makes the step's kernels.
+    """
     device = model.device
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    positions = torch.zeros_like(token)
+    positions, cache = torch.zeros_like(token), counting_cache(model)
 
-    def step() -> None:
-        logits = model(token, position_ids=positions, past_key_values=counting_cache(model), use_cache=True).logits
+    def call() -> None:
+        logits = model(token, position_ids=positions, past_key_values=cache, use_cache=True).logits
         token.copy_(logits[:, -1:].argmax(-1))
 
+    step = torch.compile(call) if compiled else call
     seconds = []
-    with _floor(model):
+    for _ in range(3):  # the first ones compile
         step()
-        replay = capture([step], device)
-        for _ in range(replays):
-            began = time.perf_counter()
-            replay()
-            synchronize(device)
-            seconds.append(time.perf_counter() - began)
+    replay = capture([step], device)
+    for _ in range(replays):
+        began = time.perf_counter()
+        replay()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
     return statistics.median(seconds) * 1e3

@@ -29,6 +29,7 @@ CPU_NOTE = (
 )
 DEFAULT = ("turbo", "int8", "none")
 DEFAULT_OF_GENERATE = ("turbo", "int8")
+DEFAULT_OF_THROUGHPUT = ("int8", "turbo", "turbo:bits=mixed", "kivi:bits=2,group_size=128,residual_length=32")
 MethodsOption = Annotated[list[str] | None, methods_option(DEFAULT)]
 BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Rows; may be repeated.")]
 ContextOption = Annotated[list[int] | None, typer.Option("--context", min=1, help="Cached tokens; may be repeated.")]
@@ -138,6 +139,31 @@ def first_call(
 
     recipes = find_recipes(method or DEFAULT_OF_GENERATE)
     show(measured.rows(list(recipes), chosen_device(device)), as_json, output, None)
+
+
+@bench.command("throughput")
+def throughput(
+    method: Annotated[list[str] | None, methods_option(DEFAULT_OF_THROUGHPUT)] = None,
+    kv_mib: Annotated[
+        list[int] | None,
+        typer.Option("--kv-mib", min=1, help="MiB of keys and values that rows share; may be repeated."),
+    ] = None,
+    context: ContextOption = None,
+    quick: QuickOption = False,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Tokens a second of a model of Llama-3.1-8B's shape with as many rows as fit the same memory, packed and stock.
+
+    Example: qattn bench throughput --method turbo --kv-mib 40960 --context 8192
+    """
+    from qattn_hf.bench import throughput as measured
+    from qattn_hf.recipe import find_recipes
+
+    recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
+    points = chosen_points(measured, quick, where, kv_mib, context)
+    show(measured.rows(points, recipes, bench_model(None, quick, where), where), as_json, output, None)
 
 
 def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
@@ -251,13 +277,13 @@ def show(rows: Iterator[dict[str, Any]], as_json: bool, output: Path | None, plo
 
 def progress(row: dict[str, Any]) -> str:
     """One line about a measured row, for stderr."""
-    keys = "batch", "context", "tokens", "cache", "kernels"
+    keys = "kv_mib", "batch", "context", "tokens", "cache", "kernels"
     place = ", ".join(f"{key} {row[key]}" for key in keys if key in row)
     place += f", room for {row['context'] * row['room']}" if row.get("room", 1) > 1 else ""
     if "error" in row:
         return f"{place}: {row['way']}: {row['error']}"
     figures = {"ms": "ms", "tops": "TOPS", "gb_per_s": "GB/s", "ms_per_token": "ms a token", "step_ms": "ms a step"}
-    figures["wait_s"] = "s of waiting"
+    figures |= {"wait_s": "s of waiting", "tokens_per_s": "tokens a second"}
     values = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in figures.items() if row.get(key) is not None)
     ran = ", ".join(str(row[key]) for key in ("impl", "decode") if row.get(key))
     return f"{place}: {row['way']}: {values}" + (f" ({ran})" if ran else "")
