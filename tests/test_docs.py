@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s:]+)\)")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -54,6 +55,11 @@ def test_relative_links_and_anchors_exist(path: Path):
         if not found.exists() or (anchor and anchor not in anchors_of(found)):
             broken.append(link)
     assert broken == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_pictures_exist(path: Path):
+    assert [name for name in IMAGE.findall(prose_of(path)) if not (path.parent / name).is_file()] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)

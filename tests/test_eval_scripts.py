@@ -29,8 +29,8 @@ def script(name: str) -> ModuleType:
     return module
 
 
-record, tables, gpu, gpu_parts, gpu_tests, recipes = (
-    script(name) for name in ("record", "tables", "gpu", "gpu_parts", "gpu_tests", "recipes")
+record, tables, gpu, gpu_parts, gpu_tests, recipes, pictures = (
+    script(name) for name in ("record", "tables", "gpu", "gpu_parts", "gpu_tests", "recipes", "pictures")
 )
 
 
@@ -257,6 +257,21 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
             gpu.main(arguments)
     said = capsys.readouterr().err
     assert "the parts are tests, recipes" in said and "needs --yardstick" in said
+
+
+def test_pictures_show_the_recorded_rows():
+    image = pytest.importorskip("PIL.Image", reason="pictures need matplotlib, which brings Pillow")
+    rows, where = pictures.decode_rows(pictures.RESULTS)
+    with image.open(pictures.DECODE) as picture:
+        assert picture.text["Source"] == pictures.digest(rows), "stale: run python eval/pictures.py"
+    assert where and {row["batch"] for row in rows} == set(pictures.BATCHES)
+
+
+@pytest.mark.parametrize("points, wanted", [({0: 1.0, 1000: 1.5}, 500), ({512: 0.1, 2048: 0.1, 8192: 0.1}, 0)])
+def test_a_slope_is_in_microseconds_a_thousand_tokens(points, wanted):
+    from speed_tables import slope
+
+    assert slope(points) == pytest.approx(wanted)
 
 
 def test_a_tuned_recipe_is_compared_as_it_was_recorded(tmp_path):

@@ -1,0 +1,73 @@
+"""What the records of speed show beside `qattn bench`: growth with the context, other heads, long prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recorded import load, markdown
+
+from qattn_hf.bench.tables import best_stock, by_point, ways
+
+Row = dict[str, Any]
+GIB = 2**30
+NOT_MEASURED = "Not measured yet."
+
+
+def slope(points: dict[int, float]) -> float:
+    """Least-squares slope of milliseconds over contexts, in microseconds a thousand tokens."""
+    n, mean_x, mean_y = len(points), sum(points) / len(points), sum(points.values()) / len(points)
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in points.items()) / n
+    return 1e6 * covariance / (sum((x - mean_x) ** 2 for x in points) / n)
+
+
+def slopes_table(results: Path) -> str:
+    """How a layer's decode step grows with the context, a thousand tokens of each row, and its share of the best
+    SDPA's."""
+    rows = [row for result in load(results, "speed-decode") for row in result["rows"]]
+    if not rows:
+        return NOT_MEASURED
+    tight = [row for row in rows if row["room"] == 1]
+    methods, lines = ways(tight, packed=True), []
+    for (batch,), found in sorted(by_point(tight, "batch").items()):
+        best = {key[0]: stock["ms"] for key, here in by_point(found, "context").items() if (stock := best_stock(here))}
+        per = {name: slope({row["context"]: row["ms"] for row in found if row["way"] == name}) for name in methods}
+        span = f"{min(best)} to {max(best)}"
+        cells = [f"{per[name]:.2f} ({per[name] / slope(best):.2f})" for name in methods]
+        lines.append([str(batch), span, f"{slope(best):.2f}", *cells])
+    return markdown(["B", "contexts", "best SDPA, us", *(f"{name}, us" for name in methods)], lines)
+
+
+def heads_table(results: Path) -> str:
+    """Speed-up of a decode step over the best SDPA by the heads of the layer."""
+    rows = [row for result in load(results, "speed-heads") for row in result["rows"] if row["room"] == 1]
+    if not rows:
+        return NOT_MEASURED
+    methods, lines = ways(rows, packed=True), []
+    for (query, kv, dim, batch, context), found in by_point(
+        rows, "heads", "kv_heads", "head_dim", "batch", "context"
+    ).items():
+        stock = best_stock(found)
+        if stock is not None:
+            times = {row["way"]: row["ms"] for row in found if row["packed"] and "ms" in row}
+            cells = [f"{stock['ms'] / times[name]:.2f}x" if name in times else "" for name in methods]
+            lines.append([f"{query}, {kv}, {dim}", f"{batch} x {context}", f"{stock['ms']:.4f}", *cells])
+    return markdown(["query heads, KV heads, head dim", "B x context", "best SDPA, ms", *methods], lines)
+
+
+def long_prompts_table(results: Path) -> str:
+    """Seconds to the first token and the prompt's peak of memory, by the tokens of a call."""
+    rows = [row for result in load(results, "long-prompts") for row in result["rows"]]
+    lines = [
+        [
+            "`DynamicCache`" if row["method"] == "full" else f"`{row['method']}`",
+            str(row["tokens"]),
+            str(row["prefill_chunk_size"]),
+            f"{row['first_token_s']:.2f}",
+            f"{row['kv_bytes'] / GIB:.2f}",
+            f"{row['peak_over_weights_and_cache'] / GIB:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["cache", "tokens", "tokens of a call", "first token, s", "KV, GiB", "peak over weights and KV, GiB"]
+    return markdown(header, lines) if rows else NOT_MEASURED
