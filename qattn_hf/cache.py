@@ -123,17 +123,34 @@ class QAttnCache(Cache):
         Returns:
             the same `Handle` twice, in place of keys and values; keys and values of a layer that is the model's own.
         """
-        if self.pool is not None and not self.layers[layer_idx].is_initialized and not torch.compiler.is_compiling():
-            if self.layers[0].planned and not any(layer.is_initialized for layer in self.layers):
-                self.layers = self.pool.take(self.layers, key_states, value_states)
-                # a list of its own: `self.layers` may be held by others when this cache is gone
-                weakref.finalize(self, self.pool.put, [*self.layers]).atexit = False
-            if not self.layers[layer_idx].is_initialized:
-                self.pool.allocate(self.layers[layer_idx].lazy_initialization, key_states, value_states)
+        if self.pool is not None and not self.layers[layer_idx].edits and not torch.compiler.is_compiling():
+            self._allocate(layer_idx, key_states, value_states)
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(key, Handle):
             key.cache = self
         return key, value
+
+    def allocate(self, like: list[torch.Tensor]) -> None:
+        """Allocate all layers of an empty cache before a call, which else happens layer by layer inside of it:
+        PyTorch's allocator would put layers between the call's activations, and find less room for the next ones.
+
+        Args:
+            like: for each layer a tensor `[B, Hkv, 0, D]` as the call's keys and values will be.
+        """
+        if self.pool is not None:
+            for i, nothing in enumerate(like):
+                self._allocate(i, nothing, nothing)
+
+    def _allocate(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Give a layer that has no tokens its tensors, out of the pool if that has some, unless it has fitting ones."""
+        assert self.pool is not None
+        if self.layers[0].planned and not any(layer.is_initialized for layer in self.layers):
+            self.layers = self.pool.take(self.layers, key_states, value_states)
+            # a list of its own: `self.layers` may be held by others when this cache is gone
+            weakref.finalize(self, self.pool.put, [*self.layers]).atexit = False
+        layer = self.layers[layer_idx]
+        if not layer.is_initialized or layer.geometry != layer.geometry_of(key_states, value_states):
+            self.pool.allocate(layer.lazy_initialization, key_states, value_states)
 
     def count(self, tokens: int) -> None:
         """Count on the host `tokens` columns that a replayed CUDA graph writes, for which `reserve` made room."""

@@ -43,21 +43,24 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     _check_call(module, kwargs)
     use_cache = kwargs.get("use_cache")
-    config: Any = module.config
+    decoder: Any = module
+    text = decoder.config.get_text_config(decoder=True)
     cache = kwargs.get("past_key_values")
     if cache is None:
         _check_positions(kwargs)
         cache = kwargs["past_key_values"] = patched.new_cache()
     check_cache(cache, len(patched.specs))
     # attention reads through our cache in any case; `after_forward` keeps it out of the output where none was wanted
-    kwargs["use_cache"] = bool(config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache)
+    kwargs["use_cache"] = bool(text.use_cache if use_cache is None else use_cache)
     if torch.compiler.is_compiling():
         check_compiled(patched.window, cache)
     else:
-        cache.check_whole(config.get_text_config(decoder=True).num_hidden_layers)
+        cache.check_whole(text.num_hidden_layers)
         tokens = _new_tokens(kwargs)
         _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
         patched.pool.allocate(cache.reserve, tokens)
+        if not cache.layers[0].is_initialized and (rows := _rows(kwargs)):
+            patched.allocate(cache, rows, decoder.dtype, device_of(decoder))
         check_call(patched.window, cache, tokens)
         cache.begin()
     return (), kwargs
@@ -76,6 +79,11 @@ def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], 
     if isinstance(output, tuple):
         return tuple(x for x in output if x is not cache)
     return type(output)(**{name: x for name, x in output.items() if x is not cache})
+
+
+def _rows(kwargs: dict[str, Any]) -> int:
+    inputs = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
+    return next((x.shape[0] for x in inputs if x is not None), 0)
 
 
 def _new_tokens(kwargs: dict[str, Any]) -> int:
