@@ -206,19 +206,22 @@ def test_what_cannot_be_planned():
     assert Planner(quantized, weight_bytes=5 * MIB).weight_bytes == 5 * MIB
 
 
-def test_the_check_on_a_gpu_runs_below_the_plan_and_above_it(monkeypatch):
+@pytest.mark.parametrize(("reach", "within"), [(1.0, True), (0.9, False), (1.1, False)])
+def test_the_check_on_a_gpu_runs_below_the_plan_and_above_it(monkeypatch, reach, within):
     """There `run` generates; here contexts up to a share of the planned one run."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "eval")
     check = importlib.import_module("plan_check")
     planner = Planner(config_of(), fixed=0)
     way, limit = planner.way("turbo"), 64 * MIB
     planned = planner.longest(limit, way)
-    for share, ran, failed in ((1.0, True, True), (0.9, False, True), (1.1, True, False)):
-        reach = share * planned
-        monkeypatch.setattr(check, "run", lambda *call, reach=reach: {} if call[2] <= reach else None)
-        row = check.checked(None, planner, way, limit, 1)
-        assert (row["ran"], row["too_long_failed"]) == (ran, failed)
-        assert row["predicted"]["total"] < 1.1 * limit and row["context"] < row["planned"] == planned < row["too_long"]
+    monkeypatch.setattr(check, "run", lambda *call: {"ran": call[2] <= reach * planned})
+    row = check.checked(None, planner, way, limit, 1)
+    assert row["planned"] == planned and row["within"] == within
+    for one in row["runs"]:
+        predicted = one["predicted"]
+        assert predicted["fits"] == (one["context"] <= planned)
+        assert one["measured"]["ran"] == (one["share"] <= reach)
+        assert 0 < predicted["cache"] < predicted["allocated"] < predicted["reserved"] < 1.15 * limit
 
 
 def _config(family: str, **changes: Any) -> Any:
