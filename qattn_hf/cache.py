@@ -105,6 +105,11 @@ class QAttnCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, ModelLayer)]
 
     @property
+    def allocated(self) -> bool:
+        """Whether the packed layers have their tensors, as after the first call."""
+        return next((layer.is_initialized for layer in self.layers if isinstance(layer, QAttnLayer)), True)
+
+    @property
     def device(self) -> torch.device:
         """Device of the cache's tensors; they exist after the first call."""
         layer = next(layer for layer in self.layers if getattr(layer, "device", None) is not None)
