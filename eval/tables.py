@@ -22,7 +22,7 @@ from family_tables import families_table
 from fidelity_tables import compare_table, tune_table
 from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
-from overview_table import generate_overview, overview_table, settings_table
+from overview_table import generate_overview, overview_table, settings_table, throughput_overview
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
 from quality_tables import bits_table, claimed_table, quality_table, recipes_table
 from recorded import Result, conditions, load, markdown
@@ -77,6 +77,7 @@ def _conditions(results: Path, page: str) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "overview": overview_table,
     "overview-generate": generate_overview,
+    "overview-throughput": throughput_overview,
     "settings": settings_table,
     "methods": methods_table,
     "method-pages": index_table,
