@@ -36,10 +36,10 @@ def attention(
     if isinstance(key, Handle) or isinstance(value, Handle) or packed.is_span(attention_mask):
         return packed.attention(module, query, key, value, attention_mask, **kwargs)
     packed.refuse_mask(attention_mask)
-    return _function(before, module)(module, query, key, value, attention_mask, **kwargs)
+    return function_of(before, module)(module, query, key, value, attention_mask, **kwargs)
 
 
-def _function(name: str, module: torch.nn.Module) -> Any:
+def function_of(name: str, module: torch.nn.Module) -> Any:
     """The attention function of this name; `eager` is a function of the file that defines the module."""
     if name != "eager":
         return AttentionInterface()[name]
@@ -58,16 +58,16 @@ def mask(before: str, **kwargs: Any) -> torch.Tensor | None:
         for windows and chunks that hide tokens, the mask of the model's attention before `patch`; else that of packed
         layers (`attention.mask`).
     """
-    local_size, config = kwargs.get("local_size"), kwargs.get("config")
-    if hides(config, local_size):
+    config = kwargs.get("config")
+    if hides(config, kwargs.get("local_size")):
         if getattr(config, "num_kv_shared_layers", None):  # these may drop queries, for which the mask must then stand
             kwargs["allow_is_causal_skip"] = False
         return AttentionMaskInterface()[before](**kwargs)
     return packed.mask(**kwargs)
 
 
-def register(before: str | None) -> str:
-    """Register attention and mask function beside the model's implementation, and return their name.
+def check_implementation(before: str | None) -> str:
+    """Return the implementation that the model's own layers have, if they may keep it.
 
     Raises:
         UnsupportedError: another implementation than `sdpa` and `eager`.
@@ -77,6 +77,16 @@ def register(before: str | None) -> str:
             f"some layers keep the model's own attention, and {before} is not supported for them: load the model with "
             "attn_implementation='sdpa', or 'eager'"
         )
+    return before
+
+
+def register(before: str | None) -> str:
+    """Register attention and mask function beside the model's implementation, and return their name.
+
+    Raises:
+        UnsupportedError: another implementation than `sdpa` and `eager`.
+    """
+    before = check_implementation(before)
     name = f"{packed.NAME}_{NAMES[before]}"
     AttentionInterface.register(name, functools.partial(attention, before))
     AttentionMaskInterface.register(name, functools.partial(mask, before))
