@@ -84,8 +84,9 @@ def compare(
 
     Returns:
         one dict a recipe, in their order, for `print_table` and `draw`: `method` (its name), `kl` in nats a token,
-        `same_top1`, `rms_change`, perplexities; of packed layers alone errors of attention outputs (`attention`,
-        `layers`), `effective_bits`, `effective_bits_total`, `kv_bytes`; `own_layers`, how many are not packed; and `pareto`, whether no other recipe is smaller and loses less.
+        `same_top1`, `rms_change`, perplexities; of packed layers alone `attention`, `layers` (errors of their outputs),
+        `effective_bits`, `effective_bits_total`, `kv_bytes`; `own_layers`, how many others there are; `pareto`,
+        whether no other recipe is smaller and loses less.
 
     Raises:
         QAttnError: a recipe packed nothing of the text, or the model is patched.
