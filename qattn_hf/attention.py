@@ -27,6 +27,10 @@ UNREADABLE = {
     BOTH_WAYS: "attention that is not causal (bidirectional, cross) is not supported; unpatch(model)",
 }
 
+BEYOND_CAUSAL = (
+    "packed sequences and masks beyond causal are not supported: give each sequence a row of its own; for images whose "
+    "tokens see each other (Gemma 3) use a stock cache, unpatch(model)"
+)
 REFUSED = {
     "position_bias": "a bias on the scores",
     "cache": "continuous batching",
@@ -182,9 +186,7 @@ def mask(
     if kind is not None:
         return unreadable_mask(kind, batch_size, device)
     if not allow_is_causal_skip and q_length > 1:
-        raise UnsupportedError(
-            "packed sequences and masks beyond causal are not supported; give each sequence a row of its own"
-        )
+        raise UnsupportedError(BEYOND_CAUSAL)
     if attention_mask is None:
         span = torch.zeros(batch_size, 1, 1, 2, dtype=torch.int32, device=device)
         span[..., 1] = q_length

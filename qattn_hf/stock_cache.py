@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qattn_hf.attention import (
+    BEYOND_CAUSAL,
     NAME,
     WINDOWED,
     refuse_arguments,
@@ -159,9 +160,7 @@ def mask(
     if kind is not None:
         return unreadable_mask(kind, batch_size, device)
     if not allow_is_causal_skip and q_length > 1:
-        raise UnsupportedError(
-            "packed sequences and masks beyond causal are not supported; give each sequence a row of its own"
-        )
+        raise UnsupportedError(BEYOND_CAUSAL)
     if q_length <= SHORT_CALL:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, attention_mask=attention_mask, device=device,

@@ -31,7 +31,7 @@ def test_calls_of_packed_layers_are_observed_and_the_model_computes_as_before(fa
     assert torch.equal(model(ids).logits, want)
 
 
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", [pytest.param(t, marks=() if t in MIXED[:2] else pytest.mark.slow) for t in MIXED])
 def test_compare_and_inspect_name_the_packed_layers(family: str, capsys):
     model, ids = tiny(family), random_ids(2, TOKENS)
     packed = [i for i, packed in enumerate(MODELS[family][1]) if packed]

@@ -1,4 +1,4 @@
-"""Weights that are not the stock ones: adapters before and after `patch`, and quantized weights. The cache is its own."""
+"""Weights that are not the stock ones: adapters before and after `patch`, and quantized weights."""
 
 from __future__ import annotations
 
