@@ -68,14 +68,13 @@ def attention(
             "keys or values did not come untouched from a packed cache: run the model with use_cache=True and a cache "
             "made by its patch, or unpatch(model)"
         )
-    refuse_mask(attention_mask)
-    if not is_span(attention_mask):
+    if attention_mask is None or not is_span(attention_mask):
+        refuse_mask(attention_mask)
         raise UnsupportedError(
             "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
         )
-    assert attention_mask is not None
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache")
-    scores, span = scores_of(query, scaling, kwargs), attention_mask[:, 0, 0]
+    scores, span = scores_of(query, scaling, kwargs), attention_mask.reshape(-1, 2)
     unpadded = not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
     handle, queries = key.take(getattr(module, "layer_idx", None)), query.shape[2]
     if handle is not key:  # layers that share keys may compute their last tokens alone
