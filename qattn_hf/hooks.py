@@ -60,6 +60,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         patched.pool.allocate(cache.reserve, tokens)
         check_call(patched.window, cache, tokens)
         cache.begin()
+        cache.writer.note(module)
     return (), kwargs
 
 
