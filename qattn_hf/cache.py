@@ -22,6 +22,7 @@ from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.model_layer import ModelLayer, new_layer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.tensor_parallel import shard_of
+from qattn_hf.window_layer import WindowLayer, packed_layer
 from qattn_hf.writer import Writer
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -285,21 +286,21 @@ class QAttnCache(Cache):
             tokens_to_remove: -n removes the last n columns, 0 none; n > 0 keeps the first n columns.
 
         Raises:
-            UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own
-                cannot be put back to where it was; nothing was changed.
+            UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own or
+                has a sliding window cannot be put back to where it was; nothing was changed.
         """
         count, own = int(tokens_to_remove), self.own
-        columns = int(self.get_seq_length()) if self.mixed and count else 0
+        checked = self.mixed or any(isinstance(layer, WindowLayer) for layer in self.layers)
+        columns = int(self.get_seq_length()) if checked and count else 0
         drop = min(-count, columns) if count < 0 else max(0, columns - count)
         if 0 < drop < columns:
             for layer in self.layers:
-                if isinstance(layer, (ModelLayer, HybridLayer)):
-                    layer.check_crop(drop)
-        for packed_layer in self.packed:
-            packed_layer.crop(-drop if self.mixed else count)
+                layer.check_crop(drop)
+        packed = self.packed
+        for layer in packed:
+            layer.crop(-drop if self.mixed else count)
         for layer in own:
             layer.reset() if 0 < drop == columns else layer.crop(-drop)
-        packed = self.packed
         if not any(layer.torn for layer in packed) and len(set(self._lengths())) == 1:
             for layer in packed:
                 layer.edits = packed[0].edits
@@ -370,8 +371,9 @@ def _new_layer(spec: LayerSpec | ModelLayerSpec, max_cache_len: int | None, devi
     """An empty layer by its spec."""
     if isinstance(spec, ModelLayerSpec):
         return new_layer(spec)
-    kind = HybridLayer if isinstance(spec, HybridLayerSpec) else QAttnLayer
-    return kind(spec, max_cache_len, device_type)  # type: ignore[arg-type]
+    if isinstance(spec, HybridLayerSpec):
+        return HybridLayer(spec, max_cache_len, device_type)
+    return packed_layer(spec, max_cache_len, device_type)
 
 
 class LastCache:
