@@ -36,10 +36,10 @@ def attention(
     if isinstance(key, Handle) or isinstance(value, Handle) or packed.is_span(attention_mask):
         return packed.attention(module, query, key, value, attention_mask, **kwargs)
     packed.refuse_mask(attention_mask)
-    return _function(before, module)(module, query, key, value, attention_mask, **kwargs)
+    return function_of(before, module)(module, query, key, value, attention_mask, **kwargs)
 
 
-def _function(name: str, module: torch.nn.Module) -> Any:
+def function_of(name: str, module: torch.nn.Module) -> Any:
     """The attention function of this name; `eager` is a function of the file that defines the module."""
     if name != "eager":
         return AttentionInterface()[name]
@@ -69,11 +69,8 @@ def mask(before: str, windows: bool, **kwargs: Any) -> torch.Tensor | None:
     return packed.mask(windows=windows, **kwargs)
 
 
-def register(before: str | None, windows: bool = False) -> str:
-    """Register attention and mask function beside the model's implementation, and return their name.
-
-    Args:
-        windows: sliding windows are packed, and other layers are the model's own.
+def check_implementation(before: str | None) -> str:
+    """Return the implementation that the model's own layers have, if they may keep it.
 
     Raises:
         UnsupportedError: another implementation than `sdpa` and `eager`.
@@ -83,6 +80,19 @@ def register(before: str | None, windows: bool = False) -> str:
             f"some layers keep the model's own attention, and {before} is not supported for them: load the model with "
             "attn_implementation='sdpa', or 'eager'"
         )
+    return before
+
+
+def register(before: str | None, windows: bool = False) -> str:
+    """Register attention and mask function beside the model's implementation, and return their name.
+
+    Args:
+        windows: sliding windows are packed, and other layers are the model's own.
+
+    Raises:
+        UnsupportedError: another implementation than `sdpa` and `eager`.
+    """
+    before = check_implementation(before)
     name = f"{packed.NAME}_{NAMES[before]}{packed.WITH_WINDOWS * windows}"
     AttentionInterface.register(name, functools.partial(attention, before))
     AttentionMaskInterface.register(name, functools.partial(mask, before, windows))

@@ -139,15 +139,19 @@ def release(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
+def attending(model: PreTrainedModel, name: str, full: bool = True) -> Iterator[None]:
     """Context in which an unpatched model uses the attention registered with transformers as `name`.
+
+    Args:
+        full: whether that attention serves layers of full attention alone; models with others are then refused.
 
     Raises:
         UnsupportedError: a model whose attention cannot be replaced in every layer.
         QAttnError: the model is patched.
     """
     check_model(model)
-    check_full(model)
+    if full:
+        check_full(model)
     if hasattr(model, "_qattn"):
         raise QAttnError("this model is patched: unpatch(model) first")
     with selecting(model, name):
