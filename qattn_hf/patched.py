@@ -11,10 +11,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import attention, model_attention, stock_cache
-from qattn_hf.cache import LastCache, QAttnCache
+from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.errors import QAttnError
 from qattn_hf.heads import HeadSizes
+from qattn_hf.last_cache import LastCache
 from qattn_hf.layer_kinds import ModelLayerSpec, WindowLayerSpec
 from qattn_hf.recipe import Recipe, check_packs
 from qattn_kernels.layer.spec import LayerSpec
