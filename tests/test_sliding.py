@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from qattn_hf import QAttnCache, patch, report, unpatch
 from qattn_hf.check import check
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.window_layer import WindowLayer
+from qattn_kernels.launch.constants import PrefillSizes, Sizes
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.step.warm import LayerShape, launches
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -210,6 +213,15 @@ def test_steps_are_captured_once(fake):
     assert fake.captured == 1
 
 
+def test_kernels_of_a_window_are_compiled_ahead():
+    """Those of calls of such a layer: they are compiled for a window."""
+    spec = dataclasses.replace(patched(tiny("mistral"), "turbo")._qattn.specs[0], impl="triton")
+    shape = LayerShape(spec, 4, 2, 64, torch.bfloat16, torch.device("cpu"), window=WINDOW)
+    sizes = [x for one in launches(shape) for x in (*one.arguments, *one.options.values())]
+    assert {x.LOCAL for x in sizes if isinstance(x, Sizes)} == {True}
+    assert {x.LOCAL_WINDOW for x in sizes if isinstance(x, PrefillSizes)} == {WINDOW}
+
+
 def test_scores_of_a_window_are_the_layers_own():
     """A caller's `Scores` need not know the window."""
     model = patched(tiny("mistral"))
@@ -219,3 +231,22 @@ def test_scores_of_a_window_are_the_layers_own():
     out = layer.attend(q, layer.update(q, q)[0], span, Scores(0.25))[0]
     last = (q[:, :, -1:] @ q[:, :, -WINDOW:].mT * 0.25).softmax(-1) @ q[:, :, -WINDOW:]
     torch.testing.assert_close(out[:, :, -1:], last, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_captured_steps_are_the_eager_ones(family):
+    """In kernels, past the capacity of a window's layer, with learned sinks."""
+    model, ids = tiny(family, head_dim=64).cuda(), IDS.cuda()
+    if family == "gpt_oss":
+        model.set_experts_implementation("batched_mm")  # which never asks the device
+    greedy = {**GREEDY, "attention_mask": MASK.cuda()}
+    want = patched(model, "turbo", decode="eager").generate(ids, **greedy)
+    patched(model, "turbo", decode="graph")
+    for _ in range(2):
+        out = model.generate(ids, return_dict_in_generate=True, **greedy)
+        assert torch.equal(out.sequences, want)
+    data, layer = report(model).to_dict(), out.past_key_values.layers[0]
+    assert (data["decode"], data["impl"]) == ("graph", "triton")
+    assert isinstance(layer, WindowLayer) and (layer.state["block_pos"][:, 0] > 0).all()
