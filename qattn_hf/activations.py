@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -20,7 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from qattn_hf.attention import scores_of
 from qattn_hf.handle import Handle
 from qattn_hf.live_memory import LiveMemory
-from qattn_kernels.launch.launches import collected
+from qattn_kernels.launch.launches import recorded
+from qattn_kernels.launch.plan import ALIGNMENT, Result
 from qattn_kernels.layer.arena import Layout, places
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
@@ -29,11 +30,37 @@ NAME = "qattn_activations"
 META = torch.device("meta")
 
 
+class Planned(NamedTuple):
+    """What a launch plan allocates (`qattn_kernels.launch.plan`): all temporary tensors as one.
+
+    Attributes:
+        results: what the call returns. temporary: bytes.
+    """
+
+    results: list[Result]
+    temporary: int
+
+    @classmethod
+    def of(cls, results: Sequence[torch.Tensor], allocated: list[torch.Tensor]) -> Planned:
+        """Of a call that returned `results` and allocated all these tensors."""
+        returned = {x.untyped_storage()._cdata for x in results}
+        others = [x.nbytes for x in allocated if x.untyped_storage()._cdata not in returned]
+        temporary = sum(-(-n_bytes // ALIGNMENT) * ALIGNMENT for n_bytes in others)
+        return cls([Result(x.shape, x.stride(), x.dtype) for x in results], temporary)
+
+    def allocate(self) -> list[torch.Tensor]:
+        """The results, as `Plan.run` allocates them and its temporary room."""
+        results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=META) for x in self.results]
+        torch.empty(self.temporary, dtype=torch.uint8, device=META)
+        return results
+
+
 class CountedLayer(CacheLayerMixin):
     """Cache layer of such a forward: it counts tokens and stores nothing.
 
     Args:
         geometry: sizes of the layer, with the capacity. spec: None is a layer of transformers' `DynamicCache`.
+        plans: of calls of packed layers, by what they depend on; all layers of a cache share them.
 
     Attributes:
         past: tokens that each row holds.
@@ -42,9 +69,9 @@ class CountedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, geometry: Geometry, spec: LayerSpec | None):
+    def __init__(self, geometry: Geometry, spec: LayerSpec | None, plans: dict[Hashable, Planned | None]):
         super().__init__()
-        self.geometry, self.spec, self.past = geometry, spec, 0
+        self.geometry, self.spec, self.past, self.plans = geometry, spec, 0, plans
         self.held: dict[str, torch.Tensor] = {}
         if spec is not None:
             self.layout = Layout(geometry, spec)
@@ -63,7 +90,8 @@ class CountedLayer(CacheLayerMixin):
         return handle, handle
 
     def attend(self, query: torch.Tensor, handle: Handle, scaling: float | None, kwargs: dict[str, Any]) -> Any:
-        """Output `[B, Hq, T, Dv]`; what the call needs meanwhile is allocated as the first call of a shape does."""
+        """Output `[B, Hq, T, Dv]`; what the call needs meanwhile is allocated as the first call of a shape does, or
+        as those that follow its launch plan."""
         batch, heads, tokens, _ = query.shape
         if self.spec is None:  # flash attention: the output and fp32 log-sum-exp
             out = query.new_empty((batch, tokens, heads, self.geometry.v_dim)).transpose(1, 2)
@@ -73,13 +101,14 @@ class CountedLayer(CacheLayerMixin):
 
         span = torch.empty((batch, 2), dtype=torch.int32, device=META)
         blocks = -(-self.past // self.spec.window.block)
-        found: list[torch.Tensor] = []
-        call = partial(
-            compute, query, handle.key, handle.value, span, self.arena, self.layout,
-            scores_of(query, scaling, kwargs), blocks,
-        )  # fmt: skip
-        collected(lambda: found.extend(call()))
-        return found[0]
+        scores = scores_of(query, scaling, kwargs)
+        key = self.spec, self.geometry, query.shape, blocks, scores
+        if (plan := self.plans.get(key)) is not None:
+            return plan.allocate()[0]
+        call = partial(compute, query, handle.key, handle.value, span, self.arena, self.layout, scores, blocks)
+        results, recorder = recorded(call, collects=True)
+        self.plans[key] = None if recorder.foreign else Planned.of(results, recorder.allocated)
+        return results[0]
 
     def get_seq_length(self) -> int:
         return self.past

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from qattn_hf import changes
+from qattn_hf import changes, saved
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import capturing, device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
@@ -22,6 +21,8 @@ from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.model_layer import ModelLayer, new_layer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.tensor_parallel import shard_of
+from qattn_hf.window_layer import WindowLayer, packed_layer
+from qattn_hf.writer import Writer
 from qattn_kernels.layer.spec import LayerSpec
 
 
@@ -58,6 +59,8 @@ class QAttnCache(Cache):
         self._began: list[int] | None = None
         self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
         self.ran("eager")  # as a plain forward does
+        self.writer = Writer()
+        self.input_ids: torch.Tensor | None = None  # the tokens that a file says that it holds, `[B, S]`
 
     def ran(self, decode: str, reason: str | None = None) -> None:
         """Record for the report how the last `generate` ran its decode steps: `graph`, `compile`, `eager`, and why."""
@@ -93,6 +96,50 @@ class QAttnCache(Cache):
         device_type = device_of(model).type
         specs = chosen.layer_specs(model.config, device_type, shard_of(model))
         return cls(specs, chosen, max_cache_len, device_type)
+
+    def save(self, path: str | Path, input_ids: torch.Tensor | None = None) -> None:
+        """Write the cache to a safetensors file, from which `load` reads it: a prefix that many questions share.
+
+        Spare capacity is left out. The file is whole or not there: it is moved to its place when it is written.
+
+        Args:
+            path: the file; one that is there is replaced.
+            input_ids: int `[B, S]`, the tokens that the cache has read, padding included, to be kept with it.
+
+        Raises:
+            QAttnError: an empty cache, `input_ids` of another shape, or a cache whose model is not known: it was freed,
+                or the cache comes from a pickle.
+            UnsupportedError: a call with this cache was interrupted; the model is split by tensor parallelism, or its
+                weights are offloaded.
+        """
+        saved.save(self, path, input_ids)
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel, verify: bool = True) -> QAttnCache:
+        """Read a cache that `save` wrote, for the same model, patched with the same recipe.
+
+        On a CPU the file stays mapped, and is not copied before the first write; on a GPU it is copied there once. A
+        `copy.deepcopy` of a loaded cache shares that memory until it is written, so one file serves many questions.
+        States of layers that are the model's own are copied at once. Tokens that were given to `save` are `input_ids`
+        of the cache, int64 on the CPU.
+
+        Args:
+            path: the file, which may not be altered while a cache maps it; replacing it by `save` is safe.
+            model: the patched model, on the device or devices where it runs.
+            verify: compare every tensor with its SHA-256, for which the whole file is read once.
+
+        Raises:
+            QAttnError: a file that is not whole, was altered, or has another version.
+            UnsupportedError: another model, other weights, dtype or recipe than the file's; a model that is not
+                patched, is split by tensor parallelism or offloads weights. Nothing was changed.
+        """
+        patched = getattr(model, "_qattn", None)
+        if patched is None:
+            raise UnsupportedError("the model is not patched: patch(model, ...) with the recipe of the file first")
+        check_packs(patched.recipe)
+        cache = cls(patched.specs, patched.recipe, None, patched.device_type, patched.pool)
+        saved.fill(cache, path, model, verify)
+        return cache
 
     @property
     def packed(self) -> list[QAttnLayer]:
@@ -238,21 +285,21 @@ class QAttnCache(Cache):
             tokens_to_remove: -n removes the last n columns, 0 none; n > 0 keeps the first n columns.
 
         Raises:
-            UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own
-                cannot be put back to where it was; nothing was changed.
+            UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own or
+                has a sliding window cannot be put back to where it was; nothing was changed.
         """
         count, own = int(tokens_to_remove), self.own
-        columns = int(self.get_seq_length()) if self.mixed and count else 0
+        checked = self.mixed or any(isinstance(layer, WindowLayer) for layer in self.layers)
+        columns = int(self.get_seq_length()) if checked and count else 0
         drop = min(-count, columns) if count < 0 else max(0, columns - count)
         if 0 < drop < columns:
             for layer in self.layers:
-                if isinstance(layer, (ModelLayer, HybridLayer)):
-                    layer.check_crop(drop)
-        for packed_layer in self.packed:
-            packed_layer.crop(-drop if self.mixed else count)
+                layer.check_crop(drop)
+        packed = self.packed
+        for layer in packed:
+            layer.crop(-drop if self.mixed else count)
         for layer in own:
             layer.reset() if 0 < drop == columns else layer.crop(-drop)
-        packed = self.packed
         if not any(layer.torn for layer in packed) and len(set(self._lengths())) == 1:
             for layer in packed:
                 layer.edits = packed[0].edits
@@ -323,48 +370,6 @@ def _new_layer(spec: LayerSpec | ModelLayerSpec, max_cache_len: int | None, devi
     """An empty layer by its spec."""
     if isinstance(spec, ModelLayerSpec):
         return new_layer(spec)
-    kind = HybridLayer if isinstance(spec, HybridLayerSpec) else QAttnLayer
-    return kind(spec, max_cache_len, device_type)  # type: ignore[arg-type]
-
-
-class LastCache:
-    """The last cache of a patched model, for its report. Copies and pickles of the model start without one.
-
-    It is kept until the next cache is made or the model is unpatched. Each thread has its own, so that threads which
-    share a model see their own calls; a thread that made none sees the newest.
-    """
-
-    def __init__(self) -> None:
-        self._of_threads: weakref.WeakKeyDictionary[threading.Thread, QAttnCache] = weakref.WeakKeyDictionary()
-        self._newest: QAttnCache | None = None
-        self._skipping: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-    def __deepcopy__(self, memo: Any) -> LastCache:
-        return LastCache()
-
-    def __reduce__(self) -> Any:
-        return LastCache, ()
-
-    @property
-    def cache(self) -> QAttnCache | None:
-        """The last cache of the calling thread, or the newest of all threads; None before the first."""
-        own = self._of_threads.get(threading.current_thread())
-        return self._newest if own is None else own
-
-    def record(self, cache: QAttnCache) -> None:
-        """Make `cache` the calling thread's last one, unless `skip_next` was called for it."""
-        thread = threading.current_thread()
-        if thread in self._skipping:
-            self._skipping.discard(thread)
-            return
-        self._of_threads[thread] = self._newest = cache
-
-    def skip_next(self, whether: bool) -> None:
-        """Set whether `record` ignores this thread's next cache: guidance makes a second one during `generate`."""
-        thread = threading.current_thread()
-        (self._skipping.add if whether else self._skipping.discard)(thread)
-
-    def clear(self) -> None:
-        """Forget the caches of all threads."""
-        self._of_threads.clear()
-        self._newest = None
+    if isinstance(spec, HybridLayerSpec):
+        return HybridLayer(spec, max_cache_len, device_type)
+    return packed_layer(spec, max_cache_len, device_type)

@@ -88,10 +88,13 @@ def with_horizon(layer: QAttnLayer, tokens: int) -> Change | None:
 
 
 def with_blocks(layer: QAttnLayer, blocks: int) -> Change:
-    """The layer with capacity for `blocks` blocks, more than before, and the same content."""
+    """The layer with capacity for `blocks` blocks, as many as it uses or more, and the same content."""
+    both = min(blocks, layer.blocks)
 
     def move(tensor: torch.Tensor, spec: TensorSpec, new: torch.Tensor) -> None:
-        (new if spec.block_dim is None else new.narrow(spec.block_dim, 0, layer.blocks)).copy_(tensor)
+        if spec.block_dim is not None:
+            tensor, new = (x.narrow(spec.block_dim, 0, both) for x in (tensor, new))
+        new.copy_(tensor)
 
     return _changed(layer, replace(layer.geometry, blocks=blocks), layer.spec, move)
 

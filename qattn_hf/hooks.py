@@ -78,6 +78,7 @@ def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any]) -> None:
         patched.allocate(cache, rows, module.dtype, device_of(module))
     check_call(patched.window, cache, tokens)
     cache.begin()
+    cache.writer.note(module)
 
 
 def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -10,10 +10,11 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from qattn_hf import changes
+from qattn_hf.arena_holder import ArenaHolder
 from qattn_hf.device import capturing
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
-from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena, views
+from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -33,7 +34,7 @@ def with_room(blocks: int) -> int:
     return -(-blocks // quarter) * quarter
 
 
-class QAttnLayer(CacheLayerMixin):
+class QAttnLayer(ArenaHolder, CacheLayerMixin):
     """Packed keys and values of one attention layer.
 
     `update` only records: it returns one `Handle` for key and value, and the attention function writes, packs and
@@ -56,9 +57,6 @@ class QAttnLayer(CacheLayerMixin):
             self.state: State = {
                 "columns_seen": torch.zeros((), dtype=torch.int64)
             }  # all are views of the arena later on
-        self.arena: torch.Tensor | None = None
-        self._layout = ""  # where they lie in it
-        self.moves = 0  # how often tensors were replaced, which invalidates captured steps
         self.edits, self.torn = 0, False  # changes of the state so far; whether one began and did not end
         # Upper bound of the slots any row uses, kept on the host so that no step waits for the device. None: compiled
         # steps may have run, so it is read from the device first; always, once a graph was captured by anyone but
@@ -133,6 +131,7 @@ class QAttnLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty the layer; the tensors and their addresses stay."""
+        self.own()
         (self.state["columns_seen"] if self.arena is None else self.arena).zero_()
         self._used, self.edits, self.torn, self.prompt_by = 0, 0, False, self.spec.impl
 
@@ -177,9 +176,13 @@ class QAttnLayer(CacheLayerMixin):
                 f"cannot crop {drop} columns: some are padding or stand before padding, where columns do not map to "
                 "tokens of a row. Crop less, or start from a fresh cache"
             )
+        self.check_crop(drop)
         with self.editing():
             crop(self.state, self.spec, drop)
         self._used = self._slots_used()
+
+    def check_crop(self, count: int) -> None:
+        """Check that the state without the last `count` tokens is still there; here it always is."""
 
     def activate_past_recording(self) -> None:
         """Called by assisted generation before roll-backs; nothing to do, the ring keeps `crop_horizon` tokens."""
@@ -207,6 +210,8 @@ class QAttnLayer(CacheLayerMixin):
             PyTorch's SDPA computed.
         """
         self._check_call(query, handle)
+        if torch.compiler.is_compiling() or capturing():
+            self.own()
         tokens, past, counts = query.shape[2], self.blocks, True
         if torch.compiler.is_compiling():
             self._used, counts = None, False
@@ -255,6 +260,7 @@ class QAttnLayer(CacheLayerMixin):
             blocks = self._blocks_for(used + tokens)
             self._grow(with_room(blocks) if self.is_initialized else blocks)
             self.planned = False
+        self.own()
         return used
 
     def plan(self, tokens: int) -> None:
@@ -293,9 +299,16 @@ class QAttnLayer(CacheLayerMixin):
             self.geometry, self.blocks = change.geometry, change.geometry.blocks
             self._adopt(change.arena)
 
+    def borrow(self, arena: torch.Tensor, geometry: Geometry, spec: LayerSpec, slots: int) -> None:
+        """Take an arena that others may read too, with `slots` used slots in its fullest row; a write copies it."""
+        self.take(changes.Change(arena, geometry, spec))
+        self.dtype, self.device, self.is_initialized = geometry.dtype, arena.device, True
+        self.borrowed, self._used, self.edits = True, slots, 1
+
     @contextmanager
     def editing(self) -> Iterator[None]:
         """Context of a change in place: where an exception ends it, the layer is marked as `torn`."""
+        self.own()
         self.torn = True
         yield
         self.edits, self.torn = self.edits + 1, False
@@ -353,22 +366,3 @@ class QAttnLayer(CacheLayerMixin):
                 f"model has {new[0]} of {new[1]} and {new[2]} on {key.device}: it was made for another model. "
                 "Pass QAttnCache.for_model(model), or none"
             )
-
-    def _adopt(self, arena: torch.Tensor) -> None:
-        """Take an arena of the present geometry and spec: mark its address as static for compiled steps, and count the
-        move for captured ones."""
-        layout = Layout(self.geometry, self.spec)
-        with torch.inference_mode(False):
-            self.arena, self.state, self._layout = arena, views(arena, layout), layout.encode()
-        self.moves += 1
-        if not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(arena)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the views, which a pickle would write out one by one."""
-        return {**vars(self), "state": self.state if self.arena is None else {}}
-
-    def __setstate__(self, fields: dict[str, Any]) -> None:
-        self.__dict__.update(fields)
-        if self.arena is not None:
-            self.state = views(self.arena, Layout(self.geometry, self.spec))

@@ -51,19 +51,22 @@ def function_of(name: str, module: torch.nn.Module) -> Any:
     return function
 
 
-def mask(before: str, **kwargs: Any) -> torch.Tensor | None:
+def mask(before: str, windows: bool, **kwargs: Any) -> torch.Tensor | None:
     """Mask function of these models, with the arguments of transformers' own.
 
+    Args:
+        windows: sliding windows are packed.
+
     Returns:
-        for windows and chunks that hide tokens, the mask of the model's attention before `patch`; else that of packed
-        layers (`attention.mask`).
+        for other windows and chunks that hide tokens, the mask of the model's attention before `patch`; else that of
+        packed layers (`attention.mask`).
     """
-    config = kwargs.get("config")
-    if hides(config, kwargs.get("local_size")):
+    local_size, config = kwargs.get("local_size"), kwargs.get("config")
+    if hides(config, local_size) and not windows:
         if getattr(config, "num_kv_shared_layers", None):  # these may drop queries, for which the mask must then stand
             kwargs["allow_is_causal_skip"] = False
         return AttentionMaskInterface()[before](**kwargs)
-    return packed.mask(**kwargs)
+    return packed.mask(windows=windows, **kwargs)
 
 
 def check_implementation(before: str | None) -> str:
@@ -80,14 +83,17 @@ def check_implementation(before: str | None) -> str:
     return before
 
 
-def register(before: str | None) -> str:
+def register(before: str | None, windows: bool = False) -> str:
     """Register attention and mask function beside the model's implementation, and return their name.
+
+    Args:
+        windows: sliding windows are packed, and other layers are the model's own.
 
     Raises:
         UnsupportedError: another implementation than `sdpa` and `eager`.
     """
     before = check_implementation(before)
-    name = f"{packed.NAME}_{NAMES[before]}"
+    name = f"{packed.NAME}_{NAMES[before]}{packed.WITH_WINDOWS * windows}"
     AttentionInterface.register(name, functools.partial(attention, before))
-    AttentionMaskInterface.register(name, functools.partial(mask, before))
+    AttentionMaskInterface.register(name, functools.partial(mask, before, windows))
     return name

@@ -12,6 +12,11 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import ModelLayerSpec
 
 STATE = ("keys", "values", "conv_states", "recurrent_states")  # attributes with tensors, or dicts of tensors
+# attributes beside them that say what the tensors hold; dicts by the number of a state
+HOST = (
+    "cumulative_length", "record_past", "is_conv_states_initialized", "is_recurrent_states_initialized",
+    "has_previous_state", "conv_kernel_size",
+)  # fmt: skip
 Rows = dict[str, Any]
 
 
@@ -24,6 +29,27 @@ def state_tensors(layer: Any) -> dict[str, tuple[torch.Tensor, int]]:
             if tensor is not None and tensor.dim() > 1:  # empty keys have one dimension
                 found[name if part is None else f"{name}.{part}"] = (tensor, 0)
     return found
+
+
+def host_state(layer: Any) -> dict[str, Any]:
+    """The attributes `HOST` of a cache layer of transformers, as JSON has them: dicts as lists."""
+    held = {name: getattr(layer, name) for name in HOST if hasattr(layer, name)}
+    return {name: [*value.values()] if isinstance(value, dict) else value for name, value in held.items()}
+
+
+def restore(layer: Any, tensors: dict[str, torch.Tensor], host: dict[str, Any]) -> None:
+    """Put the tensors of `state_tensors` and what `host_state` gave into an empty layer, on the tensors' device."""
+    if "keys" in tensors:
+        layer.lazy_initialization(tensors["keys"], tensors["values"])
+    for name, tensor in tensors.items():
+        name, _, part = name.partition(".")
+        if part:
+            getattr(layer, name)[int(part)] = tensor
+        else:
+            setattr(layer, name, tensor)
+        layer.dtype, layer.device = tensor.dtype, tensor.device
+    for name, value in host.items():
+        setattr(layer, name, dict(enumerate(value)) if isinstance(value, list) else value)
 
 
 def rows_of(layer: Any, rows: torch.Tensor) -> Rows:

@@ -11,11 +11,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import attention, model_attention, stock_cache
-from qattn_hf.cache import LastCache, QAttnCache
+from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.errors import QAttnError
 from qattn_hf.heads import HeadSizes
-from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.last_cache import LastCache
+from qattn_hf.layer_kinds import ModelLayerSpec, WindowLayerSpec
 from qattn_hf.recipe import Recipe, check_packs
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -60,7 +61,8 @@ class Patched:
         """Register this patch's attention and mask functions with transformers and return their name."""
         if not self.recipe.settings.packs():
             return stock_cache.register(self.packed[0])
-        return attention.register() if self.beside is None else model_attention.register(self.beside)
+        windows = any(isinstance(spec, WindowLayerSpec) for spec in self.specs)
+        return attention.register(windows) if self.beside is None else model_attention.register(self.beside, windows)
 
     @property
     def packed(self) -> list[LayerSpec]:

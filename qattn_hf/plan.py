@@ -14,7 +14,7 @@ device (`qattn_hf.activations`). All of these go through PyTorch's rules for tak
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,7 +181,8 @@ class Planner:
             live.hold(n_bytes)
         geometries = self._geometries(way, batch, context)
         specs: list[LayerSpec | None] = [None] * len(geometries) if way.specs is None else [*way.specs]
-        layers = [activations.CountedLayer(*layer) for layer in zip(geometries, specs, strict=True)]
+        plans: dict[Hashable, activations.Planned | None] = {}
+        layers = [activations.CountedLayer(*layer, plans) for layer in zip(geometries, specs, strict=True)]
         cache = 0
         if way.specs is not None:
             arenas = [layer.arena.nbytes for layer in layers]

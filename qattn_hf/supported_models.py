@@ -148,7 +148,7 @@ def _check_causal(model: PreTrainedModel, kind: str) -> None:
 def _check_untouched(model: PreTrainedModel) -> None:
     """Refuse a model whose attention, or what calls it, other code patched on instances: it may compute otherwise.
 
-    Fused norms, MLPs and linear maps, as Liger-Kernel and `use_kernels` put them there, see no keys and are kept.
+    Fused norms, MLPs and linear maps, as Liger-Kernel and `use_kernels` put them on instances, see no keys and stay.
     """
     patched = hasattr(model, "_qattn")
     overrides = [] if patched else [name for name in OVERRIDES if name in vars(model)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from qattn_hf import list_methods
+from qattn_hf import QAttnCache, list_methods, patch
 from qattn_hf.assets import demo_model_dir
 from qattn_hf.cli import main, one_line
 from qattn_hf.cli._prompts import PROSE, Prompt, demo_prompts, is_right
@@ -150,6 +150,8 @@ def test_methods_names_bounds_recipes_and_what_the_reference_computes_alone(qatt
         (["bench", "decode", "--heads", "0"], 2, "--heads 0"),
         (["eval"], 2, "--task is missing"),
         (["tune", "--output", "tuned.json"], 2, "--output tuned.json"),
+        (["cache", "info", "missing.safetensors"], 1, "missing.safetensors"),
+        (["cache", "info", __file__], 1, "no whole safetensors file"),
     ],
 )
 def test_an_error_is_one_line(qattn, arguments, code, said):
@@ -276,6 +278,21 @@ def test_report_of_an_empty_text_is_an_error(qattn, model_dir, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     code, _, err = qattn("report", "--model", model_dir, "--text", str(tmp_path / "empty.txt"))
     assert code == 1 and "holds no text" in err
+
+
+def test_cache_builds_a_file_and_says_what_it_holds(qattn, model_dir, tmp_path):
+    text, file = tmp_path / "book.txt", tmp_path / "prefix.safetensors"
+    text.write_text(PROSE)
+    code, out, _ = qattn("cache", "build", model_dir, "--method", "kivi:bits=4", "--text", str(text), "-o", str(file))
+    assert code == 0 and "kivi: " in out and out.endswith(f"{file}: {size(file.stat().st_size)}\n")
+    data = json.loads(qattn("cache", "info", str(file), "--json")[1])
+    model = patch(AutoModelForCausalLM.from_pretrained(model_dir).eval(), "kivi", bits=4)
+    ids = AutoTokenizer.from_pretrained(model_dir)(PROSE, return_tensors="pt").input_ids
+    loaded = QAttnCache.load(file, model=model)
+    assert torch.equal(loaded.input_ids, ids) and data["tokens"] == ids.shape[1] == int(loaded.get_seq_length())
+    assert data["bytes"] == file.stat().st_size and data["method"] == "kivi" and data["layers"] == LAYERS
+    out = qattn("cache", "info", str(file))[1]
+    assert f"{ids.shape[1]} tokens in 1 row, with their ids" in out and "recipe: {method: kivi, bits: 4, " in out
 
 
 @pytest.fixture(scope="module")

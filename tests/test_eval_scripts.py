@@ -29,9 +29,8 @@ def script(name: str) -> ModuleType:
     return module
 
 
-record, tables, gpu, gpu_parts, gpu_tests, recipes, pictures, every_kernel, sparse_v_speed = (
-    script(name) for name in ("record", "tables", "gpu", "gpu_parts", "gpu_tests", "recipes", "pictures", "every_kernel", "sparse_v_speed")
-)
+SCRIPTS = ("record", "tables", "gpu", "gpu_parts", "gpu_tests", "recipes", "pictures", "every_kernel", "sparse_v_speed")
+record, tables, gpu, gpu_parts, gpu_tests, recipes, pictures, every_kernel, sparse_v_speed = map(script, SCRIPTS)
 
 
 def run_record(tmp_path: Path, code: str, *arguments: str, name: str = "sample", wanted: int = 0, **options) -> Path:

@@ -54,6 +54,14 @@ def test_tune_needs_full_attention_in_all_layers():
         tune(tiny("gemma2"), recipes, reading, reading, Budget(bits=5.0))
 
 
+def test_packed_windows_are_refused():
+    reading, recipes = read_as(random_ids(1, TOKENS)), find_recipes(["int8:sliding=packed"])
+    with pytest.raises(UnsupportedError, match="leave out sliding='packed'"):
+        compare(tiny("gemma2"), recipes, reading)
+    with pytest.raises(UnsupportedError, match="leave out sliding='packed'"):
+        inspect(tiny("gemma2"), recipes["int8:sliding=packed"], reading.ids)
+
+
 def test_a_model_without_packed_layers_is_refused():
     with pytest.raises(UnsupportedError, match="every layer is the model's own"):
         compare(tiny("mistral"), find_recipes(["turbo"]), read_as(random_ids(1, TOKENS)))

@@ -24,7 +24,8 @@ from qattn_hf.methods import get_method
 from qattn_hf.patcher import attending
 from qattn_hf.plan import ROUNDING, Planner, _largest, _last
 from qattn_hf.spelling import split_method
-from qattn_kernels.launch.launches import collected, recorded
+from qattn_kernels.launch.launches import recorded
+from qattn_kernels.launch.plan import _plan
 from qattn_kernels.layer.arena import Layout, empty_arena
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import Geometry
@@ -74,7 +75,7 @@ def test_activations_are_what_a_prompt_allocates(rows, tokens):
     config.dtype = torch.float32
     shadow = without_weights(config)
     with attending(shadow, activations.register()):
-        layers = [activations.CountedLayer(Geometry(rows, 2, 16, 16, 1, torch.float32), None) for _ in range(3)]
+        layers = [activations.CountedLayer(Geometry(rows, 2, 16, 16, 1, torch.float32), None, {}) for _ in range(3)]
         live = LiveMemory()
         activations.run(shadow, layers, tokens, 0, live)
     predicted = live.peak - sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
@@ -89,16 +90,24 @@ def test_the_attention_allocates_what_is_predicted(method, tokens, past):
     name, settings = split_method(method)
     spec = replace(get_method(name)(**settings).last_layer_spec(1), impl="triton")
     layout = Layout(Geometry(2, 1, 64, 64, 512 // spec.window.block, torch.float32), spec)
-    blocks, found = -(-past // spec.window.block), []
+    blocks, found, later = -(-past // spec.window.block), [], []
     for device in (torch.device(DEVICE), torch.device("meta")):
         arena = empty_arena(layout, device)
         q, k, v = (torch.zeros(2, heads, tokens, 64, device=device) for heads in (2, 1, 1))
         span = torch.tensor([[0, tokens]] * 2, dtype=torch.int32).to(device)
         call = partial(compute, q, k, v, span, arena, layout, Scores(0.125), blocks)
         with LiveMemory() as live:
-            (collected if device.type == "meta" else recorded)(call)  # as the first call of a shape
+            results, recorder = recorded(call, collects=device.type == "meta")  # as the first call of a shape
         found.append(live.peak)
+        if device.type == "meta":
+            later.append(activations.Planned.of(results, recorder.allocated))
+        elif recorder.foreign is None:
+            later.append(_plan(recorder, (arena, q, k, v, span), results))
     assert found[1] == pytest.approx(found[0], rel=0.02)  # GPUs differ in how many parts a step has
+    if len(later) == 2:  # what later calls allocate
+        of_gpu, predicted = ([(x.size, x.dtype) for x in one.results] for one in later)
+        assert predicted == of_gpu
+        assert later[1].temporary == pytest.approx(later[0].temporary, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from qattn_hf.cli.bench import bench
+from qattn_hf.cli.cache import cache
 from qattn_hf.cli.check import check
 from qattn_hf.cli.compare import compare
 from qattn_hf.cli.demo import demo
@@ -24,6 +25,7 @@ for command in (demo, check, plan, generate, report, methods, compare, tune, ins
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
+app.add_typer(cache, name="cache")
 
 
 @app.callback(invoke_without_command=True)

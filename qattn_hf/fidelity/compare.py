@@ -23,7 +23,7 @@ from qattn_hf.chunks import feed
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.metrics import AttentionSums, Tokens, over_layers, pareto, text_figures, token_figures
-from qattn_hf.fidelity.observe import Call, observed, packed_layers
+from qattn_hf.fidelity.observe import Call, check_observed, observed, packed_layers
 from qattn_hf.fidelity.sizes import size_of
 from qattn_hf.fidelity.texts import Reading
 from qattn_hf.patcher import patch, unpatch
@@ -49,6 +49,8 @@ class ShadowCaches:
     def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int):
         self.model, self.recipes, self.first = model, recipes, first
         self.renew()
+        for cache in self.caches.values():
+            check_observed(model, cache)
         self.sums = {name: {i: AttentionSums() for i in packed_layers(model)} for name in recipes}
 
     def renew(self) -> None:
@@ -84,9 +86,8 @@ def compare(
 
     Returns:
         one dict a recipe, in their order, for `print_table` and `draw`: `method` (its name), `kl` in nats a token,
-        `same_top1`, `rms_change`, perplexities; of packed layers alone `attention`, `layers` (errors of their outputs),
-        `effective_bits`, `effective_bits_total`, `kv_bytes`; `own_layers`, how many others there are; `pareto`,
-        whether no other recipe is smaller and loses less.
+        `same_top1`, `rms_change`, perplexities; of packed layers alone `attention`, `layers`, `effective_bits`,
+        `effective_bits_total`, `kv_bytes`; `own_layers`, the number of others; `pareto`, whether no other beats it.
 
     Raises:
         QAttnError: a recipe packed nothing of the text, or the model is patched.

@@ -12,7 +12,7 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.chunks import cuts, feed
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
-from qattn_hf.fidelity.observe import Call, observed, packed_layers
+from qattn_hf.fidelity.observe import Call, check_observed, observed, packed_layers
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe
 from qattn_hf.reporting import report
@@ -85,6 +85,7 @@ def inspect(model: PreTrainedModel, recipe: Recipe, ids: torch.Tensor) -> list[I
     if ids.shape[0] != 1:
         raise QAttnError(f"{ids.shape[0]} rows: inspect looks at one")
     cache, recorder = QAttnCache.for_model(model, recipe=recipe), Recorder(packed_layers(model), ids.shape[1])
+    check_observed(model, cache)
     with observed(model, lambda call: recorder.record(call, cache.layers[call.layer])):
         for _ in feed(model, ids.to(device_of(model)), cuts(ids.shape[1], CHUNK)):
             pass

@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from qattn_hf import model_attention
 from qattn_hf.attention import refuse_arguments, scores_of
+from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import hides, model_layers
@@ -82,6 +83,16 @@ def packed_layers(model: PreTrainedModel) -> list[int]:
     return packed
 
 
+def check_observed(model: PreTrainedModel, cache: QAttnCache) -> None:
+    """Refuse a cache that packs more than the layers that are observed.
+
+    Raises:
+        UnsupportedError: its recipe packs sliding windows.
+    """
+    if len(cache.packed) > len(packed_layers(model)):
+        raise UnsupportedError("packed sliding windows cannot be measured here: leave out sliding='packed'")
+
+
 @contextmanager
 def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Context in which `observer` gets every attention call of the layers that `patch` packs; a tensor that it returns
@@ -112,7 +123,7 @@ def _mask(**kwargs: Any) -> torch.Tensor | None:
     """The mask of the model's own attention for windows and chunks that hide tokens, else that of torch's."""
     own = _watch.get().own
     if own is not None and hides(kwargs.get("config"), kwargs.get("local_size")):
-        return model_attention.mask(own, **kwargs)
+        return model_attention.mask(own, False, **kwargs)
     return sdpa_mask(**kwargs)
 
 

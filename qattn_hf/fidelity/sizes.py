@@ -10,6 +10,7 @@ from qattn_hf.bench.layers import fill
 from qattn_hf.cache import QAttnCache
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.reporting import report
+from qattn_hf.window_layer import packed_layer
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
@@ -56,7 +57,7 @@ def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
 
 def layer_bytes(spec: LayerSpec, geometry: Geometry, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of one layer's tensors for one row of `tokens` tokens; counted on the meta device, without memory."""
-    layer = QAttnLayer(spec, tokens)
+    layer = packed_layer(spec, tokens)
     _initialize(layer, geometry, dtype, "meta")
     return sum(tensor.nbytes for tensor, _ in layer.state_tensors().values())
 

@@ -1,0 +1,83 @@
+"""The tensor of bytes that is the state of a layer: who owns it, and what copies and pickles do with it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from qattn_hf.device import capturing
+from qattn_hf.errors import UnsupportedError
+from qattn_kernels.layer.arena import Layout, views
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import Geometry, State
+
+
+class ArenaHolder:
+    """What `QAttnLayer` knows of its memory.
+
+    Attributes:
+        arena: uint8, all state tensors of the layer; None before the first call.
+        state: views of the arena by name.
+        borrowed: whether others read the arena too, so that it is copied before the first write (`own`).
+        moves: how often tensors were replaced, which invalidates captured steps.
+    """
+
+    geometry: Geometry
+    spec: LayerSpec
+    state: State
+    arena: torch.Tensor | None = None
+    borrowed = False
+    moves = 0
+    _layout = ""  # where the tensors lie in the arena
+
+    def own(self) -> None:
+        """Copy the arena if it is borrowed, before a write.
+
+        Raises:
+            UnsupportedError: while a CUDA graph is captured, which would copy at each replay.
+        """
+        if not self.borrowed:
+            return
+        if capturing():
+            raise UnsupportedError(
+                "a loaded cache is copied at its first call, which no CUDA graph can hold: make that call before"
+            )
+        assert self.arena is not None
+        with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+            self._adopt(self.arena.clone())
+
+    def _adopt(self, arena: torch.Tensor) -> None:
+        """Take an arena of the present geometry and spec: mark its address as static for compiled steps, and count the
+        move for captured ones."""
+        layout = Layout(self.geometry, self.spec)
+        with torch.inference_mode(False):
+            self.arena, self.state, self._layout = arena, views(arena, layout), layout.encode()
+        self.moves += 1
+        self.borrowed = False
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(arena)
+
+    def _fields(self) -> dict[str, Any]:
+        """Without the views, which a pickle would write out one by one."""
+        return {**vars(self), "state": self.state if self.arena is None else {}}
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.borrowed or self.arena is None:
+            return self._fields()
+        # a pickle of a borrowed arena would hold all of the file that it lies in
+        return {**self._fields(), "arena": self.arena.clone(), "borrowed": False}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields)
+        if self.arena is not None:
+            self.state = views(self.arena, Layout(self.geometry, self.spec))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copies of a layer share a borrowed arena, until one of them writes."""
+        if self.borrowed:
+            memo[id(self.arena)] = self.arena
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self._fields(), memo))
+        return twin

@@ -1,0 +1,102 @@
+"""Which model wrote a cache: its config and a sample of its weights, by which a file is refused for another model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from qattn_hf.decoder import decoder_of
+from qattn_hf.device import device_of
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.messages import shown
+
+SAMPLE = 64  # numbers of each weight, evenly spread: some milliseconds for a model of hundreds of weights
+# fields of a config that change no key and no value
+INERT = (
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version",
+    "use_cache",
+)  # fmt: skip
+
+
+class Writer:
+    """The model whose calls wrote a cache, held weakly. Pickles of the cache are without it."""
+
+    def __init__(self) -> None:
+        self._module: weakref.ref[torch.nn.Module] | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model, or its decoder; None where no call was made, or it was freed."""
+        return None if self._module is None else self._module()
+
+    def note(self, module: torch.nn.Module) -> None:
+        """Make `module` the writer: a patched model, or its decoder."""
+        self._module = weakref.ref(module)
+
+    def __deepcopy__(self, memo: Any) -> Writer:
+        twin = Writer()
+        twin._module = self._module
+        return twin
+
+    def __reduce__(self) -> Any:
+        return Writer, ()
+
+
+def identity(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells one model from another: `config`, `dtype` and `weights`, as JSON has them.
+
+    `config` is what the decoder's config has beside its class's defaults. `weights` is a SHA-256 over the names, dtypes
+    and shapes of the decoder's weights and `SAMPLE` numbers of each: another training is told apart, a change of few
+    single numbers is not.
+
+    Raises:
+        UnsupportedError: weights that accelerate offloads, so that they cannot be read.
+    """
+    decoder = decoder_of(model)
+    config = decoder.config.get_text_config(decoder=True).to_diff_dict()
+    config = {name: value for name, value in config.items() if name not in INERT}
+    return {
+        "config": json.loads(json.dumps(config, default=str)),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "weights": _sampled(decoder),
+    }
+
+
+def _sampled(decoder: PreTrainedModel) -> str:
+    digest = hashlib.sha256()
+    for name, weight in decoder.named_parameters():
+        if weight.is_meta:
+            raise UnsupportedError(
+                f"the weight {name} is offloaded and cannot be compared, so no cache is saved or loaded: keep the "
+                "weights on their devices"
+            )
+        numbers = weight.detach().reshape(-1)[:: max(1, weight.numel() // SAMPLE)]
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(numbers.contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """What two identities differ in, in words; None where they are equal."""
+    if theirs["dtype"] != ours["dtype"]:
+        return f"it was {theirs['dtype']} and is {ours['dtype']} here: load it with dtype={theirs['dtype']}"
+    names = sorted({*theirs["config"], *ours["config"]})
+    pairs = {name: (theirs["config"].get(name), ours["config"].get(name)) for name in names}
+    if other := [f"{name} {shown(a)} there and {shown(b)} here" for name, (a, b) in pairs.items() if a != b]:
+        return ", ".join(other[:3])
+    return None if theirs["weights"] == ours["weights"] else "the same config with other weights"
+
+
+def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
+    """The device of each layer of a model, which may be split over several; by the `layer_idx` of its attention."""
+    found: dict[int, torch.device] = {}
+    for module in decoder_of(model).modules():
+        index, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
+        if isinstance(index, int) and weight is not None:
+            found.setdefault(index, weight.device)
+    return [found.get(i, device_of(model)) for i in range(layers)]
