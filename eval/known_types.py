@@ -1,4 +1,4 @@
-"""How many of the families that people run are served: `python eval/known_types.py`, from `eval/results/models.json`."""
+"""Families that people run, and which are served by `eval/results/models.json`: `python eval/known_types.py`."""
 
 from __future__ import annotations
 
