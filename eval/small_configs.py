@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
     # latent attention
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 16,
     # linear attention and SSM
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_num_heads": 8,
@@ -44,6 +44,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "d_model": 64, "n_heads": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "moshi": {"sliding_window": LEFT_OUT},  # its masks have none
     "whisper": {"num_key_value_heads": LEFT_OUT},  # which is its encoder's heads
@@ -79,6 +80,8 @@ def shrunk(default: PretrainedConfig) -> PretrainedConfig:
     """A small config of the class of `default`, sub-configs included."""
     chosen = {name: size for name, size in SIZES.items() if _has(default, name)}
     kept = _kept_layers(default)
+    if "kv_lora_rank" in chosen:  # latents are expanded for every query head
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]
     for name in LAYERS:
         if isinstance(_value(default, name), int):
             chosen[name] = min(_value(default, name), len(kept))

@@ -20,6 +20,7 @@ from unittest import mock
 from api_page import api_table
 from family_tables import families_table
 from fidelity_tables import compare_table, tune_table
+from known_types import known_table
 from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
 from overview_table import generate_overview, overview_table, settings_table, throughput_overview
@@ -85,6 +86,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "common-settings": common_table,
     "families": families_table,
     "types": types_table,
+    "known-types": known_table,
     "report": report_example,
     "kernels": kernels_table,
     "quality": quality_table,

@@ -14,6 +14,7 @@ RESULTS = {
     "stock": "not built, or does not generate without `patch`",
     "error": "fails",
 }
+SERVED = ("runs", "part", "own")
 
 
 def types_table(results: Path) -> str:
@@ -22,7 +23,7 @@ def types_table(results: Path) -> str:
     if found is None:
         return "Not measured yet."
     rows = found["rows"]
-    served = sum(row["result"] in ("runs", "part", "own") for row in rows)
+    served = sum(row["result"] in SERVED for row in rows)
     groups: dict[tuple[str, str], list[str]] = {}
     for result in RESULTS:
         for row in rows:
@@ -57,7 +58,6 @@ SHORT = {
     "between its cache and its attention": "changes keys or values between cache and attention",
     "the config has encoder": "encoder and decoder of different sizes",
     "no attention, so": "no attention",
-    "(MLA)": "latent attention (MLA)",
     "cross attention": "cross attention",
     "beyond causal": "masks of its own, beyond causal",
 }

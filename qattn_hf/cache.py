@@ -182,16 +182,16 @@ class QAttnCache(Cache):
             key.cache = self
         return key, value
 
-    def allocate(self, like: list[torch.Tensor]) -> None:
+    def allocate(self, like: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Allocate all layers of an empty cache before a call, which else happens layer by layer inside of it:
         PyTorch's allocator would put layers between the call's activations, and find less room for the next ones.
 
         Args:
-            like: for each layer a tensor `[B, Hkv, 0, D]` as the call's keys and values will be.
+            like: for each layer tensors `[B, Hkv, 0, D]` as the call's keys and its values will be.
         """
         if self.pool is not None:
-            for i, nothing in enumerate(like):
-                self._allocate(i, nothing, nothing)
+            for i, (keys, values) in enumerate(like):
+                self._allocate(i, keys, values)
 
     def _allocate(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Give a layer that has no tokens its tensors, out of the pool if that has some, unless it has fitting ones."""

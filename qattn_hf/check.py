@@ -205,7 +205,7 @@ def _sizes(
         raise QAttnError(f"at_tokens = {at_tokens}: a positive number of tokens")
     text, dtype = built.config.get_text_config(decoder=True), built.dtype
     sizes = [head_sizes(text, i) for i in range(len(specs))]
-    token_values = sum(s.kv * 2 * s.dim for s, spec in zip(sizes, specs, strict=True) if grows(spec))
+    token_values = sum(s.kv * (s.dim + s.v_dim) for s, spec in zip(sizes, specs, strict=True) if grows(spec))
     full = token_values * dtype.itemsize
     if not recipe.settings.packs():
         return {"at_tokens": at_tokens, "kv_bytes": full * at_tokens, "bytes_per_token": full,
@@ -236,9 +236,9 @@ def _packed_row(
     index: int, spec: LayerSpec, heads: HeadSizes, method: str, dtype: torch.dtype, device_type: str, at_tokens: int
 ) -> dict[str, Any]:
     """One of `Check.layers`, of a packed layer."""
-    geometry = Geometry(1, heads.kv, heads.dim, heads.dim, 1, dtype)
+    geometry = Geometry(1, heads.kv, heads.dim, heads.v_dim, 1, dtype)
     at_length, near, far = (layer_bytes(spec, geometry, n, dtype) for n in (at_tokens, SPACING, 2 * SPACING))
-    reason = no_triton(device_type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.dim)
+    reason = no_triton(device_type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.v_dim)
     window = window_of(spec)
     bits: dict[str, Any] = {
         "bytes_per_token": (far - near) / SPACING,

@@ -8,11 +8,18 @@ from transformers import PretrainedConfig
 
 
 class HeadSizes(NamedTuple):
-    """Query heads and KV heads of a layer, and the dimension of each head."""
+    """Query heads and KV heads of a layer, and the channels of a head as the cache holds it.
+
+    Attributes:
+        dim, v_dim: channels of K and of V; of latent attention (MLA) the RoPE part and the latent, of one head.
+        latent: whether the layer has latent attention.
+    """
 
     query: int
     kv: int
     dim: int
+    v_dim: int
+    latent: bool = False
 
 
 def head_sizes(config: PretrainedConfig, layer: int) -> HeadSizes:
@@ -20,5 +27,8 @@ def head_sizes(config: PretrainedConfig, layer: int) -> HeadSizes:
     text = config.get_text_config(decoder=True)
     own = text.per_layer_config[layer]
     query = own.num_attention_heads
+    if rank := getattr(own, "kv_lora_rank", None):
+        return HeadSizes(query, 1, own.qk_rope_head_dim, rank, latent=True)
     kv = getattr(own, "num_key_value_heads", None) or query
-    return HeadSizes(query, kv, getattr(own, "head_dim", None) or text.hidden_size // query)
+    dim = getattr(own, "head_dim", None) or text.hidden_size // query
+    return HeadSizes(query, kv, dim, dim)

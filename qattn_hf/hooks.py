@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qattn_hf import attention
+from qattn_hf import attention, latent
 from qattn_hf.attention import check_mask
 from qattn_hf.cache import QAttnCache
 from qattn_hf.decoder import decoder_of
@@ -203,6 +203,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         if patched.window is not None:
             model._prepare_cache_for_generation = BoundMethod(prepare_stock_cache, model)
         return
+    latent.install(model)
     model._prepare_cache_for_generation = BoundMethod(prepare_cache, model)
     model.get_compiled_call = BoundMethod(compiled_call, model)
     if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # else masks of other kinds
@@ -224,6 +225,7 @@ def uninstall(model: PreTrainedModel) -> None:
                 getattr(module, f"_{when}").pop(hook_id, None)
                 getattr(module, f"_{when}_with_kwargs").pop(hook_id, None)
         del module._qattn
+    latent.uninstall(model)
     overrides = (
         "_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate", "save_pretrained"
     )  # fmt: skip

@@ -109,7 +109,13 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Record keys and values `[B, Hkv, T, D]` of a call; returns the same `Handle` twice, for key and value."""
+        """Record keys and values `[B, Hkv, T, D]` of a call; returns the same `Handle` twice, for key and value.
+
+        Latent attention gives the latent `[B, 1, T, kv_lora_rank]`, which is V here, then the RoPE part
+        `[B, 1, T, qk_rope_head_dim]`, which is K.
+        """
+        if self.spec.latent:
+            key_states, value_states = value_states, key_states
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         handle = Handle(self, key_states, value_states)

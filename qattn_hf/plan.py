@@ -203,7 +203,7 @@ class Planner:
     def _geometries(self, way: Way, batch: int, context: int) -> list[Geometry]:
         layers = self.config.get_text_config(decoder=True).num_hidden_layers
         sizes = [head_sizes(self.config, i) for i in range(layers)]
-        geometries = [Geometry(batch, size.kv, size.dim, size.dim, 1, self.dtype) for size in sizes]
+        geometries = [Geometry(batch, size.kv, size.dim, size.v_dim, 1, self.dtype) for size in sizes]
         if way.specs is None:
             return geometries
         blocks = [QAttnLayer(spec, context).blocks for spec in way.specs]

@@ -34,7 +34,7 @@ from typing import Any
 import yaml
 from transformers import PretrainedConfig
 
-from qattn_hf import recipe_files
+from qattn_hf import latent, recipe_files
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import FamilyDefaults, find_family
 from qattn_hf.heads import head_sizes
@@ -129,16 +129,19 @@ class Recipe:
 
         Raises:
             RecipeError: a setting that does not fit the model, such as a list of heads of another length, settings for
-                layers of which none is packed, or `impl="triton"` where no kernel can run.
+                layers of which none is packed, `impl="triton"` where no kernel can run, or a method that does not
+                take latent attention.
             UnsupportedError: a layer type that is neither packed nor left to the model.
         """
         own, states = model_layers(config), hybrid_states(config)
         layers = len(own)
 
         def packed(i: int) -> LayerSpec:
-            queries, heads, dim = head_sizes(config, i)
-            spec = shard_spec(self.settings_of(i).layer_spec(i, layers, heads), heads, shard)
-            reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, dim)
+            queries, heads, dim, v_dim, is_latent = head_sizes(config, i)
+            spec = self.settings_of(i).layer_spec(i, layers, heads)
+            spec = latent.layer_spec(spec, self.settings_of(i).name()) if is_latent else spec
+            spec = shard_spec(spec, heads, shard)
+            reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, v_dim)
             spec = dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason))
             return HybridLayerSpec(**vars(spec), states=states[i]) if states[i] else spec
 

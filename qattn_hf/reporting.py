@@ -123,6 +123,7 @@ def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
         "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
         "bits_per_head": {side: _bits(layer, side) for side in "kv"},
         "no_kernels": _why_reference(layer),
+        "latent": spec.latent,
     }
     return row | _skipped(layer)
 
@@ -364,6 +365,7 @@ def _notes(row: dict[str, Any]) -> str:
     notes += [f"sliding window of {row['window']}"] if row.get("window") else []
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += ["sinks kept out"] if row.get("sinks") else []
+    notes += ["latent attention: V holds the latents, K the RoPE parts"] if row.get("latent") else []
     notes += [f"no kernels: {row['no_kernels']}"] if row.get("no_kernels") else []
     if row.get("skip_rate"):
         notes.append(f"{row['skip_rate']:.1%} of V skipped, weight {row['dropped_mass']:.1e}")

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from qattn_hf import _compat
+from qattn_hf import _compat, latent
 from qattn_hf.decoder import decoder_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import WINDOWED, model_layers
@@ -64,6 +64,8 @@ def check_model(model: object) -> None:
     text = model.config.get_text_config(decoder=True)
     _check_config(text, kind)
     _check_layers(text, kind)
+    if any(getattr(layer, "kv_lora_rank", None) for layer in text.per_layer_config):
+        latent.check_modules(model, kind)
     _check_causal(model, kind)
     _check_untouched(model)
 
@@ -104,9 +106,7 @@ def _check_config(config: PretrainedConfig, kind: str) -> None:
 
 def _check_layers(config: PretrainedConfig, kind: str) -> None:
     """Check the layers of a text config: their types, and that some have attention."""
-    own, layers = model_layers(config), list(config.per_layer_config)
-    if any(getattr(layer, "kv_lora_rank", None) for layer in layers):
-        raise UnsupportedError(f"{kind} keeps latent keys (MLA), which are not supported; use a stock cache")
+    own = model_layers(config)
     if getattr(config, "cross_attention_layers", None):
         raise UnsupportedError(f"{kind} has layers of cross attention, which are not supported; use a stock cache")
     if all(spec is not None and spec.kind not in WINDOWED for spec in own):
@@ -114,11 +114,12 @@ def _check_layers(config: PretrainedConfig, kind: str) -> None:
 
 
 def check_full(model: PreTrainedModel) -> None:
-    """Refuse a model that has other layers than full attention, where nothing can stand beside it.
+    """Refuse a model that has other layers than full attention, where nothing can stand beside it, or latents.
 
     Raises:
         UnsupportedError: naming the first layers that are not full attention.
     """
+    latent.check_stock(model)
     text = model.config.get_text_config(decoder=True)
     kinds = [layer.kind for layer in _compat.layer_types(text)]
     packed = [spec is None and kind != "hybrid" for spec, kind in zip(model_layers(text), kinds, strict=True)]

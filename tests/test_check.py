@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from helpers import random_ids, tiny_llama
-from refusals import GQA, SIZES
+from refusals import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from qattn_hf import QAttnError, RecipeError, UnsupportedError, patch
@@ -17,7 +17,7 @@ from qattn_hf.compare import size_of
 
 REFUSED = {
     "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8},
-    "deepseek_v3": {**GQA, "kv_lora_rank": 16, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2},
     "bert": {**SIZES, "is_decoder": False},
 }
 

@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from known_types import KNOWN, known_table
 from models import measured_apart
 from small_configs import small_config
 from transformers import AutoModelForCausalLM
+from type_tables import SERVED as SERVED_RESULTS
 
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import model_layers
 from qattn_hf.supported_models import check_model
 
-RECORD = json.loads((Path(__file__).parent.parent / "eval" / "results" / "models.json").read_text(encoding="utf-8"))
+RESULTS = Path(__file__).parent.parent / "eval" / "results"
+RECORD = json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))
 ROWS: dict[str, dict[str, Any]] = {row["model_type"]: row for row in RECORD["rows"] if row["result"] != "stock"}
 FIRST = ["llama", "mistral", "gemma4_text", "zamba2", "minimax", "deepseek_v3", "deepseek_v4", "bert", "mamba", "gptj"]
 LATER = ["diffllama", "git", "jetmoe", "doge", "gemma4_unified"]  # refused by their first call
-SERVED = 115  # types that must run, of 189
+SERVED = 124  # types that must run, of 189
 
 needs_recorded_version = pytest.mark.skipif(
     transformers.__version__ != RECORD["versions"]["transformers"],
@@ -59,6 +62,13 @@ def test_the_sweep_measures_a_type_in_a_process_of_its_own(model_type: str):
     assert {key: row[key] for key in ("result", "layers")} == {k: ROWS[model_type][k] for k in ("result", "layers")}
     late = measured_apart(model_type, 0.01)
     assert (late["result"], late["reason"]) == ("error", "over 0.01 s")
+
+
+def test_families_that_people_run_are_served():
+    results = {row["model_type"]: row["result"] for row in RECORD["rows"]}
+    refused = [name for name, types in KNOWN.items() if any(results[t] not in SERVED_RESULTS for t in types)]
+    assert len(KNOWN) == 30 and refused == ["DeepSeek-V3.2", "GLM-5"]
+    assert known_table(RESULTS).startswith("28 of 30 families")
 
 
 def test_enough_types_run_and_none_fails():

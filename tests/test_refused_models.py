@@ -24,16 +24,13 @@ from qattn_hf.errors import QAttnError, UnsupportedError
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-OLD, MLA, BOTH = ("attention interface", "use a stock cache"), ("MLA", "stock cache"), ("encoder-decoder", "stock")
+OLD, BOTH = ("attention interface", "use a stock cache"), ("encoder-decoder", "stock")
 BIDIRECTIONAL = ("is_causal=False", "is_decoder=True", "use it as it is")
 INDEXED = ("indexer chooses", "stock cache")
-EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, OLD),
     "gpt_neo": ({"hidden_size": 32, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}, OLD),
     "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, OLD),
-    "deepseek_v3": (SIZES | LATENT | EXPERTS, MLA),
     "t5": ({"d_model": 32, "d_ff": 32, "d_kv": 16, "num_layers": 2, "num_heads": 2}, BOTH),
     "bart": ({"d_model": 32, "encoder_layers": 2, "decoder_layers": 2}, BOTH),
 }

@@ -76,7 +76,8 @@ def rows(
 def heads_of(model: PreTrainedModel) -> list[Heads]:
     """Shape of each attention layer of a model."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    return [Heads(*head_sizes(model.config, i), model.dtype) for i in range(count)]
+    sizes = [head_sizes(model.config, i) for i in range(count)]
+    return [Heads(size.query, size.kv, size.dim, model.dtype) for size in sizes]
 
 
 def _rows_that_fit(point: Point, row_bytes: int) -> int:

@@ -78,7 +78,11 @@ class Sparsity:
 @dataclass(frozen=True)
 class LayerSpec:
     """The four choices of one layer: format of K and of V, window with its sink pool, compute, sparsity; and who
-    computes it: `impl` is `reference` or `triton`."""
+    computes it: `impl` is `reference` or `triton`.
+
+    `latent`: of multi-head latent attention, one KV head whose V is the latent and whose K is the RoPE part. Keys are
+    the two together, latent first, and products are in floating point.
+    """
 
     k: Format
     v: Format
@@ -87,6 +91,7 @@ class LayerSpec:
     sparsity: Sparsity = field(default_factory=Sparsity)
     sink_pool: SinkPool = field(default_factory=SinkPool)
     impl: str = "reference"
+    latent: bool = False
 
     def encode(self) -> str:
         """One line of JSON that `decode_spec` reads back: operators take text where they cannot take objects."""
@@ -120,4 +125,5 @@ def decode_spec(text: str) -> LayerSpec:
         sparsity=Sparsity(**parts["sparsity"]),
         sink_pool=SinkPool(**parts["sink_pool"]),
         impl=parts["impl"],
+        latent=parts["latent"],
     )

@@ -28,6 +28,8 @@ def no_triton(device_type: str) -> str | None:
 
 def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim: int) -> str | None:
     """Why the kernels cannot compute a layer of this spec and these sizes, or None."""
+    if spec.latent:
+        return "latent attention (MLA) is the reference's: kernels read keys that are stored whole"
     group = query_heads // heads
     if k_dim != v_dim or k_dim not in HEAD_DIMS:
         return f"head dims are {k_dim} and {v_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}, K and V alike"

@@ -43,6 +43,11 @@ class Tiles(NamedTuple):
         rest = (None if x is None else x[:, :, :n] for x in self[2:])
         return Tiles(k, v, *rest)  # type: ignore[arg-type]
 
+    def latent(self) -> Tiles:
+        """The tiles of `LayerSpec.latent`: keys are the values, then what stands as keys, all dequantized."""
+        v = self.v.dequantize()
+        return self._replace(k=Operand(torch.cat([v, self.k.dequantize()], -1), None), v=Operand(v, None))
+
     def joined(self, other: Tiles) -> Tiles:
         """These tiles, then those of `other`. Where only one side has codes, the other's numbers stand beside them as
         codes of scale 1; where only one has a mean, the other's is zero."""

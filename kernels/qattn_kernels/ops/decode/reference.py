@@ -47,4 +47,6 @@ def decode(
     since = torch.where(open_span.valid, open_span.pos, FOREVER)
     ring = Tiles(open_span.k, open_span.v, open_span.pos[:, None], since[:, None], until[:, None], open_span.keep)
     queries = short_queries(q, scores.scale, spec.compute)
-    return attend(queries, q_pos, packed.joined(ring), scores, spec.compute, spec.sparsity, prefill=False)
+    tiles = packed.joined(ring)
+    tiles = tiles.latent() if spec.latent else tiles
+    return attend(queries, q_pos, tiles, scores, spec.compute, spec.sparsity, prefill=False)

@@ -73,7 +73,7 @@ def attend_all(
 ) -> Attended:
     """Queries of a long call over all that it sees; the first `end` queries see no tile from `reach(end)` on."""
     parts = []
-    tiles = operands(tiles, spec)
+    tiles = tiles.latent() if spec.latent else operands(tiles, spec)
     queries = long_queries(q, scores.scale, spec.compute, q_pos >= 0)
     rows = spec.compute.block_q  # what shares a scale of the weights too, with `p_scale: tile`
     for i in range(0, q.shape[2], rows):  # the scores of all queries at once would not fit a long prompt

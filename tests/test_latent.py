@@ -1,0 +1,203 @@
+"""Multi-head latent attention: patched models are the stock models, and each latent is stored once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_llama
+from refusals import refused
+from small_configs import small_config
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from qattn_hf import QAttnCache, RecipeError, UnsupportedError, patch, report, unpatch
+from qattn_hf.check import check
+from qattn_hf.latent import absorb, expand, latent_modules
+from qattn_hf.patcher import attending
+from qattn_kernels.layer.scores import Scores
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+TYPES = ["deepseek_v3", "deepseek_v2", "minicpm3"]
+RANK, ROPE, BLOCK = 16, 16, 64
+IDS = torch.randint(3, 90, (2, 100), generator=torch.Generator().manual_seed(3))
+MASK = torch.ones_like(IDS)
+MASK[1, :11] = 0
+GREEDY = {"max_new_tokens": BLOCK + 2, "min_new_tokens": BLOCK + 2, "do_sample": False}
+SHORT = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+
+
+def tiny(model_type: str = "deepseek_v3") -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(small_config(model_type), dtype=torch.float32).eval()
+
+
+def patched(model: PreTrainedModel, method: str = "none", **settings: Any) -> PreTrainedModel:
+    return patch(model, method, family=False, **settings)
+
+
+@pytest.fixture(params=TYPES)
+def model(request) -> PreTrainedModel:
+    return tiny(request.param)
+
+
+def test_greedy_tokens_are_the_stock_models(model):
+    want, logits = model.generate(IDS, attention_mask=MASK, **GREEDY), model(IDS).logits
+    patched(model)
+    assert torch.equal(model.generate(IDS, attention_mask=MASK, **GREEDY), want)
+    # fp32 sums in another order: products with W_UK and W_UV come before and after the softmax
+    torch.testing.assert_close(model(IDS).logits, logits, rtol=0, atol=1e-5)
+    assert torch.equal(unpatch(model)(IDS).logits, logits)
+    assert not any("expand_kv" in vars(module) for _, module in latent_modules(model))
+
+
+@pytest.mark.parametrize("method", ["int8", "turbo", "kivi", "fp8", "nf4"])
+def test_rows_of_a_padded_batch_are_as_alone(model, method):
+    patched(model, method)
+    batch = model.generate(IDS, attention_mask=MASK, **SHORT)
+    for i, row in enumerate(batch):
+        alone = model.generate(IDS[i : i + 1, MASK[i] == 1], **SHORT)
+        assert torch.equal(row[-8:], alone[0, -8:])
+
+
+@pytest.mark.parametrize(("method", "levels"), [("int8", 127), ("fp8", 16), ("turbo", 8), ("kivi", 7)])
+def test_what_a_method_stores_moves_attention_by_its_step(method, levels):
+    """Codes with steps of `maximum / levels` are off by half a step at most. So are attended values, which are averages
+    of latents; weights, moved by the scores' error in latent and RoPE part, may each add as much again."""
+    layer = QAttnCache.for_model(patched(tiny(), method)).layers[0]
+    g = torch.Generator().manual_seed(0)
+    rope, latent = (torch.randn(1, 1, 140, n, generator=g) for n in (ROPE, RANK))
+    query, scale = torch.randn(1, 4, 140, RANK + ROPE, generator=g), 0.1
+    out = []
+    for start, end in ((0, 130), (130, 140)):
+        handle = layer.update(latent[:, :, start:end], rope[:, :, start:end])[0]
+        span = torch.tensor([[0, end - start]], dtype=torch.int32)
+        out.append(layer.attend(query[:, :, start:end], handle, span, Scores(scale))[0])
+    keys = torch.cat([latent, rope], -1).double()
+    mask = torch.ones(140, 140).tril().bool()
+    weights = (query.double() @ keys.mT * scale).masked_fill(~mask, -torch.inf).softmax(-1)
+    error = (torch.cat(out, 2) - weights @ latent.double()).abs().max()
+    assert 0 < error < 1.5 * latent.abs().max() / levels
+
+
+def test_absorbed_products_are_the_expanded_ones(model):
+    module = next(module for _, module in latent_modules(model)).double()
+    g = torch.Generator().manual_seed(0)
+    latent, rope = (torch.randn(1, 1, 9, n, generator=g, dtype=torch.float64) for n in (RANK, ROPE))
+    query = torch.randn(1, 4, 9, module.qk_nope_head_dim + ROPE, generator=g, dtype=torch.float64)
+    weights = torch.rand(1, 4, 9, 9, generator=g, dtype=torch.float64)
+    key, value = module.expand_kv(latent, rope)
+    torch.testing.assert_close(absorb(module, query) @ torch.cat([latent, rope], -1).mT, query @ key.mT)
+    torch.testing.assert_close(expand(module, weights @ latent), weights @ value)
+
+
+@pytest.mark.parametrize("method", ["none", "int8", "turbo", "kivi"])
+def test_each_latent_is_counted_once(method):
+    model = patched(tiny(), method)
+    cache = model(IDS).past_key_values
+    data = report(model).to_dict()
+    values = IDS.numel() * (RANK + ROPE)
+    assert [row["values"] for row in data["layers"]] == [values] * 2
+    assert data["kv_bytes"] == sum(t.nbytes for t, _ in cache.state_tensors().values())
+    assert [row["bytes_full_precision"] for row in data["layers"]] == [4 * values] * 2
+    assert "latent attention" in str(report(model))
+    found = check(model.config, method, device_type="cpu")
+    assert found.refused is None and found.bytes_per_token_full_precision == 2 * 4 * (RANK + ROPE)
+    on_gpu = check(model.config, method, device_type="cuda")
+    assert on_gpu.layers[0]["kernels"] == "reference" and "(MLA)" in on_gpu.layers[0]["no_kernels"]
+
+
+@pytest.mark.parametrize("method", ["none", "int8", "turbo"])
+def test_chunks_second_turn_and_crop_are_one_call_after_another(method):
+    model = patched(tiny(), method)
+    want = model.generate(IDS, **SHORT)
+    assert torch.equal(model.generate(IDS, prefill_chunk_size=BLOCK, **SHORT), want) or method != "none"
+    cache = model.generate(IDS, return_dict_in_generate=True, **SHORT).past_key_values
+    cache.crop(-7)  # `generate` leaves the last token out of the cache
+    again = model.generate(want[:, :101], past_key_values=cache, **{**SHORT, "max_new_tokens": 7, "min_new_tokens": 7})
+    assert torch.equal(again, want)
+
+
+@pytest.mark.parametrize("kind", ["beams", "lookup", "assisted"])
+def test_ways_of_generate_give_the_stock_models_tokens(kind):
+    model = tiny()
+    how = {
+        "beams": {"num_beams": 3},
+        "lookup": {"prompt_lookup_num_tokens": 3},
+        "assisted": {"assistant_model": tiny_llama(vocab_size=101)},
+    }[kind]
+    ids = IDS if kind == "beams" else IDS[:1]
+    want = model.generate(ids, **SHORT, **how)
+    assert torch.equal(patched(model).generate(ids, **SHORT, **how), want)
+
+
+@pytest.mark.parametrize("how", ["copied", "pickled"])
+def test_copies_go_their_own_way(how):
+    model = patched(tiny(), "int8")
+    cache = model(IDS).past_key_values
+    want = model(IDS[:, :3], past_key_values=copy.deepcopy(cache)).logits
+    other = copy.deepcopy(cache) if how == "copied" else pickle.loads(pickle.dumps(cache))
+    model(IDS[:, 3:9], past_key_values=cache)
+    assert torch.equal(model(IDS[:, :3], past_key_values=other).logits, want)
+    twin = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin.generate(IDS, **SHORT), model.generate(IDS, **SHORT))
+    unpatch(twin)(IDS)
+    assert torch.equal(model.generate(IDS, **SHORT), patched(twin, "int8").generate(IDS, **SHORT))
+
+
+def test_rows_are_reordered_and_repeated():
+    model = patched(tiny(), "int8")
+    cache = model(IDS).past_key_values
+    want = model(IDS[:, :3], past_key_values=copy.deepcopy(cache)).logits
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    got = model(IDS[[1, 0], :3], past_key_values=cache).logits
+    torch.testing.assert_close(got, want[[1, 0]], rtol=0, atol=1e-5)  # experts add up tokens in the order of rows
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "what"),
+    [
+        ("turboquant", {}, "a rotation"),
+        ("sage2", {}, "smoothing"),
+        ("int_flash", {}, "products in integers"),
+        ("int8", {"smooth_k": True}, "smoothing"),
+        ("turbo", {"impl": "triton"}, "triton"),
+        ("sinkq", {"sink_skip_layers": 0}, "a sink pool"),
+    ],
+)
+def test_methods_that_need_whole_keys_are_refused(method, settings, what):
+    model = tiny()
+    before = model(IDS).logits
+    refused(lambda: patch(model, method, family=False, **settings), RecipeError, what)
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_modules_that_cannot_absorb_are_refused():
+    class Quantized(torch.nn.Linear):
+        pass
+
+    model = tiny()
+    _, module = next(latent_modules(model))
+    plain = module.kv_b_proj
+    module.kv_b_proj = Quantized(plain.in_features, plain.out_features, bias=False)
+    refused(lambda: patch(model, "int8"), UnsupportedError, "kv_b_proj", "plain linear layer", "stock cache")
+    module.kv_b_proj = plain
+    module.expand_kv = lambda latent, rope: (latent, rope)
+    refused(lambda: patch(model, "int8"), UnsupportedError, "expand_kv", "load the model anew")
+    del module.expand_kv
+    patch(model, "int8")
+    module.kv_b_proj = Quantized(plain.in_features, plain.out_features, bias=False)  # as an adapter does
+    refused(lambda: model(IDS), UnsupportedError, "kv_b_proj", "adapters")
+
+
+def test_attention_over_stock_caches_is_refused():
+    def observe(model: PreTrainedModel) -> None:
+        with attending(model, "sdpa"):
+            raise AssertionError("was not refused")
+
+    model = tiny()
+    refused(lambda: observe(model), UnsupportedError, "latent attention (MLA)", "stock cache")
