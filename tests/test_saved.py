@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, QAttnError, UnsupportedError, patch, release, report, unpatch
 from qattn_hf.saved import read_header
+from qattn_hf.writer import identity, layer_devices
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -362,6 +363,21 @@ def test_a_split_model_is_refused(model, path, monkeypatch):
     for call in (lambda: QAttnCache.load(path, model=model), lambda: model(PREFIX).past_key_values.save(path)):
         with pytest.raises(UnsupportedError, match="tensor parallelism"):
             call()
+
+
+def test_a_model_that_moved_is_refused(model, path, monkeypatch):
+    """As one that was patched on a GPU and is on the CPU now."""
+    monkeypatch.setattr(model._qattn, "device_type", "cuda")
+    with pytest.raises(UnsupportedError, match=r"patched for cuda and runs on cpu; patch it again"):
+        QAttnCache.load(path, model=model)
+
+
+def test_each_layer_is_loaded_to_its_device():
+    split = tiny_llama()
+    split.model.layers[1].to("meta")
+    assert [device.type for device in layer_devices(split, 2)] == ["cpu", "meta"]
+    with pytest.raises(UnsupportedError, match=r"layers\.1\..* is offloaded"):
+        identity(split)
 
 
 def test_verify_false_reads_no_digest(model, path):
