@@ -2,7 +2,7 @@
 
 Each type is built from its own config, made small, with random weights. Where `patch` takes it, greedy tokens of a
 padded batch with `none` in the reference must be the stock model's, past the window and past a block; `int8` must
-generate too.
+generate too. Where windows stay the model's own, `none` must give these tokens with packed windows as well.
 """
 
 from __future__ import annotations
@@ -90,11 +90,24 @@ def compared(model: PreTrainedModel, want: torch.Tensor | None) -> dict[str, Any
         if not torch.equal(model.generate(**prompts(), **GREEDY), want):
             return {"result": "error", "reason": "other tokens after unpatch"}
         kind = "runs" if len(packed) == len(specs) else "part" if packed else "own"
-        return {"result": kind, "packed": len(packed), "of": len(specs)}
+        return {"result": kind, "packed": len(packed), "of": len(specs), **packed_windows(model, specs, want)}
     except QAttnError as error:
         return {"result": "refused", "reason": str(error).splitlines()[0]}
     except Exception as error:
         return {"result": "error", "reason": first_line(error)}
+
+
+def packed_windows(model: PreTrainedModel, specs: list[Any], want: torch.Tensor) -> dict[str, str]:
+    """Field `windows` of a row, where a model has some: `packed`, or why `sliding="packed"` does not serve them."""
+    if not any(getattr(spec, "why", None) for spec in specs):
+        return {}
+    try:
+        patch(model, "none", impl="reference", family=False, sliding="packed")
+        same = torch.equal(model.generate(**prompts(), **GREEDY), want)
+    except QAttnError as error:
+        return {"windows": str(error).splitlines()[0]}
+    unpatch(model)
+    return {"windows": "packed" if same else "other tokens than stock"}
 
 
 def _child(model_type: str, pipe: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from recorded import asked, load, markdown
 
-from qattn_hf.bench.tables import gains
+from qattn_hf.bench.tables import by_point, gains
 
 EMBEDDED = "compare-embedded-model"  # the record that anyone can make again
 CONTEXT, HEAD_DIM = 32768, 128
@@ -28,6 +28,14 @@ WAYS = {
     "StaticCache": "StaticCache, compiled",
     "DynamicCache": "DynamicCache",
     "floor, captured": "no attention, captured",
+}
+# ways of `throughput` there, likewise
+THROUGHPUT = {
+    "kivi:bits=2,group_size=128,residual_length=32 graph": "`kivi`, 2 bits",
+    "turbo graph": "`turbo`",
+    "int8 graph": "`int8`",
+    "SDPA cudnn, captured": "bf16, captured",
+    "DynamicCache, flash": "DynamicCache",
 }
 DECODES = {"16 x 32k": {"batch": 16, "context": 32768, "room": 1}, "1 x 4k": {"batch": 1, "context": 4096, "room": 1}}
 PREFILLS = {"1 x 16k": {"batch": 1, "tokens": 16384}, "16 x 1k": {"batch": 16, "tokens": 1024}}
@@ -100,6 +108,16 @@ def settings_table(results: Path, names: Iterable[str] | None = None) -> str:
     ]
     header = ["setting", "bits, closed blocks", "bits, all", "KL, embedded model", *(f"KL, {m}" for m in models)]
     return markdown([*header, *columns], rows) if rows else "Not measured yet."
+
+
+def throughput_overview(results: Path) -> str:
+    """Tokens a second of the rows that fit the same bytes of keys and values, at each context."""
+    rows = [row for result in load(results, "speed-throughput") for row in result["rows"] if "error" not in row]
+    lines = []
+    for (kv_mib, context), found in by_point(rows, "kv_mib", "context").items():
+        of = {row["way"]: f"{row['tokens_per_s']:,.0f} ({row['batch']})" for row in found}
+        lines.append([f"{kv_mib / 1024:g} GiB", str(context), *(of.get(way, "") for way in THROUGHPUT)])
+    return markdown(["keys and values", "context", *THROUGHPUT.values()], lines) if lines else "Not measured yet."
 
 
 def generate_overview(results: Path) -> str:

@@ -71,3 +71,23 @@ def long_prompts_table(results: Path) -> str:
     ]
     header = ["cache", "tokens", "tokens of a call", "first token, s", "KV, GiB", "peak over weights and KV, GiB"]
     return markdown(header, lines) if rows else NOT_MEASURED
+
+
+def sparse_v_table(results: Path) -> str:
+    """Time of a layer's decode step with sparse V on a model's own attention, over that of reading every value."""
+    rows = [row for result in load(results, "speed-sparse-v") for row in result["rows"]]
+    dense = {(row["way"], row["context"]): row["ms"] for row in rows if not row["tau"]}
+    lines = [
+        [
+            f"`{row['way']}`",
+            f"{row['batch']} x {row['context']}",
+            f"{row['tau']:g}",
+            f"{row['skip_rate']:.1%}",
+            f"{row['kl']:.1e}",
+            f"{row['ms']:.4f} ({row['ms'] / dense[row['way'], row['context']] - 1:+.0%})",
+        ]
+        for row in rows
+        if row["tau"]
+    ]
+    header = ["method", "B x context", "`sparse_v_tau`", "values skipped", "KL to reading all", "ms (change)"]
+    return markdown(header, lines) if rows else NOT_MEASURED

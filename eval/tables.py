@@ -22,11 +22,11 @@ from family_tables import families_table
 from fidelity_tables import compare_table, tune_table
 from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
-from overview_table import generate_overview, overview_table, settings_table
+from overview_table import generate_overview, overview_table, settings_table, throughput_overview
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
 from quality_tables import bits_table, claimed_table, quality_table, recipes_table
 from recorded import Result, conditions, load, markdown
-from speed_tables import heads_table, long_prompts_table, slopes_table
+from speed_tables import heads_table, long_prompts_table, slopes_table, sparse_v_table
 from task_tables import scores_table, tasks_table
 from type_tables import types_table
 
@@ -77,6 +77,7 @@ def _conditions(results: Path, page: str) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "overview": overview_table,
     "overview-generate": generate_overview,
+    "overview-throughput": throughput_overview,
     "settings": settings_table,
     "methods": methods_table,
     "method-pages": index_table,
@@ -102,6 +103,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-slopes": slopes_table,
     "decode-heads": heads_table,
     "long-prompts": long_prompts_table,
+    "sparse-v": sparse_v_table,
     "prefill": partial(speed_table, bench="prefill"),
     "generate": partial(speed_table, bench="generate"),
     "throughput": partial(speed_table, bench="throughput"),

@@ -1,9 +1,10 @@
-"""What the demo model can do, measured on fresh seeds in full precision (used by train_demo_model.py)."""
+"""What a trained model can do, measured on fresh seeds in full precision (used by the training scripts)."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -85,12 +86,23 @@ def sinks(path: Path, ids: torch.Tensor, device: str) -> list[dict]:
     ]
 
 
-def evaluate(path: Path, heldout: str, prompts: int, seed: int, device: str) -> dict:
-    """Every score of the saved model, its bf16 weights computed in fp32."""
+@torch.inference_mode()
+def learned_sinks(path: Path, ids: torch.Tensor, device: str) -> list[dict]:
+    """By layer: its type, and each head's mean attention mass on its learned sink, which no token gets."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").to(device)
+    maps = model(ids.to(device), output_attentions=True).attentions
+    return [
+        {"type": kind, "mass": [round(m, 3) for m in (1 - weights.sum(-1)).mean((0, 2)).tolist()]}
+        for kind, weights in zip(model.config.layer_types, maps, strict=True)
+    ]
+
+
+def evaluate(path: Path, heldout: str, prompts: int, seed: int, device: str, measured: Callable) -> dict:
+    """Every score of the saved model, its bf16 weights computed in fp32; `measured` is one of the two above."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(path)
     rows = text_rows(tokenizer, heldout, 64, 1536)
     characters = len(tokenizer.decode(rows[:, 1:].flatten())) / rows[:, 1:].numel()
     scores: dict = {f"sums_{s}_shot": score_sums(model, tokenizer, prompts, s, f"{seed}/sums{s}") for s in (0, 4)}
     scores |= {f"recall_{n}": score_recall(model, tokenizer, prompts, n, f"{seed}/recall{n}") for n in (10, 40)}
-    return scores | score_prose(model, rows, characters) | {"sinks": sinks(path, rows[:4, :1024], device)}
+    return scores | score_prose(model, rows, characters) | {"sinks": measured(path, rows[:4, :1024], device)}

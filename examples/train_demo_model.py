@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from demo_data import BOS, EOS, MIX, PAD, batches, load_text, pieces, train_tokenizer
-from demo_eval import evaluate
+from demo_eval import evaluate, sinks
+from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 SINK_LAYER = 2  # the first layer whose heads must have a sink
 SINK_MASS = (0.4, 0.7)  # each head's mean attention mass on <|bos|>, at least and at most
@@ -124,9 +125,12 @@ class Layer(nn.Module):
 class TrainLlama(nn.Module):
     """Llama with the sink hinge in its loss; parameters are named as in `LlamaForCausalLM`."""
 
+    compiled = True
+    measured = staticmethod(sinks)
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.config = config
+        self.config, self.terms = config, {"loss": 1.0, "hinge": SINK_WEIGHT, "sink_mass": 0.0}
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.model.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -152,10 +156,18 @@ class TrainLlama(nn.Module):
         logits = F.linear(self.model.norm(x), self.model.embed_tokens.weight)
         return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()), hinge, mass
 
+    def final(self) -> LlamaForCausalLM:
+        """The model of transformers with these weights."""
+        final = LlamaForCausalLM(self.config)
+        missing, unexpected = final.load_state_dict(self.state_dict(), strict=False)
+        assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
+        final.tie_weights()
+        return final
 
-def make_optimizers(model: TrainLlama) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embeddings and norms."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+
+def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' linear maps, AdamW for the other parameters."""
+    matrices = [m.weight for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
@@ -169,11 +181,16 @@ def rate(progress: float) -> float:
     return min(1.0, (progress + 1e-3) / 0.02, max(0.0, 1 - progress) / 0.25)
 
 
-def train(model: TrainLlama, rows, args: argparse.Namespace, device: str) -> dict:
-    """Run the schedule over `rows`; returns steps, tokens, seconds and the mean losses of the last 2 %."""
+def train(model: nn.Module, rows, args: argparse.Namespace, device: str) -> dict:
+    """Run the schedule over `rows`; returns steps, tokens, seconds and the model's terms, means of the last steps.
+
+    Args:
+        model: with `config`, `compiled`, and `terms`, the names and weights of what `forward(ids, queries)` returns.
+    """
     optimizers = make_optimizers(model)
     peaks = [o.param_groups[0]["lr"] for o in optimizers]
-    step_fn = torch.compile(model, dynamic=False) if device == "cuda" else model
+    step_fn = torch.compile(model, dynamic=False) if device == "cuda" and model.compiled else model
+    weights = torch.tensor(list(model.terms.values()), device=device)
     generator = torch.Generator().manual_seed(args.seed)
     start, shown, seen, steps, recent = time.time(), 0.0, 0, 0, []
     while (progress := max(seen / args.tokens, (time.time() - start) / (60 * args.minutes))) < 1:
@@ -182,42 +199,31 @@ def train(model: TrainLlama, rows, args: argparse.Namespace, device: str) -> dic
         ids[:, 0] = model.config.bos_token_id
         queries = torch.randint(ids.shape[1] - 1, (SINK_QUERIES,), generator=generator)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss, hinge, mass = step_fn(ids.to(device, non_blocking=True), queries.to(device, non_blocking=True))
-        (loss + SINK_WEIGHT * hinge).backward()
+            terms = torch.stack(step_fn(ids.to(device, non_blocking=True), queries.to(device, non_blocking=True)))
+        (terms * weights).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * rate(progress)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         seen, steps = seen + ids.numel(), steps + 1
-        recent = [*recent[-99:], torch.stack((loss, hinge, mass)).detach()]
+        recent = [*recent[-99:], terms.detach()]
         if steps % 20 == 0 and (now := time.time() - start) - shown > 5:  # reading the losses waits for the device
-            text, lack, held = torch.stack(recent[-20:]).mean(0).tolist()
+            means = torch.stack(recent[-20:]).mean(0).tolist()
             shown = now
             print(
                 f"{progress:6.1%} {seen / 1e6:7.1f} M tokens {now:5.0f} s {seen / now / 1e6:.2f} M/s"
-                f"  loss {text:.3f}  hinge {lack:.3f}  sink mass {held:.2f}",
+                + "".join(f"  {name} {mean:.3f}" for name, mean in zip(model.terms, means, strict=True)),
                 flush=True,
             )
-    text, lack, held = torch.stack(recent).mean(0).tolist()
-    return {
-        "steps": steps,
-        "tokens": seen,
-        "seconds": round(time.time() - start, 1),
-        "loss": round(text, 4),
-        "hinge": round(lack, 4),
-        "sink_mass": round(held, 3),
-    }
+    means = torch.stack(recent).mean(0).tolist()
+    run = {"steps": steps, "tokens": seen, "seconds": round(time.time() - start, 1)}
+    return run | {name: round(mean, 4) for name, mean in zip(model.terms, means, strict=True)}
 
 
-def save(model: TrainLlama, tokenizer, out: Path) -> None:
+def save(final: PreTrainedModel, tokenizer: Tokenizer, out: Path) -> None:
     """Write the directory that `AutoModelForCausalLM` and `AutoTokenizer` load; weights in bf16."""
     out.mkdir(parents=True, exist_ok=True)
-    config = model.config
-    final = LlamaForCausalLM(config)
-    missing, unexpected = final.load_state_dict(model.state_dict(), strict=False)
-    assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
-    final.tie_weights()
     final.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0, do_sample=False)
     final.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -226,47 +232,54 @@ def save(model: TrainLlama, tokenizer, out: Path) -> None:
         "bos_token": BOS,
         "eos_token": EOS,
         "pad_token": PAD,
-        "model_max_length": config.max_position_embeddings,
+        "model_max_length": final.config.max_position_embeddings,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(doc: str, out: str, tokens: float, minutes: float) -> argparse.Namespace:
+    """The command line of a training script, with these defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="prose: a text file (.xz too) or a hub data set's name")
     parser.add_argument("--heldout", help="prose to score, likewise; default: the last 1 %% of --text")
-    parser.add_argument("--out", type=Path, default=Path("demo_model"))
+    parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--results", type=Path, help="where the measurements go as JSON")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=float, default=500e6)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--tokens", type=float, default=tokens)
+    parser.add_argument("--minutes", type=float, default=minutes)
     parser.add_argument("--rows", type=int, default=32, help=f"rows of {ROW_TOKENS} tokens in a batch")
     parser.add_argument("--prompts", type=int, default=200, help="fresh prompts of each task in the final check")
-    args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace, kind: type[nn.Module], config, tokenizer: Tokenizer | None = None) -> None:
+    """Train a `kind(config)`, write it to `args.out`, and measure what it can do.
+
+    Args:
+        tokenizer: a trained one; None trains one on the text.
+    """
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-
     prose = pieces(load_text(args.text))
     cut = len(prose) if args.heldout else len(prose) - max(1, len(prose) // 100)
     heldout = load_text(args.heldout) if args.heldout else "\n\n".join(prose[cut:])
-    config = make_config()
-    tokenizer = train_tokenizer(prose[:cut], random.Random(args.seed), config.vocab_size)
+    tokenizer = tokenizer or train_tokenizer(prose[:cut], random.Random(args.seed), config.vocab_size)
     encoded = [np.array(e.ids, dtype=np.uint16) for e in tokenizer.encode_batch(prose[:cut], add_special_tokens=False)]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers encode one text at a time
     print(f"{len(encoded)} pieces of prose, {sum(map(len, encoded)) / 1e6:.1f} M tokens", flush=True)
 
     rows = batches((tokenizer.to_str(), encoded, args.rows, ROW_TOKENS, args.seed), max(1, (os.cpu_count() or 2) - 1))
-    model = TrainLlama(config).to(device)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {device}", flush=True)
-    trained = train(model, rows, args, device)
+    model = kind(config).to(args.device)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {args.device}", flush=True)
+    trained = train(model, rows, args, args.device)
     rows.close()
-    save(model.cpu(), tokenizer, args.out)
+    save(model.cpu().final(), tokenizer, args.out)
     result = {
         "command": " ".join(sys.argv),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -276,7 +289,7 @@ def main() -> None:
         "mix": MIX,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained": trained,
-        "scores": evaluate(args.out, heldout, args.prompts, args.seed, device),
+        "scores": evaluate(args.out, heldout, args.prompts, args.seed, args.device, model.measured),
     }
     print(json.dumps(result, indent=2))
     if args.results:
@@ -285,4 +298,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments(__doc__, "demo_model", tokens=500e6, minutes=60.0), TrainLlama, make_config())

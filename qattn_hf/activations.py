@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -20,7 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from qattn_hf.attention import scores_of
 from qattn_hf.handle import Handle
 from qattn_hf.live_memory import LiveMemory
-from qattn_kernels.launch.launches import collected
+from qattn_kernels.launch.launches import recorded
+from qattn_kernels.launch.plan import ALIGNMENT, Result
 from qattn_kernels.layer.arena import Layout, places
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
@@ -29,18 +30,49 @@ NAME = "qattn_activations"
 META = torch.device("meta")
 
 
+class Planned(NamedTuple):
+    """What a launch plan allocates (`qattn_kernels.launch.plan`): all temporary tensors as one.
+
+    Attributes:
+        results: what the call returns. temporary: bytes.
+    """
+
+    results: list[Result]
+    temporary: int
+
+    @classmethod
+    def of(cls, results: Sequence[torch.Tensor], allocated: list[torch.Tensor]) -> Planned:
+        """Of a call that returned `results` and allocated all these tensors."""
+        returned = {x.untyped_storage()._cdata for x in results}
+        others = [x.nbytes for x in allocated if x.untyped_storage()._cdata not in returned]
+        temporary = sum(-(-n_bytes // ALIGNMENT) * ALIGNMENT for n_bytes in others)
+        return cls([Result(x.shape, x.stride(), x.dtype) for x in results], temporary)
+
+    def allocate(self) -> list[torch.Tensor]:
+        """The results, as `Plan.run` allocates them and its temporary room."""
+        results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=META) for x in self.results]
+        torch.empty(self.temporary, dtype=torch.uint8, device=META)
+        return results
+
+
 class CountedLayer(CacheLayerMixin):
-    """Cache layer of such a forward: it holds `past` tokens a row and stores nothing.
+    """Cache layer of such a forward: it counts tokens and stores nothing.
 
     Args:
         geometry: sizes of the layer, with the capacity. spec: None is a layer of transformers' `DynamicCache`.
+        plans: of calls of packed layers, by what they depend on; all layers of a cache share them.
+
+    Attributes:
+        past: tokens that each row holds.
+        held: keys and values of a `DynamicCache`, which grow by a copy.
     """
 
     is_sliding = False
 
-    def __init__(self, geometry: Geometry, spec: LayerSpec | None, past: int):
+    def __init__(self, geometry: Geometry, spec: LayerSpec | None, plans: dict[Hashable, Planned | None]):
         super().__init__()
-        self.geometry, self.spec, self.past = geometry, spec, past
+        self.geometry, self.spec, self.past, self.plans = geometry, spec, 0, plans
+        self.held: dict[str, torch.Tensor] = {}
         if spec is not None:
             self.layout = Layout(geometry, spec)
             self.arena = torch.empty(places(self.layout)[1], dtype=torch.uint8, device=META)
@@ -50,14 +82,16 @@ class CountedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The handle of a call, for key and value; of a `DynamicCache` each side is copied in turn, as it grows."""
-        if self.spec is None and self.past:
-            for new in (key_states, value_states):
-                torch.empty((*new.shape[:2], self.past + new.shape[2], new.shape[3]), dtype=new.dtype, device=META)
+        if self.spec is None:
+            for side, new in (("keys", key_states), ("values", value_states)):
+                shape = (*new.shape[:2], self.past + new.shape[2], new.shape[3])
+                self.held[side] = torch.empty(shape, dtype=new.dtype, device=META)
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
     def attend(self, query: torch.Tensor, handle: Handle, scaling: float | None, kwargs: dict[str, Any]) -> Any:
-        """Output `[B, Hq, T, Dv]`; what the call needs meanwhile is allocated as the first call of a shape does."""
+        """Output `[B, Hq, T, Dv]`; what the call needs meanwhile is allocated as the first call of a shape does, or
+        as those that follow its launch plan."""
         batch, heads, tokens, _ = query.shape
         if self.spec is None:  # flash attention: the output and fp32 log-sum-exp
             out = query.new_empty((batch, tokens, heads, self.geometry.v_dim)).transpose(1, 2)
@@ -67,13 +101,14 @@ class CountedLayer(CacheLayerMixin):
 
         span = torch.empty((batch, 2), dtype=torch.int32, device=META)
         blocks = -(-self.past // self.spec.window.block)
-        found: list[torch.Tensor] = []
-        call = partial(
-            compute, query, handle.key, handle.value, span, self.arena, self.layout,
-            scores_of(query, scaling, kwargs), blocks,
-        )  # fmt: skip
-        collected(lambda: found.extend(call()))
-        return found[0]
+        scores = scores_of(query, scaling, kwargs)
+        key = self.spec, self.geometry, query.shape, blocks, scores
+        if (plan := self.plans.get(key)) is not None:
+            return plan.allocate()[0]
+        call = partial(compute, query, handle.key, handle.value, span, self.arena, self.layout, scores, blocks)
+        results, recorder = recorded(call, collects=True)
+        self.plans[key] = None if recorder.foreign else Planned.of(results, recorder.allocated)
+        return results[0]
 
     def get_seq_length(self) -> int:
         return self.past
@@ -107,39 +142,36 @@ def register() -> str:
     return NAME
 
 
-def peak_bytes(
-    model: PreTrainedModel, geometries: list[Geometry], specs: list[LayerSpec] | None, tokens: int, past: int
-) -> int:
-    """Most bytes that are alive at once in a call of `generate`, beside weights and cache.
+def run(model: PreTrainedModel, layers: list[CountedLayer], tokens: int, past: int, live: LiveMemory) -> None:
+    """Count a call of `generate`: of packed caches by two layers of each kind, which others follow one after another.
 
     Args:
         model: on the meta device, with the attention `NAME` selected (`patcher.attending`).
-        geometries: one a layer, with rows and capacity. specs: one a layer; None: a `DynamicCache`.
-        tokens: new tokens of each row. past: tokens that the cache holds before.
+        layers: of its cache. tokens: new tokens of each row. past: tokens that the cache holds before.
+        live: counts what the call allocates and frees.
     """
-    per_layer: list[LayerSpec | None] = [None] * len(geometries) if specs is None else [*specs]
-    layers = [CountedLayer(*both, past) for both in zip(geometries, per_layer, strict=True)]
-    rows = geometries[0].batch
+    rows = layers[0].geometry.batch
     known = inspect.signature(model.forward).parameters
-    with torch.no_grad(), _few_layers(model, per_layer), LiveMemory() as live:
+    for layer in layers:
+        layer.past = past
+    with torch.no_grad(), _few_layers(model, [layer.spec for layer in layers]), live:
         ids = torch.empty((rows, tokens), dtype=torch.int64, device=META)
         extra: dict[str, Any] = {"position_ids": torch.empty_like(ids), "logits_to_keep": 1}
         extra = {name: value for name, value in extra.items() if name in known}
         logits = model(ids, past_key_values=Cache(layers=layers), use_cache=True, **extra).logits
         logits[:, -1].to(copy=True, dtype=torch.float32).argmax(-1)  # as `generate` does
-    return live.peak
 
 
 @contextmanager
 def _few_layers(model: PreTrainedModel, specs: list[LayerSpec | None]) -> Iterator[None]:
-    """Context in which the decoder has the first two layers of each kind: others take what these take, one after
-    another."""
+    """Context in which the decoder has the first two layers of each kind, where all are packed: what others allocate
+    is what these did."""
     stacks = [
         module
         for module in model.get_decoder().modules()
         if isinstance(module, torch.nn.ModuleList) and len(module) == len(specs)
     ]
-    if len(stacks) != 1:
+    if len(stacks) != 1 or None in specs:  # keys and values of a `DynamicCache` come layer by layer, and stay
         yield
         return
     layers, seen = stacks[0]._modules, Counter[Any]()

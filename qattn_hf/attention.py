@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
-from qattn_hf.layer_kinds import hides
+from qattn_hf.layer_kinds import hides, window_of
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL
 
 UNPADDED = "_qattn_unpadded"  # attribute of a mask that `mask` found to have no padding
 NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attention` or `/` in a way of their own
+WITH_WINDOWS = "_windows"  # end of the name where sliding windows are packed, whose masks are not the model's
 
 # Models build masks for windows and for bidirectional attention even where no layer uses them. These get a placeholder,
 # refused once a layer reads it; the size of its last dimension says which kind it is.
@@ -68,14 +70,14 @@ def attention(
             "keys or values did not come untouched from a packed cache: run the model with use_cache=True and a cache "
             "made by its patch, or unpatch(model)"
         )
-    refuse_mask(attention_mask)
-    if not is_span(attention_mask):
+    if attention_mask is None or not is_span(attention_mask):
+        refuse_mask(attention_mask)
         raise UnsupportedError(
             "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
         )
-    assert attention_mask is not None
-    refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache")
-    scores, span = scores_of(query, scaling, kwargs), attention_mask[:, 0, 0]
+    window = window_of(key.layer.spec)
+    refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache", window)
+    scores, span = scores_of(query, scaling, kwargs), attention_mask.reshape(-1, 2)
     unpadded = not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
     handle, queries = key.take(getattr(module, "layer_idx", None)), query.shape[2]
     if handle is not key:  # layers that share keys may compute their last tokens alone
@@ -88,12 +90,18 @@ def attention(
 
 
 def refuse_arguments(
-    module: torch.nn.Module, dropout: float, is_causal: bool | None, kwargs: dict[str, Any], by_whom: str
+    module: torch.nn.Module,
+    dropout: float,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+    by_whom: str,
+    window: int | None = None,
 ) -> None:
     """Refuse dropout, attention that is not causal, and the arguments of `REFUSED`.
 
     Args:
         by_whom: end of the message: what does not support it, and the way out.
+        window: tokens of the sliding window that the layer was packed for, which the model must ask for; None: none.
 
     Raises:
         UnsupportedError: naming the argument.
@@ -102,9 +110,14 @@ def refuse_arguments(
         raise UnsupportedError(f"dropout is not supported by {by_whom}, or use model.eval()")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedError(f"attention that is not causal (bidirectional, cross) is not supported by {by_whom}")
+    if window is not None and kwargs.get("sliding_window") != window:
+        raise UnsupportedError(
+            f"this layer was packed for a sliding window of {window}, and the model's attention asks for "
+            f"{kwargs.get('sliding_window')}: patch with sliding='model'"
+        )
     for name, what in REFUSED.items():
         value = kwargs.get(name)
-        if value is None or value is False:
+        if value is None or value is False or (name == "sliding_window" and value == window):
             continue
         if name != "sliding_window" or hides(getattr(module, "config", None), value):
             raise UnsupportedError(f"{what} is not supported by {by_whom}")
@@ -160,6 +173,7 @@ def mask(
     local_size: int | None = None,
     config: Any = None,
     mask_function: Any = causal_mask_function,
+    windows: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Mask function of patched models: which of the new tokens are real, and which are padding.
@@ -171,6 +185,7 @@ def mask(
     Args:
         attention_mask: 2-D `[B, S]`, 0 for padding, all cached tokens included; None: no padding.
         q_length: new tokens. q_offset: column of the first new token.
+        windows: the model's windows are packed, and their layers know them.
 
     Returns:
         int32 `[B, 1, 1, 2]`: the first real column among the new tokens, and the number of real ones.
@@ -179,7 +194,7 @@ def mask(
         UnsupportedError: packed sequences, or an `attention_mask` with fewer columns than there are new tokens.
     """
     kind = unreadable(local_size, config, mask_function)
-    if kind is not None:
+    if kind is not None and not (windows and kind == WINDOWED):
         return unreadable_mask(kind, batch_size, device)
     if not allow_is_causal_skip and q_length > 1:
         raise UnsupportedError(
@@ -269,11 +284,15 @@ def check_prompt_mask(attention_mask: torch.Tensor, generation_config: Generatio
         ) from None
 
 
-def register() -> str:
-    """Register attention and mask function with transformers as `NAME`, and return that name.
+def register(windows: bool = False) -> str:
+    """Register attention and mask function with transformers, and return their name.
 
     It has no effect on a model until the model selects the name.
+
+    Args:
+        windows: of a model whose sliding windows are packed.
     """
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
-    return NAME
+    name = NAME + WITH_WINDOWS * windows
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, functools.partial(mask, windows=windows))
+    return name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.model_layer import ModelLayer, new_layer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.tensor_parallel import shard_of
+from qattn_hf.window_layer import WindowLayer, packed_layer
 from qattn_hf.writer import Writer
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -152,6 +152,11 @@ class QAttnCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, ModelLayer)]
 
     @property
+    def allocated(self) -> bool:
+        """Whether the packed layers have their tensors, as after the first call."""
+        return next((layer.is_initialized for layer in self.layers if isinstance(layer, QAttnLayer)), True)
+
+    @property
     def device(self) -> torch.device:
         """Device of the cache's tensors; they exist after the first call."""
         layer = next(layer for layer in self.layers if getattr(layer, "device", None) is not None)
@@ -170,17 +175,34 @@ class QAttnCache(Cache):
         Returns:
             the same `Handle` twice, in place of keys and values; keys and values of a layer that is the model's own.
         """
-        if self.pool is not None and not self.layers[layer_idx].is_initialized and not torch.compiler.is_compiling():
-            if self.layers[0].planned and not any(layer.is_initialized for layer in self.layers):
-                self.layers = self.pool.take(self.layers, key_states, value_states)
-                # a list of its own: `self.layers` may be held by others when this cache is gone
-                weakref.finalize(self, self.pool.put, [*self.layers]).atexit = False
-            if not self.layers[layer_idx].is_initialized:
-                self.pool.allocate(self.layers[layer_idx].lazy_initialization, key_states, value_states)
+        if self.pool is not None and not self.layers[layer_idx].edits and not torch.compiler.is_compiling():
+            self._allocate(layer_idx, key_states, value_states)
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(key, Handle):
             key.cache = self
         return key, value
+
+    def allocate(self, like: list[torch.Tensor]) -> None:
+        """Allocate all layers of an empty cache before a call, which else happens layer by layer inside of it:
+        PyTorch's allocator would put layers between the call's activations, and find less room for the next ones.
+
+        Args:
+            like: for each layer a tensor `[B, Hkv, 0, D]` as the call's keys and values will be.
+        """
+        if self.pool is not None:
+            for i, nothing in enumerate(like):
+                self._allocate(i, nothing, nothing)
+
+    def _allocate(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Give a layer that has no tokens its tensors, out of the pool if that has some, unless it has fitting ones."""
+        assert self.pool is not None
+        if self.layers[0].planned and not any(layer.is_initialized for layer in self.layers):
+            self.layers = self.pool.take(self.layers, key_states, value_states)
+            # a list of its own: `self.layers` may be held by others when this cache is gone
+            weakref.finalize(self, self.pool.put, [*self.layers]).atexit = False
+        layer = self.layers[layer_idx]
+        if not layer.is_initialized or layer.geometry != layer.geometry_of(key_states, value_states):
+            self.pool.allocate(layer.lazy_initialization, key_states, value_states)
 
     def count(self, tokens: int) -> None:
         """Count on the host `tokens` columns that a replayed CUDA graph writes, for which `reserve` made room."""
@@ -263,21 +285,21 @@ class QAttnCache(Cache):
             tokens_to_remove: -n removes the last n columns, 0 none; n > 0 keeps the first n columns.
 
         Raises:
-            UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own
-                cannot be put back to where it was; nothing was changed.
+            UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own or
+                has a sliding window cannot be put back to where it was; nothing was changed.
         """
         count, own = int(tokens_to_remove), self.own
-        columns = int(self.get_seq_length()) if self.mixed and count else 0
+        checked = self.mixed or any(isinstance(layer, WindowLayer) for layer in self.layers)
+        columns = int(self.get_seq_length()) if checked and count else 0
         drop = min(-count, columns) if count < 0 else max(0, columns - count)
         if 0 < drop < columns:
             for layer in self.layers:
-                if isinstance(layer, (ModelLayer, HybridLayer)):
-                    layer.check_crop(drop)
-        for packed_layer in self.packed:
-            packed_layer.crop(-drop if self.mixed else count)
+                layer.check_crop(drop)
+        packed = self.packed
+        for layer in packed:
+            layer.crop(-drop if self.mixed else count)
         for layer in own:
             layer.reset() if 0 < drop == columns else layer.crop(-drop)
-        packed = self.packed
         if not any(layer.torn for layer in packed) and len(set(self._lengths())) == 1:
             for layer in packed:
                 layer.edits = packed[0].edits
@@ -348,48 +370,6 @@ def _new_layer(spec: LayerSpec | ModelLayerSpec, max_cache_len: int | None, devi
     """An empty layer by its spec."""
     if isinstance(spec, ModelLayerSpec):
         return new_layer(spec)
-    kind = HybridLayer if isinstance(spec, HybridLayerSpec) else QAttnLayer
-    return kind(spec, max_cache_len, device_type)  # type: ignore[arg-type]
-
-
-class LastCache:
-    """The last cache of a patched model, for its report. Copies and pickles of the model start without one.
-
-    It is kept until the next cache is made or the model is unpatched. Each thread has its own, so that threads which
-    share a model see their own calls; a thread that made none sees the newest.
-    """
-
-    def __init__(self) -> None:
-        self._of_threads: weakref.WeakKeyDictionary[threading.Thread, QAttnCache] = weakref.WeakKeyDictionary()
-        self._newest: QAttnCache | None = None
-        self._skipping: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-    def __deepcopy__(self, memo: Any) -> LastCache:
-        return LastCache()
-
-    def __reduce__(self) -> Any:
-        return LastCache, ()
-
-    @property
-    def cache(self) -> QAttnCache | None:
-        """The last cache of the calling thread, or the newest of all threads; None before the first."""
-        own = self._of_threads.get(threading.current_thread())
-        return self._newest if own is None else own
-
-    def record(self, cache: QAttnCache) -> None:
-        """Make `cache` the calling thread's last one, unless `skip_next` was called for it."""
-        thread = threading.current_thread()
-        if thread in self._skipping:
-            self._skipping.discard(thread)
-            return
-        self._of_threads[thread] = self._newest = cache
-
-    def skip_next(self, whether: bool) -> None:
-        """Set whether `record` ignores this thread's next cache: guidance makes a second one during `generate`."""
-        thread = threading.current_thread()
-        (self._skipping.add if whether else self._skipping.discard)(thread)
-
-    def clear(self) -> None:
-        """Forget the caches of all threads."""
-        self._of_threads.clear()
-        self._newest = None
+    if isinstance(spec, HybridLayerSpec):
+        return HybridLayer(spec, max_cache_len, device_type)
+    return packed_layer(spec, max_cache_len, device_type)

@@ -23,7 +23,7 @@ from qattn_hf.check_own import fill_states, own_row
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.fidelity.sizes import layer_bytes, values_of
 from qattn_hf.heads import HeadSizes, head_sizes
-from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.layer_kinds import ModelLayerSpec, grows, window_of
 from qattn_hf.patcher import selecting
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.supported_models import check_full, check_model
@@ -52,10 +52,11 @@ class Check:
         dtype: precision of the model that the config names, else bf16.
         layers: one row a layer: `layer`, `method`, `k_format`, `v_format`, `kernels` (`triton` or `reference`),
             `no_kernels` (why the reference computes, or None), `bytes`, `bytes_per_token`, `effective_bits`. A layer
-            that is the model's own has `method` and `kernels` `model`, and `own`, what it keeps, in words.
+            that is the model's own has `method` and `kernels` `model`, and `own`, what it keeps, in words. A packed one
+            with a sliding window has the tokens of its `window`, and no `effective_bits`, since it does not grow.
         at_tokens: context length, in tokens, for which `bytes` and `kv_bytes` are counted.
         kv_bytes: bytes of the cache of such a context, without the layers of `uncounted`.
-        own_bytes: bytes of the layers that are the model's own, once their windows are full.
+        own_bytes: bytes of the layers that do not grow, once their windows are full: the model's own, packed windows.
         uncounted: layers that are the model's own and whose bytes a config does not tell; they do not grow.
         bytes_per_token: bytes that each further token adds; `bytes_per_token_full_precision` without packing.
         effective_bits: bits of a value of the packed layers as the context grows; `effective_bits_total` of any value
@@ -98,13 +99,18 @@ class Check:
                 f"the weights are quantized ({self.quantization}), and a config does not say how many bytes they take: "
                 "give them, check(..., weight_bytes=N), or qattn check --weights GIB"
             )
-        free = memory - self.weight_bytes - self.own_bytes
+        own_bytes = self.own_bytes
+        if full_precision:
+            own_bytes += sum(
+                row["bytes_at_most_full_precision"] - row["bytes_at_most"] for row in self.layers if row.get("window")
+            )
+        free = memory - self.weight_bytes - own_bytes
         grows = self.bytes_per_token_full_precision if full_precision else self.bytes_per_token
         if not grows:  # windows and states alone
             return (self.positions or 0) if free >= 0 else 0
         if full_precision:
             return max(0, int(free // grows))
-        own = sum(row["bytes"] or 0 for row in self.layers if "own" in row)
+        own = sum(row["bytes"] or 0 for row in self.layers if "bytes_at_most" in row)
         constant = self.kv_bytes - own - grows * self.at_tokens
         return max(0, int((free - constant) // grows))
 
@@ -199,7 +205,7 @@ def _sizes(
         raise QAttnError(f"at_tokens = {at_tokens}: a positive number of tokens")
     text, dtype = built.config.get_text_config(decoder=True), built.dtype
     sizes = [head_sizes(text, i) for i in range(len(specs))]
-    token_values = sum(s.kv * 2 * s.dim for s, spec in zip(sizes, specs, strict=True) if isinstance(spec, LayerSpec))
+    token_values = sum(s.kv * 2 * s.dim for s, spec in zip(sizes, specs, strict=True) if grows(spec))
     full = token_values * dtype.itemsize
     if not recipe.settings.packs():
         return {"at_tokens": at_tokens, "kv_bytes": full * at_tokens, "bytes_per_token": full,
@@ -233,6 +239,20 @@ def _packed_row(
     geometry = Geometry(1, heads.kv, heads.dim, heads.dim, 1, dtype)
     at_length, near, far = (layer_bytes(spec, geometry, n, dtype) for n in (at_tokens, SPACING, 2 * SPACING))
     reason = no_triton(device_type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.dim)
+    window = window_of(spec)
+    bits: dict[str, Any] = {
+        "bytes_per_token": (far - near) / SPACING,
+        "effective_bits": 8 * (far - near) / SPACING / values_of(geometry, 1),
+    }
+    if window is not None:  # it is full after some tokens, and no longer grows
+        bits = {
+            "window": window,
+            "bytes_at_most": layer_bytes(spec, geometry, 4 * window + SPACING, dtype),
+            "bytes_at_most_full_precision": values_of(geometry, window) * dtype.itemsize,
+            "values": values_of(geometry, min(at_tokens, window)),
+            "bytes_per_token": 0.0,
+            "effective_bits": None,
+        }
     return {
         "layer": index,
         "method": method,
@@ -241,6 +261,5 @@ def _packed_row(
         "kernels": spec.impl,
         "no_kernels": reason if spec.impl == "reference" else None,
         "bytes": at_length,
-        "bytes_per_token": (far - near) / SPACING,
-        "effective_bits": 8 * (far - near) / SPACING / values_of(geometry, 1),
+        **bits,
     }

@@ -24,6 +24,7 @@ def own_row(spec: ModelLayerSpec, heads: HeadSizes, dtype: torch.dtype, at_token
     return {
         "method": "model",
         "own": str(spec),
+        "why": spec.why,
         "k_format": name,
         "v_format": name,
         "kernels": "model",

@@ -144,23 +144,30 @@ def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
 def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) -> Callable:
     """Override of `get_compiled_call`: the callable that runs decode steps, by the recipe's `decode`.
 
-    A CUDA graph of the eager step (`GraphedCall`), the eager model, or transformers' own compiled call where the recipe
-    or the caller asks for it.
+    A CUDA graph of the eager step or of the compiled one (`GraphedCall`); the eager model; or transformers' own
+    compiled call, where the caller gives a `compile_config` or a compiled step cannot be captured.
 
     Without this, `generate` on a GPU would compile by itself, since the capacity is fixed.
     """
     patched = patch_of(model)
     cache, strict = patched.last.cache, patched.recipe.settings.decode == "graph"
-    how, why = patched.decode, patched.decode_reason
+    how, why, captures = patched.decode, patched.decode_reason, patched.decode_reason is None
     if compile_config is not None:
-        how, why = "compile", None
-    elif how == "graph" and not strict and (hook := python_hook(model)) is not None:
-        how, why = "eager", f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does"
+        how, why, captures = "compile", None, False
+    elif captures and how != "eager" and not strict and (hook := python_hook(model)) is not None:
+        why, captures = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does", False
+        how = "eager" if how == "graph" else how
     if cache is not None:  # a graph says so when it runs
-        cache.ran(*("eager", "no two decode steps had the same kind of inputs") if how == "graph" else (how, why))
-    if how == "compile":
+        waiting = "eager" if how == "graph" else how, "no two decode steps had the same kind of inputs"
+        cache.ran(*waiting if captures and how != "eager" else (how, why))
+    if how == "eager":
+        return model.__call__
+    if not captures:
         return type(model).get_compiled_call(model, compile_config)
-    return GraphedCall(model, patched.pool, strict) if how == "graph" else model.__call__
+    compiled = None
+    if how == "compile":  # in a mode without CUDA graphs, which Inductor would not make over a cache that it writes
+        compiled = type(model).get_compiled_call(model, CompileConfig(mode="default"))
+    return GraphedCall(model, patched.pool, strict, compiled)
 
 
 def generate_masks(

@@ -43,25 +43,42 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     _check_call(module, kwargs)
     use_cache = kwargs.get("use_cache")
-    config: Any = module.config
+    decoder: Any = module
+    text = decoder.config.get_text_config(decoder=True)
     cache = kwargs.get("past_key_values")
     if cache is None:
         _check_positions(kwargs)
-        cache = kwargs["past_key_values"] = patched.new_cache()
+        cache = kwargs["past_key_values"] = _new_cache(patched)
     check_cache(cache, len(patched.specs))
     # attention reads through our cache in any case; `after_forward` keeps it out of the output where none was wanted
-    kwargs["use_cache"] = bool(config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache)
-    if torch.compiler.is_compiling():
+    kwargs["use_cache"] = bool(text.use_cache if use_cache is None else use_cache)
+    if torch.compiler.is_compiling() and cache.allocated:
         check_compiled(patched.window, cache)
     else:
-        cache.check_whole(config.get_text_config(decoder=True).num_hidden_layers)
-        tokens = _new_tokens(kwargs)
-        _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
-        patched.pool.allocate(cache.reserve, tokens)
-        check_call(patched.window, cache, tokens)
-        cache.begin()
-        cache.writer.note(module)
+        _begin(decoder, cache, kwargs)
     return (), kwargs
+
+
+NOT_COMPILED = "a compiled call cannot make its cache: pass past_key_values=, a cache that an uncompiled call wrote to"
+
+
+@torch.compiler.disable(reason=NOT_COMPILED)
+def _new_cache(patched: Patched) -> QAttnCache:
+    return patched.new_cache()
+
+
+@torch.compiler.disable(reason=NOT_COMPILED)
+def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any]) -> None:
+    """Check a call against its cache, and make room in that."""
+    patched, (rows, tokens) = patch_of(module), _shape(kwargs)
+    cache.check_whole(module.config.get_text_config(decoder=True).num_hidden_layers)
+    _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
+    patched.pool.allocate(cache.reserve, tokens)
+    if rows and not cache.allocated:
+        patched.allocate(cache, rows, module.dtype, device_of(module))
+    check_call(patched.window, cache, tokens)
+    cache.begin()
+    cache.writer.note(module)
 
 
 def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -79,9 +96,12 @@ def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], 
     return type(output)(**{name: x for name, x in output.items() if x is not cache})
 
 
-def _new_tokens(kwargs: dict[str, Any]) -> int:
-    inputs = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
-    return max((x.shape[1] for x in inputs if x is not None), default=0)
+def _shape(kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Rows of a call and new tokens of each."""
+    for name in ("input_ids", "inputs_embeds"):
+        if (inputs := kwargs.get(name)) is not None:
+            return inputs.shape[0], inputs.shape[1]
+    return 0, 0
 
 
 def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -100,7 +120,7 @@ def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str,
         )
     if patched.window is not None and not torch.compiler.is_compiling():
         cache = kwargs.get("past_key_values")
-        check_reach(patched.window, _new_tokens(kwargs) + (0 if cache is None else int(cache.get_seq_length())))
+        check_reach(patched.window, _shape(kwargs)[1] + (0 if cache is None else int(cache.get_seq_length())))
 
 
 def _check_call(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:

@@ -173,9 +173,13 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 f"cannot crop {drop} columns: some are padding or stand before padding, where columns do not map to "
                 "tokens of a row. Crop less, or start from a fresh cache"
             )
+        self.check_crop(drop)
         with self.editing():
             crop(self.state, self.spec, drop)
         self._used = self._slots_used()
+
+    def check_crop(self, count: int) -> None:
+        """Check that the state without the last `count` tokens is still there; here it always is."""
 
     def activate_past_recording(self) -> None:
         """Called by assisted generation before roll-backs; nothing to do, the ring keeps `crop_horizon` tokens."""

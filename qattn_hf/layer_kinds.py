@@ -45,6 +45,17 @@ class HybridLayerSpec(LayerSpec):
 
 
 @dataclass(frozen=True)
+class WindowLayerSpec(LayerSpec):
+    """Spec of a packed layer with a sliding window.
+
+    Attributes:
+        sliding_window: tokens that a query sees, itself included.
+    """
+
+    sliding_window: int = 1
+
+
+@dataclass(frozen=True)
 class ModelLayerSpec:
     """What a layer that is not packed keeps, in place of a `LayerSpec`.
 
@@ -52,11 +63,13 @@ class ModelLayerSpec:
         kind: layer type of transformers: `sliding_attention`, `chunked_attention`, `linear_attention`, `conv`, `dummy`.
         window: tokens of the sliding window, or of a chunk; None where there is none.
         states: number of convolution and recurrent states.
+        why: reason for which a layer with a window is not packed (`sliding.py`); None for other kinds.
     """
 
     kind: str
     window: int | None = None
     states: int = 1
+    why: str | None = None
 
     def __str__(self) -> str:
         if self.kind == "dummy":
@@ -67,6 +80,16 @@ class ModelLayerSpec:
     def rolls_back(self) -> bool:
         """Whether `crop` can undo the tokens of drafts, once past states are recorded."""
         return self.kind != "linear_attention"
+
+
+def window_of(spec: LayerSpec) -> int | None:
+    """Tokens of the sliding window of a packed layer; None where it has none."""
+    return spec.sliding_window if isinstance(spec, WindowLayerSpec) else None
+
+
+def grows(spec: LayerSpec | ModelLayerSpec) -> bool:
+    """Whether a layer of this spec holds all tokens: it is packed and has no window."""
+    return isinstance(spec, LayerSpec) and window_of(spec) is None
 
 
 def hides(config: Any, window: int | None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ROUNDING = 512  # bytes; PyTorch's allocator on a GPU gives out multiples of it
+from qattn_hf.caching_allocator import ROUNDING, Block, CachingAllocator
 
 
 class LiveMemory(TorchDispatchMode):
@@ -17,14 +17,18 @@ class LiveMemory(TorchDispatchMode):
 
     What existed before is not counted, nor what one operation allocates and frees by itself.
 
+    Args:
+        allocator: follows what is allocated and freed, as PyTorch's does on a GPU.
+
     Attributes:
         now: bytes alive. peak: the most there were at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocator: CachingAllocator | None = None) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._alive: dict[int, int] = {}  # bytes of each storage, by its address in C++
+        self._allocator = allocator
+        self._alive: dict[int, tuple[int, Block | None]] = {}  # bytes of each storage, by its address in C++
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -34,13 +38,22 @@ class LiveMemory(TorchDispatchMode):
                 self._count(x.untyped_storage())
         return out
 
+    def hold(self, n_bytes: int) -> Block | None:
+        """Count a tensor of so many bytes that is never freed."""
+        self.now += -(-n_bytes // ROUNDING) * ROUNDING
+        self.peak = max(self.peak, self.now)
+        return None if self._allocator is None else self._allocator.allocate(n_bytes)
+
     def _count(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
         if address not in self._alive:
-            self._alive[address] = -(-storage.nbytes() // ROUNDING) * ROUNDING
-            self.now += self._alive[address]
-            self.peak = max(self.peak, self.now)
+            before = self.now
+            block = self.hold(storage.nbytes())
+            self._alive[address] = self.now - before, block
             weakref.finalize(storage, self._freed, address).atexit = False
 
     def _freed(self, address: int) -> None:
-        self.now -= self._alive.pop(address)
+        n_bytes, block = self._alive.pop(address)
+        self.now -= n_bytes
+        if self._allocator is not None and block is not None:
+            self._allocator.free(block)

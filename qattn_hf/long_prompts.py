@@ -51,9 +51,10 @@ def prefill_chunk(
 
     Returns:
         `chunk_of` the layers; None where the prompt stays one call: it is short, transformers would compile the chunks
-        (`decode="compile"`) or cannot cut the call (a cache with tokens, embeddings or images, assisted generation),
-        all hidden states are asked for, the frequencies of the model's RoPE depend on the length of a call, or some
-        layers are not packed: linear attention may leave out what came before a call of several tokens.
+        (`compile_config`, a compiled step that is not captured) or cannot cut the call (a cache with tokens, embeddings
+        or images, assisted generation), all hidden states are asked for, the frequencies of the model's RoPE depend on
+        the length of a call, or some layers are not packed: linear attention may leave out what came before a call of
+        several tokens.
     """
     packed = [layer for layer in cache.layers if isinstance(layer, QAttnLayer) and not layer.is_initialized]
     chunk = chunk_of(layer.spec for layer in packed)
@@ -68,7 +69,7 @@ def prefill_chunk(
         or generation_config.is_assistant
         or generation_config.output_hidden_states
         or not {name for name, value in model_kwargs.items() if value is not None} <= TEXT
-        or model._qattn.decode == "compile"
+        or (model._qattn.decode == "compile" and model._qattn.decode_reason is not None)
         or generation_config.compile_config is not None
         or changing_rope(model) is not None
     )

@@ -36,10 +36,10 @@ def attention(
     if isinstance(key, Handle) or isinstance(value, Handle) or packed.is_span(attention_mask):
         return packed.attention(module, query, key, value, attention_mask, **kwargs)
     packed.refuse_mask(attention_mask)
-    return _function(before, module)(module, query, key, value, attention_mask, **kwargs)
+    return function_of(before, module)(module, query, key, value, attention_mask, **kwargs)
 
 
-def _function(name: str, module: torch.nn.Module) -> Any:
+def function_of(name: str, module: torch.nn.Module) -> Any:
     """The attention function of this name; `eager` is a function of the file that defines the module."""
     if name != "eager":
         return AttentionInterface()[name]
@@ -51,23 +51,26 @@ def _function(name: str, module: torch.nn.Module) -> Any:
     return function
 
 
-def mask(before: str, **kwargs: Any) -> torch.Tensor | None:
+def mask(before: str, windows: bool, **kwargs: Any) -> torch.Tensor | None:
     """Mask function of these models, with the arguments of transformers' own.
 
+    Args:
+        windows: sliding windows are packed.
+
     Returns:
-        for windows and chunks that hide tokens, the mask of the model's attention before `patch`; else that of packed
-        layers (`attention.mask`).
+        for other windows and chunks that hide tokens, the mask of the model's attention before `patch`; else that of
+        packed layers (`attention.mask`).
     """
     local_size, config = kwargs.get("local_size"), kwargs.get("config")
-    if hides(config, local_size):
+    if hides(config, local_size) and not windows:
         if getattr(config, "num_kv_shared_layers", None):  # these may drop queries, for which the mask must then stand
             kwargs["allow_is_causal_skip"] = False
         return AttentionMaskInterface()[before](**kwargs)
-    return packed.mask(**kwargs)
+    return packed.mask(windows=windows, **kwargs)
 
 
-def register(before: str | None) -> str:
-    """Register attention and mask function beside the model's implementation, and return their name.
+def check_implementation(before: str | None) -> str:
+    """Return the implementation that the model's own layers have, if they may keep it.
 
     Raises:
         UnsupportedError: another implementation than `sdpa` and `eager`.
@@ -77,7 +80,20 @@ def register(before: str | None) -> str:
             f"some layers keep the model's own attention, and {before} is not supported for them: load the model with "
             "attn_implementation='sdpa', or 'eager'"
         )
-    name = f"{packed.NAME}_{NAMES[before]}"
+    return before
+
+
+def register(before: str | None, windows: bool = False) -> str:
+    """Register attention and mask function beside the model's implementation, and return their name.
+
+    Args:
+        windows: sliding windows are packed, and other layers are the model's own.
+
+    Raises:
+        UnsupportedError: another implementation than `sdpa` and `eager`.
+    """
+    before = check_implementation(before)
+    name = f"{packed.NAME}_{NAMES[before]}{packed.WITH_WINDOWS * windows}"
     AttentionInterface.register(name, functools.partial(attention, before))
-    AttentionMaskInterface.register(name, functools.partial(mask, before))
+    AttentionMaskInterface.register(name, functools.partial(mask, before, windows))
     return name

@@ -11,10 +11,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import attention, model_attention, stock_cache
-from qattn_hf.cache import LastCache, QAttnCache
+from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.errors import QAttnError
-from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.heads import HeadSizes
+from qattn_hf.last_cache import LastCache
+from qattn_hf.layer_kinds import ModelLayerSpec, WindowLayerSpec
 from qattn_hf.recipe import Recipe, check_packs
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -30,6 +32,7 @@ class Patched:
         attn_implementations: each config of the model and the attention that it named before.
         decode, decode_reason: how `generate` runs its decode steps, and why not as a CUDA graph (`resolve_decode`).
         window: tokens that the model's narrowest sliding window shows, none of which hides a position (`window.py`).
+        sizes: heads of each layer, where all are packed and lie on one device; else None.
         hook_ids: ids of the forward hooks, of both modules.
         marked: how many modules carry this state: 2, the model and its decoder, or 1 where they are the same.
         last, pool: the last cache, and memory kept for the next one.
@@ -43,6 +46,7 @@ class Patched:
     decode: str
     decode_reason: str | None
     window: int | None = None
+    sizes: list[HeadSizes] | None = None
     hook_ids: list[int] = field(default_factory=list)
     marked: int = 0
     last: LastCache = field(default_factory=LastCache)
@@ -57,7 +61,8 @@ class Patched:
         """Register this patch's attention and mask functions with transformers and return their name."""
         if not self.recipe.settings.packs():
             return stock_cache.register(self.packed[0])
-        return attention.register() if self.beside is None else model_attention.register(self.beside)
+        windows = any(isinstance(spec, WindowLayerSpec) for spec in self.specs)
+        return attention.register(windows) if self.beside is None else model_attention.register(self.beside, windows)
 
     @property
     def packed(self) -> list[LayerSpec]:
@@ -77,6 +82,12 @@ class Patched:
         cache = QAttnCache(self.specs, self.recipe, max_cache_len, self.device_type, self.pool)
         self.last.record(cache)
         return cache
+
+    def allocate(self, cache: QAttnCache, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate an empty cache for so many rows before a call, where sizes are known (`QAttnCache.allocate`)."""
+        if self.sizes is not None and not torch.is_autocast_enabled(device.type):
+            shapes = [(rows, size.kv, 0, size.dim) for size in self.sizes]
+            cache.allocate([torch.empty(shape, dtype=dtype, device=device) for shape in shapes])
 
     def release(self) -> None:
         """Free the memory kept for later calls: the last cache, idle arenas and captured decode steps."""

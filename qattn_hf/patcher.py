@@ -16,6 +16,7 @@ from qattn_hf.cuda_graph.capture import resolve_decode
 from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
+from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
@@ -66,7 +67,8 @@ def patch(
         check_full(model)
     decode = resolve_decode(model, chosen.settings.decode, own) if chosen.settings.packs() else ("stock", STEPS)
     text = model.config.get_text_config(decoder=True)
-    patched = Patched(chosen, specs, _implementation(model) if own else None, device_type, [], *decode, narrowest(text))
+    beside, sizes = (_implementation(model), None) if own else (None, _sizes(model))
+    patched = Patched(chosen, specs, beside, device_type, [], *decode, narrowest(text), sizes)
     name = patched.register()
     if hasattr(model, "_qattn"):
         unpatch(model)
@@ -84,6 +86,14 @@ def patch(
     if not patched.packed:
         warnings.warn(f"nothing is packed: every layer is the model's own, with {own[0]}", stacklevel=2)
     return model
+
+
+def _sizes(model: PreTrainedModel) -> list[HeadSizes] | None:
+    """Heads of each layer of a model on one device; None for a model on several, or split over processes."""
+    if shard_of(model).size > 1 or len({parameter.device for parameter in model.parameters()}) > 1:
+        return None
+    text = model.config.get_text_config(decoder=True)
+    return [head_sizes(model.config, i) for i in range(text.num_hidden_layers)]
 
 
 def unpatch(model: Model) -> Model:
@@ -129,15 +139,19 @@ def release(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
+def attending(model: PreTrainedModel, name: str, full: bool = True) -> Iterator[None]:
     """Context in which an unpatched model uses the attention registered with transformers as `name`.
+
+    Args:
+        full: whether that attention serves layers of full attention alone; models with others are then refused.
 
     Raises:
         UnsupportedError: a model whose attention cannot be replaced in every layer.
         QAttnError: the model is patched.
     """
     check_model(model)
-    check_full(model)
+    if full:
+        check_full(model)
     if hasattr(model, "_qattn"):
         raise QAttnError("this model is patched: unpatch(model) first")
     with selecting(model, name):

@@ -7,13 +7,14 @@
     planner.memory(planner.way("turbo"), batch=8, context=32768) # where the bytes go
 
 Weights and cache are counted exactly, as they are allocated; activations by running the model's forward on the meta
-device (`qattn_hf.activations`). What PyTorch does not tell beforehand stands here as constants.
+device (`qattn_hf.activations`). All of these go through PyTorch's rules for taking memory from CUDA
+(`qattn_hf.caching_allocator`). What PyTorch does not tell beforehand stands here as constants.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,15 +23,15 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from qattn_hf import activations
+from qattn_hf.caching_allocator import ROUNDING, CachingAllocator
 from qattn_hf.check import quantization_of, without_weights
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.heads import head_sizes
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.live_memory import ROUNDING
+from qattn_hf.live_memory import LiveMemory
 from qattn_hf.long_prompts import chunk_of
 from qattn_hf.patcher import attending
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
-from qattn_kernels.layer.arena import Layout, places
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
@@ -38,9 +39,7 @@ __all__ = ["Memory", "Planner", "Way"]
 
 CONTEXT = 640 * 2**20  # bytes of CUDA's context and loaded kernels, which PyTorch's allocator does not see
 WORKSPACE = 96 * 2**20  # of cuBLAS, for the streams of `generate` and of captured steps, and the captured step's own
-FRAGMENTS = 0.01  # share of what the allocator gives out that lies between tensors and fits nothing
 TOKEN_BYTES = 5 * 8  # of a token's id, mask and position in `generate`, with copies; int64
-SEGMENT, LARGE = 2 * 2**20, 10 * 2**20  # PyTorch's allocator takes large tensors from CUDA in whole segments
 STEP = 64  # tokens; contexts are searched in these
 MOST = 2**31  # no search goes beyond it
 
@@ -66,7 +65,7 @@ class Memory:
 
     Attributes:
         weights: parameters and buffers. cache: all tensors of the cache. activations: what else the model's calls
-            allocate. fixed: what does not depend on lengths, and fragments.
+            allocate. fixed: what does not depend on lengths, and what lies free between tensors.
     """
 
     weights: int
@@ -119,7 +118,8 @@ class Planner:
             )
         self._model = without_weights(self.config)
         own = [*self._model.parameters(), *self._model.buffers()]  # tied ones once
-        self.weight_bytes = sum(_rounded(x.nbytes) for x in own) if weight_bytes is None else weight_bytes
+        self._weights = [x.nbytes for x in own] if weight_bytes is None else [weight_bytes]
+        self.weight_bytes = sum(-(-n_bytes // ROUNDING) * ROUNDING for n_bytes in self._weights)
         with self._counted():
             pass  # entering checks that the model can be patched
 
@@ -145,25 +145,55 @@ class Planner:
         return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, by_kernels)
 
     def memory(self, way: Way, batch: int, context: int) -> Memory:
-        """Memory of `generate` with `batch` rows that reach `context` tokens each."""
-        geometries = self._geometries(way, batch, context)
-        cache = _full_bytes(geometries, context) if way.specs is None else _packed_bytes(geometries, way.specs)
-        with self._counted() as model:
-            peak = max(
-                activations.peak_bytes(model, geometries, way.specs, tokens, past)
-                for tokens, past in self._calls(way, context)
-            )
-        peak += batch * context * TOKEN_BYTES
-        fragments = int(FRAGMENTS * (self.weight_bytes + cache + peak))
-        return Memory(self.weight_bytes, cache, peak, self.fixed + fragments)
+        """Memory of `generate` with `batch` rows that reach `context` tokens each, where nothing limits it."""
+        live, allocator, cache = self._followed(way, batch, context)
+        return Memory(self.weight_bytes, cache, live.peak - self.weight_bytes - cache,
+                      self.fixed + allocator.peak - live.peak)  # fmt: skip
+
+    def fits(self, memory: int, way: Way, batch: int, context: int) -> bool:
+        """Whether `generate` with `batch` rows that reach `context` tokens each runs in `memory` bytes."""
+        return not self._followed(way, batch, context, memory - self.fixed)[1].failed
 
     def longest(self, memory: int, way: Way, batch: int = 1) -> int:
-        """Longest context, in tokens of each of `batch` rows, that fits `memory` bytes, to 0.2 %; 0 if none does."""
-        return STEP * _largest(lambda n: self.memory(way, batch, n * STEP).total, memory, parts=512)
+        """Longest context, in tokens of each of `batch` rows, that fits `memory` bytes, to 0.8 %; 0 if none does."""
+        return STEP * self._largest(memory, lambda n: (way, batch, n * STEP), parts=128)
 
     def largest(self, memory: int, way: Way, context: int) -> int:
         """Largest number of rows of `context` tokens each that fits `memory` bytes; 0 if not even one does."""
-        return _largest(lambda n: self.memory(way, n, context).total, memory)
+        return self._largest(memory, lambda n: (way, n, context))
+
+    def _largest(self, memory: int, case: Callable[[int], tuple[Way, int, int]], parts: int | None = None) -> int:
+        """Largest n whose case fits: none has room whose tensors alone have not, and those are counted faster."""
+
+        def alive(n: int) -> int:
+            parts = self.memory(*case(n))
+            return parts.weights + parts.cache + parts.activations + self.fixed
+
+        return _last(lambda n: self.fits(memory, *case(n)), _largest(alive, memory, parts), parts)
+
+    def _followed(
+        self, way: Way, batch: int, context: int, limit: int | None = None
+    ) -> tuple[LiveMemory, CachingAllocator, int]:
+        """Every allocation of a `generate`, of as many calls as differ, and the bytes of its full cache."""
+        allocator = CachingAllocator(limit)
+        live = LiveMemory(allocator)
+        for n_bytes in (*self._weights, batch * context * TOKEN_BYTES):
+            live.hold(n_bytes)
+        geometries = self._geometries(way, batch, context)
+        specs: list[LayerSpec | None] = [None] * len(geometries) if way.specs is None else [*way.specs]
+        plans: dict[Hashable, activations.Planned | None] = {}
+        layers = [activations.CountedLayer(*layer, plans) for layer in zip(geometries, specs, strict=True)]
+        cache = 0
+        if way.specs is not None:
+            arenas = [layer.arena.nbytes for layer in layers]
+            cache = sum(-(-n_bytes // ROUNDING) * ROUNDING for n_bytes in arenas)
+            for n_bytes in arenas:
+                live.hold(n_bytes)
+        with self._counted() as model:
+            for tokens, past in self._calls(way, context):
+                activations.run(model, layers, tokens, past, live)
+        held = sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
+        return live, allocator, cache or held
 
     @contextmanager
     def _counted(self) -> Iterator[PreTrainedModel]:
@@ -180,32 +210,33 @@ class Planner:
         return [replace(geometry, blocks=n) for geometry, n in zip(geometries, blocks, strict=True)]
 
     def _calls(self, way: Way, context: int) -> Iterator[tuple[int, int]]:
-        """Tokens and tokens before them of the calls that may take most: the last whole chunk of the prompt, the rest
-        behind it, and the last decode step."""
+        """Tokens and tokens before them of the calls that differ: the first and the last whole chunk of the prompt, the
+        rest behind it, and the last decode step."""
         own = None if way.specs is None else self.prefill_chunk_size or chunk_of(way.specs)
         chunk = min(own or context, context)
-        whole, rest = divmod(context, chunk)
-        yield chunk, (whole - 1) * chunk
+        whole, rest = divmod(context - 1 or 1, chunk)
+        if whole:
+            yield chunk, 0
+        if whole > 1:
+            yield chunk, (whole - 1) * chunk
         if rest:
             yield rest, whole * chunk
         yield 1, context - 1
 
 
-def _full_bytes(geometries: list[Geometry], context: int) -> int:
-    """Bytes of a `DynamicCache` that holds `context` tokens a row."""
-    sides = ((geo, geo.batch * geo.heads * context * geo.dtype.itemsize) for geo in geometries)
-    return sum(_rounded(n * geo.k_dim) + _rounded(n * geo.v_dim) for geo, n in sides)
+def _last(fits: Callable[[int], bool], most: int, parts: int | None) -> int:
+    """Largest n up to `most` that fits, as far as a larger one fits only where smaller ones do; 0 if none does.
 
-
-def _packed_bytes(geometries: list[Geometry], specs: list[LayerSpec]) -> int:
-    """Bytes of a `QAttnCache`: of its arenas, as they are allocated."""
-    return sum(_rounded(places(Layout(*layer))[1]) for layer in zip(geometries, specs, strict=True))
-
-
-def _rounded(n_bytes: int) -> int:
-    """Bytes that PyTorch's allocator takes for a tensor."""
-    unit = SEGMENT if n_bytes >= LARGE else ROUNDING
-    return -(-n_bytes // unit) * unit
+    Args:
+        parts: the result may be smaller by a part of so many.
+    """
+    if most == 0 or fits(most):
+        return most
+    low, high, step = 0, most, max(1, most // 32)  # what lies between tensors is a tenth or less, as a rule
+    while high - low > (max(1, high // parts) if parts else 1):
+        guess = (low + high) // 2 if low else max(1, high - step)
+        low, high, step = (guess, high, step) if fits(guess) else (low, guess, 2 * step)
+    return low
 
 
 def _largest(total: Callable[[int], int], memory: int, parts: int | None = None) -> int:

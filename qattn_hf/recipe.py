@@ -10,7 +10,8 @@ A recipe may choose otherwise for some layers, under the key `layers`:
 
 An entry of `layers` inherits the recipe's settings. With another method it inherits those that every method has, and
 that method's defaults for the rest. Settings that all layers must share (`recipe_settings.SHARED`: `decode`, `impl`,
-`crop_horizon`) belong to the recipe itself. Lists of heads, such as `k_low_heads`, are always lists for all layers.
+`crop_horizon`, `sliding`) belong to the recipe itself. Lists of heads, such as `k_low_heads`, are always lists for all
+layers.
 
 Precedence, lowest first: the method's defaults, those of the model's family, the recipe, keywords of `patch`, an entry
 of `layers`. The higher one wins, also where it sets both sides (`bits`) and the lower one only one (`k_bits`):
@@ -42,6 +43,7 @@ from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, list_methods
 from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
 from qattn_hf.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices, unknown
+from qattn_hf.sliding import decide
 from qattn_hf.spelling import split_method, split_methods
 from qattn_hf.tensor_parallel import ALL, Shard, shard_spec
 from qattn_hf.yaml_reader import read_yaml
@@ -131,27 +133,30 @@ class Recipe:
             UnsupportedError: a layer type that is neither packed nor left to the model.
         """
         own, states = model_layers(config), hybrid_states(config)
-        specs: list[LayerSpec | ModelLayerSpec] = []
         layers = len(own)
+
+        def packed(i: int) -> LayerSpec:
+            queries, heads, dim = head_sizes(config, i)
+            spec = shard_spec(self.settings_of(i).layer_spec(i, layers, heads), heads, shard)
+            reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, dim)
+            spec = dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason))
+            return HybridLayerSpec(**vars(spec), states=states[i]) if states[i] else spec
+
         for choice in self.choices:
             where = named(choice.where)
             if max(choice.layers) >= layers:
                 raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
-            if all(own[i] is not None for i in choice.layers):
-                raise RecipeError(f"{self.origin}: layers {where} are not packed: they have {own[min(choice.layers)]}")
         try:
-            for i, kept in enumerate(own):
-                if kept is not None:
-                    specs.append(kept)
-                    continue
-                queries, heads, dim = head_sizes(config, i)
-                spec = self.settings_of(i).layer_spec(i, layers, heads)
-                spec = shard_spec(spec, heads, shard)
-                reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, dim)
-                spec = dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason))
-                specs.append(HybridLayerSpec(**vars(spec), states=states[i]) if states[i] else spec)
+            kept = decide(own, config, self.settings.sliding, packed)
+            specs = [packed(i) if spec is None else spec for i, spec in enumerate(kept)]
+        except UnsupportedError:
+            raise
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None
+        for choice in self.choices:
+            if all(isinstance(specs[i], ModelLayerSpec) for i in choice.layers):
+                why = f"they have {specs[min(choice.layers)]}"
+                raise RecipeError(f"{self.origin}: layers {named(choice.where)} are not packed: {why}")
         return specs
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer_kinds import window_of
 from qattn_hf.messages import cut, size
 from qattn_hf.model_layer import ModelLayer
 from qattn_hf.recipe import Recipe
@@ -68,6 +69,7 @@ def _own_row(index: int, layer: ModelLayer) -> dict[str, Any]:
         "method": OWN,
         "kind": layer.spec.kind,
         "own": str(layer.spec),
+        "why": layer.spec.why,
         "k_format": dtypes,
         "v_format": dtypes,
         "kernels": OWN,
@@ -82,10 +84,12 @@ def _own_row(index: int, layer: ModelLayer) -> dict[str, Any]:
 
 def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
     spec = layer.spec
+    window = window_of(spec)
     row: dict[str, Any] = {
         "layer": index,
         "method": method,
-        "kind": "full_attention",
+        "kind": "full_attention" if window is None else "sliding_attention",
+        "window": window,
         "k_format": spec.k.label,
         "v_format": spec.v.label,
         "kernels": spec.impl,
@@ -99,13 +103,14 @@ def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
         return row
     state, geo = layer.state, layer.geometry
     values = geo.heads * (geo.k_dim + geo.v_dim)
-    tokens, closed = int(state["length"].sum()), int(state["block_len"].sum())
-    windowed = spec.k.windowed or spec.v.windowed
-    packed = closed if windowed else tokens
+    lengths, closed = state["length"], int(state["block_len"].sum())
+    tokens = int((lengths if window is None else lengths.clamp(max=window)).sum())
+    opened = int((state["length"] - state["open_start"]).sum())
+    packed, opened = (closed, opened) if spec.k.windowed or spec.v.windowed else (closed + opened, 0)
     row["bytes"] = sum(t.nbytes for t, _ in layer.state_tensors().values())
     row |= {
         "packed_tokens": packed,
-        "open_tokens": tokens - packed,
+        "open_tokens": opened,
         "bytes_full_precision": tokens * values * layer.dtype.itemsize,
         "values": tokens * values,
         "effective_bits": _block_bits(layer, values),
@@ -211,20 +216,24 @@ class Report:
         - `prefill_chunk_size`: the last `generate` fed longer prompts in calls of so many tokens, which read those
           of earlier calls from their codes. None: a prompt is one call.
         - `packed_tokens`, `open_tokens`: tokens of all rows, quantized or still open, in the packed layer that packed
-          least.
+          least; sliding windows are left out where other layers are packed.
         - `kv_bytes`: bytes of all tensors of all layers, spare capacity and ring included. `kv_bytes_full_precision`:
           the same tokens in the model's precision. What the model's own layers keep is in both.
         - `effective_bits`: bits of a value in closed blocks, mean over packed layers. `effective_bits_total`:
-          `kv_bytes` in bits over all cached values, those of the model's own layers included.
+          `kv_bytes` in bits over all cached values, those of the model's own layers included; of a sliding window
+          those that a query sees.
         - `skip_rate`, `dropped_mass`: of sparse V, over all decode steps and as a mean over layers: the share of
           visible values that were not read, and the share of a query's attention weights that they had.
           `dropped_worst`: the largest such share of any query. None where sparse V is off.
         - `layers`: one row a layer, with these figures and the formats of keys and values. A layer that is the model's
-          own has `method` and `kernels` `model`, its type as `kind`, and `own`, what it keeps, in words.
+          own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
+          window is not packed. A packed one has the tokens of its `window`, or None.
         """
         settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
-        per_layer = [(r["packed_tokens"], r["open_tokens"]) for r in self.layers if "own" not in r]
+        counted = [row for row in self.layers if "own" not in row]
+        counted = [row for row in counted if row["window"] is None] or counted
+        per_layer = [(row["packed_tokens"], row["open_tokens"]) for row in counted]
         values = sum(row.get("values", 0) for row in self.layers)
         packed, left = min(per_layer, default=(0, 0))
         return {
@@ -351,6 +360,8 @@ def _format(row: dict[str, Any], side: str) -> str:
 
 def _notes(row: dict[str, Any]) -> str:
     notes = [f"the model's own: {row['own']}"] if "own" in row else []
+    notes += [f"not packed: {row['why']}"] if row.get("why") else []
+    notes += [f"sliding window of {row['window']}"] if row.get("window") else []
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += ["sinks kept out"] if row.get("sinks") else []
     notes += [f"no kernels: {row['no_kernels']}"] if row.get("no_kernels") else []

@@ -48,9 +48,8 @@ def check_model(model: object) -> None:
         UnsupportedError: with the reason and what to do instead.
     """
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedError(
-            f"patch takes a transformers model, not a {type(model).__name__}; patch the model inside it"
-        )
+        inside = "patch(model.get_base_model())" if hasattr(model, "get_base_model") else "patch the model inside it"
+        raise UnsupportedError(f"patch takes a transformers model, not a {type(model).__name__}: {inside}")
     check_parts(model)
     kind = model.config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
@@ -147,13 +146,18 @@ def _check_causal(model: PreTrainedModel, kind: str) -> None:
 
 
 def _check_untouched(model: PreTrainedModel) -> None:
-    """Refuse a model that other code patched (methods or forwards on instances), which may not compute as expected."""
+    """Refuse a model whose attention, or what calls it, other code patched on instances: it may compute otherwise.
+
+    Fused norms, MLPs and linear maps, as Liger-Kernel and `use_kernels` put them on instances, see no keys and stay.
+    """
     patched = hasattr(model, "_qattn")
     overrides = [] if patched else [name for name in OVERRIDES if name in vars(model)]
     for name, module in model.named_modules():
         own = vars(module).get("forward")
         # accelerate's dispatch is no patch, nor is tensor parallelism
-        if own is not None and not hasattr(module, "_hf_hook") and not splits(own):
+        if own is None or hasattr(module, "_hf_hook") or splits(own):
+            continue
+        if any(hasattr(part, "layer_idx") for part in module.modules()):
             overrides.append(f"{name or type(module).__name__}.forward")
     if overrides:
         raise UnsupportedError(

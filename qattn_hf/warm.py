@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.layer_kinds import ModelLayerSpec, window_of
 from qattn_kernels.layer.spec import LayerSpec
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,9 @@ def begin(
 
     capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
     return warm(
-        LayerShape(spec, heads.query // shards, heads.kv // shards, heads.dim, dtype, device, capped)
+        LayerShape(
+            spec, heads.query // shards, heads.kv // shards, heads.dim, dtype, device, capped, window_of(spec) or 0
+        )
         for spec, heads in fused
         for device in devices
     )

@@ -48,6 +48,23 @@ def test_a_length_is_the_callers_own(model):
     assert int(QAttnCache.for_model(model).get_seq_length()) == 0
 
 
+def test_all_layers_are_allocated_before_the_first_call(model):
+    """Between the activations of a call they would leave less room for the next ones."""
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append([x.is_initialized for x in cache.layers]))
+    cache = QAttnCache.for_model(model)
+    model(ROWS, past_key_values=cache)
+    assert seen == [[True] * len(cache.layers)]
+
+
+def test_layers_of_other_sizes_than_the_config_says_are_allocated_again(model):
+    want = patch(tiny_llama(), "turbo")(ROWS)
+    model._qattn.sizes = [size._replace(kv=size.kv * 2, dim=size.dim // 2) for size in model._qattn.sizes]
+    found = model(ROWS)
+    assert torch.equal(found.logits, want.logits)
+    assert all(layer.geometry.heads == 2 for layer in found.past_key_values.layers)
+
+
 @pytest.mark.parametrize("sizes", [{"num_key_value_heads": 1}, {"num_key_value_heads": 4}, {"head_dim": 32}], ids=str)
 def test_a_cache_of_another_model_is_refused(model, sizes):
     other = patch(tiny_llama(**sizes), "turbo")

@@ -155,6 +155,27 @@ def test_device_of_offloaded_weights():
 # Compiled
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_that_was_compiled_before_patch(fullgraph):
+    """Its calls are compiled anew. A cache of their own is made and given room outside of what is compiled."""
+    torch._dynamo.reset()
+    model, uncompiled = tiny_llama(), patch(tiny_llama(), "turbo")
+    model.compile(backend="aot_eager", fullgraph=fullgraph)
+    stock = model(IDS).logits
+    patch(model, "turbo")
+    cache, want = QAttnCache.for_model(model, max_cache_len=128), uncompiled(IDS).logits
+    for new in ({}, {"past_key_values": cache}):
+        if fullgraph:
+            with pytest.raises(Exception, match="a cache that an uncompiled call wrote to"):
+                model(IDS, **new)
+        else:
+            out = model(IDS, **new)
+            assert torch.equal(out.logits, want) and not torch.equal(want, stock)
+            assert int(out.past_key_values.get_seq_length()) == IDS.shape[1]
+            assert out.past_key_values.layers[0].capacity == 128, "more than a new cache has before its first call"
+    assert torch.equal(unpatch(model)(IDS).logits, stock)
+
+
 def test_a_compiled_step_has_one_input_a_layer():
     """Guards and arguments of a compiled step cost the host as much as all that it computes, if there are hundreds."""
     torch._dynamo.reset()

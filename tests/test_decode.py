@@ -58,6 +58,42 @@ def test_replays_give_the_tokens_of_eager(fake: FakeGraphs, case: Case):
         assert layer._used == other._used == 201 == int(layer.get_seq_length())
 
 
+def test_a_compiled_step_is_captured(fake: FakeGraphs, monkeypatch):
+    """The first step runs eagerly under the watch, the second compiles, the third is captured; later calls replay."""
+    asked, compile_ = [], torch.compile
+
+    def without_inductor(call: Any, **options: Any) -> Any:  # which needs a C++ compiler
+        asked.append(options["mode"])
+        return compile_(call, **{**options, "backend": "aot_eager"})
+
+    monkeypatch.setattr(torch, "compile", without_inductor)
+    model = patch(as_on_a_gpu(tiny_llama()), "turbo", decode="compile")
+    ids, mask = padded()
+    call = dict(attention_mask=mask, do_sample=False, max_new_tokens=70, return_dict_in_generate=True)
+    out = model.generate(ids, **call)
+    assert path(model) == ("compile", None) and asked == ["default"]
+    assert (fake.captured, fake.replayed) == (1, 67)
+    want = patch(as_on_a_gpu(tiny_llama()), "turbo", decode="eager").generate(ids, **call)
+    assert torch.equal(out.sequences, want.sequences)
+    for layer, other in zip(out.past_key_values.layers, want.past_key_values.layers, strict=True):
+        assert all(torch.equal(t, other.state[name]) for name, t in layer.state.items())
+        assert layer._used == other._used and layer.edits == other.edits
+    del out, layer  # else nobody could take these arenas
+    gc.collect()
+    assert torch.equal(model.generate(ids, **call).sequences, want.sequences)
+    assert asked == ["default"] and fake.captured == 1 and fake.replayed == 67 + 69
+
+
+def test_a_compiled_step_that_cannot_be_captured_says_so(fake: FakeGraphs, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, **options: lambda **inputs: call(**inputs))
+    model = patch(as_on_a_gpu(tiny_llama()), "turbo", decode="compile")
+    fake.error = RuntimeError("no such capture")
+    with pytest.warns(UserWarning, match="without a CUDA graph.*no such capture"):
+        out = model.generate(IDS, **GREEDY)
+    assert torch.equal(out, eager(model)) and fake.replayed == 0
+    assert path(model) == ("compile", "capturing it failed (no such capture)")
+
+
 def test_the_next_call_replays_at_once(fake, model):
     gc.disable()  # a cache that only the garbage collector can free would hold its memory for long
     try:

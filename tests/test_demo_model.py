@@ -137,3 +137,23 @@ def test_training_model_is_transformers_llama(examples, loaded):
         loss, hinge, mass = model(ids, torch.tensor([20, 40, 60]))
         torch.testing.assert_close(loss, loaded[0](ids, labels=ids).loss, rtol=1e-4, atol=1e-4)
     assert hinge >= 0 and 0 < mass < 1
+
+
+def test_the_hybrid_is_trained_with_the_attention_of_gpt_oss(examples):
+    """Sinks as keys are transformers' learned sinks, in windows and full layers; the trained model is what is saved."""
+    script = examples("train_hybrid_model")
+    torch.manual_seed(0)
+    model = script.TrainGptOss(script.make_config())
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    ids = torch.randint(3, 4096, (2, script.WINDOW + 33), generator=torch.Generator().manual_seed(0))
+    (loss,) = model(ids, torch.zeros(1))
+    loss.backward()
+    ours = [layer.self_attn.sinks.grad.clone() for layer in model.model.layers]
+    model.zero_grad()
+    final = model.final()
+    want = final(ids, labels=ids).loss
+    want.backward()
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)  # fp32, sums in another order
+    torch.testing.assert_close(ours, [layer.self_attn.sinks.grad for layer in model.model.layers], rtol=1e-3, atol=1e-7)
+    assert {"loss"} == set(model.terms) and all(grad.abs().max() > 1e-6 for grad in ours)

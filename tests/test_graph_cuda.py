@@ -78,6 +78,19 @@ def test_200_replays(case: Case, captures: list[float]):
     assert watched.addresses[-1] == watched.addresses[1]
 
 
+@pytest.mark.parametrize("method", ["turbo", "kivi", "sinkq"])
+def test_compiled_steps_are_captured(method: str, captures: list[float]):
+    model, inputs = tiny_llama().cuda(), padded()
+    want = patch(model, method, decode="eager").generate(**inputs, do_sample=False, max_new_tokens=140)
+    patch(model, method, decode="compile")
+    for _ in range(2):
+        got = model.generate(**inputs, do_sample=False, max_new_tokens=140)
+        assert path(model) == ("compile", None) and len(captures) == 1
+        assert torch.equal(got, want)
+    few = {name: x[:2] for name, x in inputs.items()}
+    assert model.generate(**few, **GREEDY).shape[0] == 2 and len(captures) == 2
+
+
 def test_lengths_and_batches_share_one_pool(captures: list[float]):
     """Steps of several arenas are replayed in any order, though their graphs share memory."""
     model = patch(tiny_llama().cuda(), "turbo", decode="eager")

@@ -94,7 +94,7 @@ def test_short_rows_and_several_rows_are_refused():
 
 def test_every_head_has_a_plot_at_most_eight_a_row_with_labels():
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    layer = Inspected({name: (-torch.rand(n, 4), torch.rand(n, 4)) for name, n in (("query", 20), ("key", 10))})
+    layer = Inspected(0, {name: (-torch.rand(n, 4), torch.rand(n, 4)) for name, n in (("query", 20), ("key", 10))})
     plots = [axes for axes in channel_ranges(layer, "a layer").axes if axes.axison]
     assert [axes.get_title() for axes in plots] == [f"query, head {i}" for i in range(20)] + [
         f"key, head {i}" for i in range(10)
@@ -118,4 +118,4 @@ def test_the_command_draws_every_picture(tmp_path, capsys):
     assert len(layers) == 8 and len(layers[0]["most_attended"][0]) == 10
     with pytest.raises(SystemExit):
         main([*arguments, "--layer", "8"])
-    assert "layers 0 to 7" in capsys.readouterr().err
+    assert "packed layers are 0-7" in capsys.readouterr().err

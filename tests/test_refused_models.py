@@ -132,6 +132,31 @@ def test_model_patched_by_other_means(stock, name):
     assert patch(stock) is stock
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_fused_parts_outside_of_attention_are_kept(stock, when):
+    """What Liger-Kernel and kernels of the hub do: other forwards on norms and MLPs, on instances or on the class."""
+    fused = [stock.model.norm, stock.model.layers[0].input_layernorm, stock.model.layers[1].mlp]
+    want, called = logits(stock), []
+    if when == "after":
+        patch(stock, "none", impl="reference")
+    for part in fused:
+        part.forward = lambda x, part=part: called.append(part) or type(part).forward(part, x)
+    if when == "before":
+        patch(stock, "none", impl="reference")
+    torch.testing.assert_close(logits(stock), want, rtol=0, atol=1e-5)  # fp32, sums in another order
+    assert {id(part) for part in called} == {id(part) for part in fused}
+    patch(stock, "int8")  # again, over the first patch
+    unpatch(stock)
+    called.clear()
+    assert torch.equal(logits(stock), want) and len(called) == 3
+
+
+def test_wrapper_of_adapters_names_the_model_inside(stock):
+    wrapper = torch.nn.Module()
+    wrapper.get_base_model = lambda: stock
+    refused(lambda: patch(wrapper), UnsupportedError, r"patch(model.get_base_model())")
+
+
 def test_patched_model_patched_by_other_means(patched):
     owner = patched.model.layers[1].self_attn
     owner.forward = owner.forward

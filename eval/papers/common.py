@@ -137,7 +137,7 @@ def through(run: Run, ways: Mapping[str, Way]) -> dict[str, Row]:
             found, held[name] = logits(run, way, ids)
             tokens[name].append({k: x.cpu() for k, x in token_figures(full, found[:, :-1], right).items()})
     figures = {name: text_figures({k: torch.cat([t[k] for t in of]) for k in of[0]}) for name, of in tokens.items()}
-    sums = packed.sums | others
+    sums = {name: list(of.values()) for name, of in packed.sums.items()} | others
     errors = {name: over_layers([layer.figures() for layer in sums[name]])["average"]["relative_l1"] for name in ways}
     return {name: {"attention_l1": errors[name], **{k: figures[name][k] for k in KEPT}, **held[name]} for name in ways}
 

@@ -23,9 +23,9 @@ ABOUT = About(
     model="",
     missing="the papers measure an A100, an A800, an RTX4090, an L20, and Apple's M2 and M5; the recorded figures are "
     "of the GPU that their files name. Whole models of the papers, and the kernels of GEAR and KIVI, are not measured. "
-    "No recorded row has SAS (`softmax=sas`) or sparse V (`sparse_v_tau`), throughput is recorded of single rows alone "
-    "(TurboAttention, Fig. 7a; SinkQ, Fig. 3), and shares of latency (TurboAttention, Fig. 1; SinkQ, Fig. 7) have no "
-    "command.",
+    "No recorded row has SAS (`softmax=sas`) or sparse V (`sparse_v_tau`); throughput here is of single rows, as much "
+    "of it as fits a memory is under Speed (TurboAttention, Fig. 7a; SinkQ, Fig. 3); and shares of latency "
+    "(TurboAttention, Fig. 1; SinkQ, Fig. 7) have no command.",
 )
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 DECODE, PREFILL, GENERATE = "qattn bench decode", "qattn bench prefill", "qattn bench generate"

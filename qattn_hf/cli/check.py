@@ -120,12 +120,16 @@ def print_layers(result: Check) -> None:
         first, last, row = rows[0]["layer"], rows[-1]["layer"], rows[0]
         if "own" in row:
             held = "a state that is not counted" if row["bytes"] is None else size(row["bytes"])
-            print(f"  layers {first}-{last}: not packed, the model's own {row['own']}, {held}")
+            because = f" ({row['why']})" if row.get("why") else ""
+            print(f"  layers {first}-{last}: not packed, the model's own {row['own']}, {held}{because}")
             continue
         why = f" ({row['no_kernels']})" if row["no_kernels"] else ""
+        if row.get("window"):
+            grows = f"sliding window of {row['window']}, {size(row['bytes'])}"
+        else:
+            grows = f"{row['effective_bits']:.2f} bits, {size(row['bytes_per_token'])} a token"
         print(
-            f"  layers {first}-{last}: {row['method']}, K {row['k_format']}, V {row['v_format']}, "
-            f"{row['effective_bits']:.2f} bits, {size(row['bytes_per_token'])} a token, "
+            f"  layers {first}-{last}: {row['method']}, K {row['k_format']}, V {row['v_format']}, {grows}, "
             f"computed by {row['kernels']}{why}"
         )
 

@@ -38,6 +38,7 @@ def inspect(
 
     need_matplotlib("qattn inspect")
     from qattn_hf.compare import made_text, rows_of
+    from qattn_hf.fidelity.tuned import ranges
     from qattn_hf.inspect import draw_all
     from qattn_hf.inspect import inspect as look
     from qattn_hf.recipe import check_packs, find_recipe
@@ -47,10 +48,10 @@ def inspect(
     name, lm, tokenizer = load(model, device)
     content = made_text(8 * tokens) if text is None else text.read_text(encoding="utf-8")
     layers = look(lm, recipe, rows_of(tokenizer, content, 1, tokens))
-    last = len(layers) - 1
-    shown = sorted({0, last // 2, last} if not layer else set(layer))
-    if shown[-1] > last:
-        raise UsageError(f"--layer {shown[-1]}: the model has layers 0 to {last}")
+    packed = [found.layer for found in layers]
+    shown = sorted(set(layer) if layer else {packed[0], packed[(len(packed) - 1) // 2], packed[-1]})
+    if missing := [i for i in shown if i not in packed]:
+        raise UsageError(f"--layer {missing[0]}: the model's packed layers are {ranges(packed)}")
     for path in draw_all(layers, output, shown, f"{short_name(name)}, {tokens} tokens, {method}"):
         print(path)
     if json_file is not None:

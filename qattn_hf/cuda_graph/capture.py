@@ -36,15 +36,18 @@ def resolve_decode(
         own: the layers that keep a state of the model's own, whose tensors are replaced as tokens come.
 
     Returns:
-        `graph`, `compile` or `eager`, and the reason why not `graph`, or None.
+        `graph`, `compile` or `eager`, and the reason why no step is captured; None where it is, or for the setting
+        `eager`.
 
     Raises:
         UnsupportedError: the setting is `graph` or `compile` and the model cannot be captured, or compiled.
     """
     moving = f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured yet" if own else None
-    if setting == "eager" or (setting == "compile" and moving is None):
+    if setting == "eager":
         return setting, None
     reason = moving or why_not(model)
+    if setting == "compile" and moving is None:
+        return setting, reason
     if reason is None:
         return "graph", None
     if setting in ("graph", "compile"):

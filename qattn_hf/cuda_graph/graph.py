@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: the whole eager step of `generate`, captured once and replayed from then on."""
+"""Decode steps as CUDA graphs: the whole step of `generate`, eager or compiled, captured once and then replayed."""
 
 from __future__ import annotations
 
@@ -50,17 +50,21 @@ class Step:
 class GraphedCall:
     """Callable in place of the model in `generate`: decode steps as CUDA graphs, other calls eagerly.
 
-    The first step with new arenas or another signature of inputs runs eagerly, which compiles and loads kernels; the
+    The first step with new arenas or another signature of inputs runs as it is, which compiles and loads kernels; the
     second is captured, and later ones are replayed. Each `generate` makes one; captured steps stay in the pool.
 
     Args:
         model: a patched model.
         pool: the pool of that model.
-        strict: raise if the model cannot be captured, instead of running it eagerly (`decode="graph"`).
+        strict: raise if the model cannot be captured, instead of running it as it is (`decode="graph"`).
+        compiled: the model's call by `torch.compile`, which is then captured in place of the eager one; it must make no
+            CUDA graphs of its own.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: Pool, strict: bool):
+    def __init__(self, model: PreTrainedModel, pool: Pool, strict: bool, compiled: Callable[..., Any] | None = None):
         self.model, self.pool, self.strict = model, pool, strict
+        self.step: Callable[..., Any] = model if compiled is None else compiled
+        self.captured, self.uncaptured = ("graph", "eager") if compiled is None else ("compile", "compile")
         pool.serve(fingerprint(model))
 
     def __call__(self, **inputs: Any) -> Any:
@@ -76,14 +80,15 @@ class GraphedCall:
         tensors = list(tensors_of(inputs))
         reason = self.pool.refused or _unfit(inputs, tensors, cache)
         if reason:
-            cache.ran("eager", reason)
-            return self.model(**inputs)
+            cache.ran(self.uncaptured, reason)
+            return self.step(**inputs)
         self.pool.allocate(cache.reserve, 1)  # before steps are looked up, since it may replace tensors
         steps = self.pool.steps_of(cache.layers)
         signature = _signature(inputs)
         if signature not in steps:
-            steps[signature] = None
-            return self._warm_up(inputs, cache)
+            if self.step is self.model or self.pool.watched:
+                steps[signature] = None
+            return self._warm_up(inputs, cache) if self.pool.watched else self._watched(inputs, cache)
         with self.pool.lock:  # steps share memory: another thread's step would overwrite this one's results
             step = steps[signature]
             if step is not None:
@@ -91,14 +96,12 @@ class GraphedCall:
             else:
                 step = steps[signature] = self._capture(inputs, cache)
             if step is not None:
-                cache.ran("graph")
+                cache.ran(self.captured)
                 return step.run(tensors, cache)
-        return self.model(**inputs)
+        return self.step(**inputs)
 
-    def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
-        """Run a step eagerly; the model's first one under `SyncWatch`."""
-        if self.pool.watched:
-            return self.model(**inputs)
+    def _watched(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
+        """Run the model's first step, eagerly, under `SyncWatch`."""
         self.pool.watched = True
         with SyncWatch(cache.device) as watch:
             out = self.model(**inputs)
@@ -106,13 +109,21 @@ class GraphedCall:
             self._refuse(f"its forward waits for the device ({watch.waiting_op})", cache)
         return out
 
+    def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
+        """Run a step on inputs laid out as those of the capture, inside which nothing can be compiled any more."""
+        if self.step is self.model:
+            return self.model(**inputs)
+        marks = cache.marks()  # compiled code counts nothing on the host
+        out = self.step(**_static(inputs))
+        cache.recall(marks)
+        cache.count(1)
+        return out
+
     def _capture(self, inputs: dict[str, Any], cache: QAttnCache) -> Step | None:
         """Capture a step and count it on the host for its first replay; None if it cannot be captured."""
-        marks = cache.marks()
-        with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-            static = _map_tensors(inputs, lambda x: x.clone(memory_format=torch.contiguous_format))
+        marks, static = cache.marks(), _static(inputs)
         try:
-            run = functools.partial(self.model, **static)
+            run = functools.partial(self.step, **static)
             replay, out = self.pool.allocate(record, run, cache.device, self.pool.graphs)
         except RuntimeError as error:
             cache.recall(marks)
@@ -128,8 +139,9 @@ class GraphedCall:
         if self.strict:
             raise UnsupportedError(refusal(reason)) from cause
         self.pool.refused = reason
-        cache.ran("eager", reason)
-        warnings.warn(f"qattn_hf decodes eagerly: this model cannot be captured, {reason}", stacklevel=4)
+        cache.ran(self.uncaptured, reason)
+        how = "eagerly" if self.uncaptured == "eager" else "without a CUDA graph"
+        warnings.warn(f"qattn_hf decodes {how}: this model cannot be captured, {reason}", stacklevel=4)
 
 
 def tensors_of(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -139,6 +151,12 @@ def tensors_of(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, dict):
             yield from tensors_of(value)
+
+
+def _static(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs with contiguous tensors of their own."""
+    with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+        return _map_tensors(inputs, lambda x: x.clone(memory_format=torch.contiguous_format))
 
 
 def _map_tensors(inputs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:

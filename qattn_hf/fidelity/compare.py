@@ -23,7 +23,7 @@ from qattn_hf.chunks import feed
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.metrics import AttentionSums, Tokens, over_layers, pareto, text_figures, token_figures
-from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.fidelity.observe import Call, observed, packed_layers
 from qattn_hf.fidelity.sizes import size_of
 from qattn_hf.fidelity.texts import Reading
 from qattn_hf.patcher import patch, unpatch
@@ -43,13 +43,13 @@ class ShadowCaches:
 
     Attributes:
         caches: one packed cache a recipe, by name.
-        sums: errors of attention outputs by recipe and layer.
+        sums: errors of attention outputs by recipe and packed layer.
     """
 
     def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int):
         self.model, self.recipes, self.first = model, recipes, first
         self.renew()
-        self.sums = {name: [AttentionSums() for _ in cache.layers] for name, cache in self.caches.items()}
+        self.sums = {name: {i: AttentionSums() for i in packed_layers(model)} for name in recipes}
 
     def renew(self) -> None:
         """Make empty caches, for other rows; the sums continue."""
@@ -84,8 +84,9 @@ def compare(
 
     Returns:
         one dict a recipe, in their order, for `print_table` and `draw`: `method` (its name), `kl` in nats a token,
-        `same_top1`, `rms_change`, perplexities, errors of attention outputs (`attention`, `layers`), `effective_bits`,
-        `effective_bits_total`, `kv_bytes`, and `pareto`, whether no other recipe is smaller and loses less.
+        `same_top1`, `rms_change`, perplexities; of packed layers alone `attention`, `layers` (errors of their outputs),
+        `effective_bits`, `effective_bits_total`, `kv_bytes`; `own_layers`, how many others there are; `pareto`,
+        whether no other recipe is smaller and loses less.
 
     Raises:
         QAttnError: a recipe packed nothing of the text, or the model is patched.
@@ -107,7 +108,7 @@ def compare(
             sizes[name] = _sizes(cache, at_tokens, dtype or model.dtype)
     rows = []
     for name, recipe in recipes.items():
-        layers = [sums.figures() for sums in shadows.sums[name]]
+        layers = {i: sums.figures() for i, sums in shadows.sums[name].items()}
         rows.append(
             {
                 "method": name,
@@ -116,8 +117,8 @@ def compare(
                 "tokens": reading.ids.shape[1],
                 "scored_from": reading.first,
                 **text_figures({key: torch.cat([t[key] for t in tokens[name]]) for key in tokens[name][0]}),
-                "attention": over_layers(layers),
-                "layers": layers,
+                "attention": over_layers(list(layers.values())),
+                "layers": [{"layer": i, **figures} for i, figures in layers.items()],
                 **sizes[name],
             }
         )
@@ -174,6 +175,7 @@ def _sizes(cache: QAttnCache, at_tokens: int, dtype: torch.dtype) -> Row:
         "effective_bits": size.effective_bits,
         "effective_bits_total": size.effective_bits_total,
         "kv_bytes": size.kv_bytes,
+        "own_layers": len(cache.own),
         "impl": data["impl"],
         "read": {key: data[key] for key in ("packed_tokens", "open_tokens", "kv_bytes", "effective_bits_total")},
     }

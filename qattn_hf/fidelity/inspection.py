@@ -12,7 +12,7 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.chunks import cuts, feed
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
-from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.fidelity.observe import Call, observed, packed_layers
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.recipe import Recipe
 from qattn_hf.reporting import report
@@ -26,6 +26,7 @@ class Inspected:
     """Statistics of one layer over one row of `S` tokens; tensors are fp32 on the CPU.
 
     Attributes:
+        layer: its index in the model.
         ranges: for `query` `[Hq, D]`, `key` and `value` `[Hkv, D]`: minimum and maximum of each channel.
         channel_gaps: for `key` and `value` `[Hkv, D]`: maximum minus minimum of each channel over all tokens.
         token_gaps: for `key` and `value` `[Hkv, S]`: maximum minus minimum of each token over its channels.
@@ -37,6 +38,7 @@ class Inspected:
         bits: for `key` and `value`: bits of a code of each head, as the recipe chose them.
     """
 
+    layer: int
     ranges: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     channel_gaps: dict[str, torch.Tensor] = field(default_factory=dict)
     token_gaps: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Inspected:
         """The statistics as plain data; of `mass` and `key_norms` only the ten most attended tokens of each head."""
         top = self.mass.topk(min(10, self.mass.shape[1]))
         return {
+            "layer": self.layer,
             "ranges": {name: [low.tolist(), high.tolist()] for name, (low, high) in self.ranges.items()},
             "channel_gaps": {name: gaps.tolist() for name, gaps in self.channel_gaps.items()},
             "most_attended": [
@@ -74,37 +77,36 @@ def inspect(model: PreTrainedModel, recipe: Recipe, ids: torch.Tensor) -> list[I
         ids: int64 `[1, S]`.
 
     Returns:
-        one `Inspected` a layer.
+        one `Inspected` a packed layer.
 
     Raises:
         QAttnError: more than one row, or the recipe packed nothing of it.
     """
     if ids.shape[0] != 1:
         raise QAttnError(f"{ids.shape[0]} rows: inspect looks at one")
-    cache, recorder = QAttnCache.for_model(model, recipe=recipe), Recorder(ids.shape[1])
+    cache, recorder = QAttnCache.for_model(model, recipe=recipe), Recorder(packed_layers(model), ids.shape[1])
     with observed(model, lambda call: recorder.record(call, cache.layers[call.layer])):
         for _ in feed(model, ids.to(device_of(model)), cuts(ids.shape[1], CHUNK)):
             pass
     rows = report(cache).to_dict()
     if not rows["packed_tokens"]:
         raise QAttnError(f"{recipe.origin} packed nothing of {ids.shape[1]} tokens: read a longer row")
-    for i, (layer, row) in enumerate(zip(recorder.layers, rows["layers"], strict=True)):
-        layer.bits = {name: row["bits_per_head"][name[0]][0] for name in ("key", "value")}
+    for i, layer in recorder.layers.items():
+        bits = rows["layers"][i]["bits_per_head"]
+        layer.bits = {name: bits[name[0]][0] for name in ("key", "value")}
         layer.held = held_tokens(cache.layers[i])
-    return recorder.layers
+    return list(recorder.layers.values())
 
 
 class Recorder:
     """Collects the statistics of each layer from its calls; the last call has all keys and values."""
 
-    def __init__(self, tokens: int):
-        self.tokens, self.layers = tokens, list[Inspected]()
+    def __init__(self, layers: list[int], tokens: int):
+        self.tokens, self.layers = tokens, {i: Inspected(i) for i in layers}
 
     def record(self, call: Call, packed: QAttnLayer) -> None:
         """Record a call, and feed it to the packed layer too."""
         call.packed_out(packed)
-        if call.layer == len(self.layers):
-            self.layers.append(Inspected())
         layer, query = self.layers[call.layer], call.query[0].float().cpu()
         low, high = query.amin(1), query.amax(1)
         if "query" in layer.ranges:

@@ -21,15 +21,16 @@ def draw_all(layers: list[Inspected], folder: Path, shown: Sequence[int], title:
 
     Args:
         layers: as `inspect` returns them.
-        shown: indices of the layers that get plots of their own (channels, sinks).
+        shown: indices of the model's layers that get plots of their own (channels, sinks).
         title: of every plot.
 
     Returns:
         the files: `channels-LAYER.png`, `gaps.png`, `sinks-LAYER.png`, `heads.png`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {f"channels-{i}": channel_ranges(layers[i], f"{title}, layer {i}") for i in shown}
-    figures |= {f"sinks-{i}": sink_map(layers[i], f"{title}, layer {i}") for i in shown}
+    chosen = [layer for layer in layers if layer.layer in shown]
+    figures = {f"channels-{x.layer}": channel_ranges(x, f"{title}, layer {x.layer}") for x in chosen}
+    figures |= {f"sinks-{x.layer}": sink_map(x, f"{title}, layer {x.layer}") for x in chosen}
     figures |= {"gaps": value_gaps(layers, title), "heads": heads(layers, title)}
     files = []
     for name, figure in figures.items():
@@ -74,7 +75,7 @@ def value_gaps(layers: list[Inspected], title: str) -> Any:
         for axes, (what, gaps) in zip(row, (("channel", "channel_gaps"), ("token", "token_gaps")), strict=True):
             spreads = [getattr(layer, gaps)[side].flatten() for layer in layers]
             axes.boxplot([x.numpy() for x in spreads], showfliers=True, flierprops={"markersize": 2})
-            axes.set_xticks(range(1, len(layers) + 1), [str(i) for i in range(len(layers))])
+            axes.set_xticks(range(1, len(layers) + 1), [str(layer.layer) for layer in layers])
             axes.set(title=f"{side}s, gap of a {what}", xlabel="layer")
     return figure
 
@@ -120,7 +121,7 @@ def heads(layers: list[Inspected], title: str) -> Any:
                 axes.text(head, i, str(bits), ha="center", va="center", color="white", bbox=DARK)
         axes.set(title=f"{side}s: bits, and log10 of the priority", xlabel="KV head", ylabel="layer")
         axes.set_xticks(range(priorities.shape[1]))
-        axes.set_yticks(range(len(layers)))
+        axes.set_yticks(range(len(layers)), [str(layer.layer) for layer in layers])
         figure.colorbar(shown, ax=axes)
     return figure
 

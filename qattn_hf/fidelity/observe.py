@@ -11,8 +11,11 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from qattn_hf import model_attention
 from qattn_hf.attention import refuse_arguments, scores_of
+from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer_kinds import hides, model_layers
 from qattn_hf.patcher import attending
 from qattn_hf.stock_cache import stock_attention
 from qattn_kernels.layer.scores import Scores
@@ -54,29 +57,63 @@ class Call(NamedTuple):
 
 
 Observer = Callable[[Call], torch.Tensor | None]
-_observer: ContextVar[Observer] = ContextVar("qattn_observer")
+
+
+class Watch(NamedTuple):
+    """What is observed: calls of the layers in `packed`; the others keep the attention `own`, None without others."""
+
+    observer: Observer
+    packed: frozenset[int]
+    own: str | None
+
+
+_watch: ContextVar[Watch] = ContextVar("qattn_watch")
+
+
+def packed_layers(model: PreTrainedModel) -> list[int]:
+    """Indices of the layers that `patch` packs, in order; the others are the model's own.
+
+    Raises:
+        UnsupportedError: there are none.
+    """
+    packed = [i for i, own in enumerate(model_layers(model.config)) if own is None]
+    if not packed:
+        raise UnsupportedError(f"{model.config.model_type}: every layer is the model's own, so nothing can be measured")
+    return packed
 
 
 @contextmanager
 def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Context in which `observer` gets every attention call of a model; a tensor it returns replaces the output.
+    """Context in which `observer` gets every attention call of the layers that `patch` packs; a tensor that it returns
+    replaces the output. Layers that are the model's own compute as they do.
 
     Args:
         model: not patched. It reads through transformers' own cache, rows without padding.
         observer: called with a `Call`; returns `[B, T, Hq, Dv]` or None.
 
     Raises:
-        UnsupportedError: a model whose attention cannot be replaced.
+        UnsupportedError: a model whose attention cannot be replaced, or none of whose layers would be packed.
         QAttnError: the model is patched.
     """
+    packed, text = packed_layers(model), model.config.get_text_config(decoder=True)
+    mixed = len(packed) < text.num_hidden_layers
+    own = model_attention.check_implementation(text._attn_implementation) if mixed else None
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    token = _observer.set(observer)
+    AttentionMaskInterface.register(NAME, _mask)
+    token = _watch.set(Watch(observer, frozenset(packed), own))
     try:
-        with attending(model, NAME):
+        with attending(model, NAME, full=False):
             yield
     finally:
-        _observer.reset(token)
+        _watch.reset(token)
+
+
+def _mask(**kwargs: Any) -> torch.Tensor | None:
+    """The mask of the model's own attention for windows and chunks that hide tokens, else that of torch's."""
+    own = _watch.get().own
+    if own is not None and hides(kwargs.get("config"), kwargs.get("local_size")):
+        return model_attention.mask(own, **kwargs)
+    return sdpa_mask(**kwargs)
 
 
 def _attention(
@@ -90,8 +127,12 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    watch = _watch.get()
+    if watch.own is not None and module.layer_idx not in watch.packed:
+        function = model_attention.function_of(watch.own, module)
+        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     refuse_arguments(module, dropout, is_causal, kwargs, "this measurement")
     scores = scores_of(query, scaling, kwargs)
     out = stock_attention(module, query, key, value, attention_mask, scores)
-    replacement = _observer.get()(Call(module.layer_idx, query, key, value, scores, out))
+    replacement = watch.observer(Call(module.layer_idx, query, key, value, scores, out))
     return out if replacement is None else replacement.to(out.dtype).contiguous(), None

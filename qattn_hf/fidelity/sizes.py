@@ -10,12 +10,13 @@ from qattn_hf.bench.layers import fill
 from qattn_hf.cache import QAttnCache
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.reporting import report
+from qattn_hf.window_layer import packed_layer
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
 
 class Size(NamedTuple):
-    """Size of a cache of one row, with a capacity of exactly its tokens.
+    """Size of the packed layers of a cache of one row, with a capacity of exactly its tokens.
 
     Attributes:
         kv_bytes: bytes of all tensors.
@@ -39,24 +40,24 @@ def values_of(geometry: Geometry, tokens: int) -> int:
 
 
 def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
-    """Size of a cache like this one with one row of `tokens` tokens.
+    """Size of the packed layers of a cache like this one with one row of `tokens` tokens.
 
     Args:
         cache: a cache after its first call.
         dtype: precision of the model; what the cache keeps unquantized is counted in it.
     """
-    filled = QAttnCache([layer.spec for layer in cache.layers], cache.recipe, tokens)
-    for layer, like in zip(filled.layers, cache.layers, strict=True):
+    filled = QAttnCache([layer.spec for layer in cache.packed], cache.recipe, tokens)
+    for layer, like in zip(filled.layers, cache.packed, strict=True):
         _initialize(layer, like.geometry, dtype, "cpu")
         fill(layer, tokens)
     data = report(filled).to_dict()
-    values = sum(values_of(layer.geometry, tokens) for layer in cache.layers)
+    values = sum(values_of(layer.geometry, tokens) for layer in cache.packed)
     return Size(data["kv_bytes"], values, data["effective_bits"])
 
 
 def layer_bytes(spec: LayerSpec, geometry: Geometry, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of one layer's tensors for one row of `tokens` tokens; counted on the meta device, without memory."""
-    layer = QAttnLayer(spec, tokens)
+    layer = packed_layer(spec, tokens)
     _initialize(layer, geometry, dtype, "meta")
     return sum(tensor.nbytes for tensor, _ in layer.state_tensors().values())
 

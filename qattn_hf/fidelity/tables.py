@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qattn_hf.fidelity.compare import Row
+from qattn_hf.fidelity.tuned import ranges
 from qattn_hf.messages import size
 
 
@@ -66,6 +67,11 @@ def print_table(rows: list[Row]) -> None:
         f"{first['model']}: {first['rows']} rows of {first['tokens']} tokens, scored from token "
         f"{first['scored_from']}, perplexity in full precision {first['ppl_full']:.3f}"
     )
+    if first["own_layers"]:
+        console.print(
+            f"{first['own_layers']} layers are the model's own. KL and perplexity are of the whole model; errors of "
+            f"attention, bits and KV are of the packed layers, {ranges([layer['layer'] for layer in first['layers']])}"
+        )
     console.print(shown)
     console.print(
         "* on the Pareto front of KL and bits. In brackets standard errors over rows. Cosine, relative L1 and RMSE: "

@@ -34,6 +34,7 @@ from qattn_hf.fidelity.texts import Reading
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.recipe import Recipe
 from qattn_hf.reporting import report
+from qattn_hf.supported_models import check_full
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
@@ -109,6 +110,7 @@ class Tuner:
     ):
         if several := [name for name, recipe in candidates.items() if recipe.choices]:
             raise QAttnError(f"{several[0]} has settings by layers; a candidate is one for any layer: leave out layers")
+        check_full(model)
         self.model, self.candidates, self.reading, self.progress = model, candidates, reading, progress
         self.at_tokens, self.dtype = at_tokens, dtype
         self.geometries: list[Geometry] = []
@@ -223,7 +225,7 @@ def tune(
 
     Raises:
         QAttnError: no choice of candidates meets the budget; rows too short to judge a candidate by; a candidate with
-            `layers`.
+            `layers`; a model with other layers than full attention.
     """
     dtype = dtype or model.dtype
     tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, progress)

@@ -74,6 +74,11 @@ class Method(BaseModel):
         "auto",
         description="how generate runs decode steps; auto is graph (CUDA graph) on a GPU where the model allows it",
     )
+    sliding: Literal["model", "packed", "auto"] = Field(
+        "model",
+        description="layers with a sliding window: transformers' own cache, packed, or (auto) packed where that takes "
+        "at most three quarters of the bytes",
+    )
     impl: Literal["auto", "reference", "triton"] = Field(
         "auto",
         description="Triton kernels or the PyTorch reference; auto is triton on a GPU where kernels know the settings",

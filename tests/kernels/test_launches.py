@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
+from triton.compiler.compiler import CompiledKernel
 
 from qattn_kernels.launch import launches, plan
 
@@ -59,14 +61,23 @@ def test_what_is_collected_is_not_launched():
     assert len(kernel.launched) == 1
 
 
-class Compiled:
-    """A compiled kernel, which notes down grids, streams and arguments as a GPU would get them."""
+class Compiled(CompiledKernel):
+    """Triton's own compiled kernel, with a launcher that notes down grids, streams and arguments as a GPU would get
+    them."""
 
     def __init__(self) -> None:
+        self.name, self.src, self.function, self.packed_metadata = "kernel", None, "function", ("metadata",)
+        self.module = self._module_pid = 1  # it counts as loaded, by another process
         self.launched: list[tuple[Any, ...]] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, stream: self.launched.append((grid, stream, *arguments))
+        def launcher(x, y, z, stream, function, metadata, told, before, behind, *arguments):
+            assert (function, metadata) == ("function", ("metadata",))
+            for hook in (before, behind):
+                if hook is not None:
+                    hook(told)
+            self.launched.append(((x, y, z), stream, *arguments))
+
+        self._run = launcher
 
 
 class Function:
@@ -83,8 +94,9 @@ class Function:
         return lambda *arguments, **options: self.compiled
 
 
-def test_a_plan_gives_compiled_kernels_the_addresses_of_its_call():
-    kernel = Function()
+@pytest.mark.parametrize("hook", [None, "launch_enter_hook", "launch_exit_hook"])
+def test_a_plan_gives_compiled_kernels_the_addresses_of_its_call(hook: str | None):
+    kernel, seen = Function(), list[Any]()
 
     def call(arena: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
         out, room = torch.empty(4, 2), torch.empty(3)
@@ -96,7 +108,12 @@ def test_a_plan_gives_compiled_kernels_the_addresses_of_its_call():
     made = plan._plan(recorder, (arena, x), results)
     assert made.results == [(torch.Size([2, 4]), (1, 2), torch.float32)] and made.temporary == plan.ALIGNMENT
     for state, given in ((1000, 20), (1000, 30), (5000, 40)):
+        if hook is not None and given == 30:  # a profiler begins to listen
+            getattr(knobs.runtime, hook).add(seen.append)
         made._launch([state, given, given + 1, given + 2], stream=9)
+    if hook is not None:
+        getattr(knobs.runtime, hook).remove(seen.append)
+        assert [told.get()["name"] for told in seen] == ["kernel", "kernel"]
     grids, streams, *arguments = zip(*kernel.compiled.launched, strict=True)
     assert grids == ((5, 1, 1),) * 3 and streams == (9, 9, 9)
     assert list(zip(*arguments, strict=True)) == [

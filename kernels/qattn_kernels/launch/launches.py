@@ -116,9 +116,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     recorder.launches.append(Launch(compiled, (*grid, 1, 1)[:3], tuple(bound.arguments.values()), {}))
 
 
-def recorded(compute: Callable[[], Result]) -> tuple[Result, Recorder]:
-    """Results of `compute()`, and what it did."""
-    recorder = _state.recorder = Recorder()
+def recorded(compute: Callable[[], Result], collects: bool = False) -> tuple[Result, Recorder]:
+    """Results of `compute()`, and what it did; with `collects` it launches nothing, and its results hold nothing."""
+    recorder = _state.recorder = Recorder(collects)
     try:
         with recorder:
             return compute(), recorder
@@ -128,13 +128,7 @@ def recorded(compute: Callable[[], Result]) -> tuple[Result, Recorder]:
 
 def collected(compute: Callable[[], Any]) -> list[Launch]:
     """What `compute()` would launch; nothing is. What it allocates is held to its end, as by `recorded`."""
-    recorder = _state.recorder = Recorder(collects=True)
-    try:
-        with recorder:
-            compute()
-    finally:
-        _state.recorder = None
-    return recorder.launches
+    return recorded(compute, collects=True)[1].launches
 
 
 def compile_launch(one: Launch) -> None:

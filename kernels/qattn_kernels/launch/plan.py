@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 ALIGNMENT = 512  # bytes between temporary tensors: PyTorch's own, so that kernels compiled for one fit the other
 PLANS = 1024  # then all are forgotten; each new prompt length makes one
 ARENAS = 4096  # addresses whose arguments a plan keeps
+# Arguments of Triton's launcher before the kernel's own: grid (3), stream, function, packed metadata, what hooks are
+# told, hooks before and after
+LEAD, STREAM = 9, 3
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,16 @@ class Bound(NamedTuple):
     """A launch over one arena.
 
     Attributes:
-        run: launches, given all arguments and the stream, for which Triton would ask the driver each time.
-        arguments: with the arena's addresses; anything where another tensor's belongs.
+        run: Triton's launcher of the kernel, which takes `arguments`.
+        watched: the same as a call of the kernel, which tells profilers; it takes the kernel's own arguments.
+        arguments: `LEAD` of the launcher's, then the kernel's own with the arena's addresses; anything where the stream
+            or another tensor's address belongs.
         tensors: where each call fills in an address: number of the argument, of the tensor, and bytes behind its start.
         tuples: the arguments that have such places inside, by number.
     """
 
     run: Callable[..., Any]
+    watched: Callable[..., Any]
     arguments: list[Any]
     tensors: list[tuple[int, int, int]]
     tuples: list[tuple[int, tuple]]
@@ -103,13 +109,18 @@ class Plan:
             if len(self._bound) >= ARENAS:
                 self._bound.clear()
             bound = self._bound[addresses[0]] = [_bind(x, addresses[0]) for x in self.launches]
-        for run, arguments, tensors, tuples in bound:
+        watched = _watched()
+        for run, call, arguments, tensors, tuples in bound:
             filled = arguments.copy()
+            filled[STREAM] = stream
             for place, base, offset in tensors:
                 filled[place] = addresses[base] + offset
             for place, value in tuples:
                 filled[place] = _mapped(lambda x: addresses[x.base] + x.offset, value)
-            run(*filled, stream=stream)
+            if watched:
+                call(*filled[LEAD:], stream=stream)
+            else:
+                run(*filled)
 
     def _interpret(self, tensors: list[torch.Tensor | None]) -> None:
         """The same in Triton's interpreter, whose pointers are tensors."""
@@ -129,16 +140,32 @@ def _current_stream() -> Callable[[int], int]:
     return driver.active.get_current_stream
 
 
+@cache
+def _triton() -> Any:
+    """Triton's settings of launches, the hooks of profilers among them."""
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def _watched() -> bool:
+    """Whether a profiler listens to launches. If none does, what Triton would prepare for it is left out."""
+    before, behind = _triton().launch_enter_hook, _triton().launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(behind, "calls", behind))
+
+
 def _bind(one: Launch, arena: int) -> Bound:
     """A launch with the addresses in the arena that begins at `arena` filled in."""
 
     def fixed(pointer: Pointer) -> Any:
         return pointer if pointer.base else arena + pointer.offset
 
-    arguments = list(_mapped(fixed, one.arguments))
+    kernel, run = one.kernel, one.kernel.run  # which loads it, where nothing has yet
+    lead = [*one.grid, None, kernel.function, kernel.packed_metadata, None, None, None]
+    arguments = [*lead, *_mapped(fixed, one.arguments)]
     tensors = [(i, x.base, x.offset) for i, x in enumerate(arguments) if isinstance(x, Pointer)]
     tuples = [(i, x) for i, x in enumerate(arguments) if isinstance(x, tuple) and _has_pointer(x)]
-    return Bound(one.kernel[one.grid], arguments, tensors, tuples)
+    return Bound(run, kernel[one.grid], arguments, tensors, tuples)
 
 
 def _at(base: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:

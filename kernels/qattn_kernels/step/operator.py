@@ -11,7 +11,9 @@ from qattn_kernels.launch.plan import planned
 from qattn_kernels.layer.arena import Layout, decode_layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, Compute, LayerSpec
+from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import State
+from qattn_kernels.ops.crop.front import drop_front, left_behind
 from qattn_kernels.ops.rotate.reference import rotate, rotate_back
 from qattn_kernels.step.reference import reference_step
 
@@ -143,6 +145,14 @@ def _shapes(query, key, value, span, arena, layout, blocks, scale, softcap, wind
     return out, query.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
+def _make_room(arena: torch.Tensor, layout: str, batch: int, blocks: int, sliding_window: int) -> None:
+    """Take from a layer what a sliding window of so many tokens has left behind (`ops.crop.front`), for compiled steps,
+    which cannot ask first whether the layer is full. `arena`, `layout`, `blocks` as in `_attend`, of `batch` rows."""
+    where = decode_layout(layout, batch, blocks)
+    state = views(arena, where)
+    drop_front(state, layer_tensors(*where), left_behind(state, where.spec.window, sliding_window))
+
+
 # by hand: `torch.library.custom_op` takes several times as long for each call
 LIBRARY = torch.library.Library("qattn", "FRAGMENT")
 LIBRARY.define(
@@ -154,3 +164,7 @@ LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 LIBRARY.impl("attend", torch.library.fallthrough_kernel, "Autograd")  # results have no gradient
 torch.library.register_fake("qattn::attend", _shapes, lib=LIBRARY)
 attend = torch.ops.qattn.attend.default  # arguments, results and errors: see `_attend`
+LIBRARY.define("make_room(Tensor(a!) arena, str layout, SymInt batch, SymInt blocks, int sliding_window) -> ()")
+LIBRARY.impl("make_room", _make_room, "CompositeExplicitAutograd")
+torch.library.register_fake("qattn::make_room", lambda *arguments: None, lib=LIBRARY)
+make_room = torch.ops.qattn.make_room.default  # see `_make_room`

@@ -29,6 +29,7 @@ class LayerShape(NamedTuple):
     Attributes:
         heads, kv_heads, dim: query and KV heads, and their dimension.
         softcap: whether scores are capped.
+        window: tokens of the layer's sliding window; 0 without.
     """
 
     spec: LayerSpec
@@ -38,6 +39,7 @@ class LayerShape(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     softcap: bool = False
+    window: int = 0
 
 
 def launches(shape: LayerShape) -> list[Launch]:
@@ -52,7 +54,7 @@ def launches(shape: LayerShape) -> list[Launch]:
             for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
         span = torch.zeros(rows, 2, dtype=torch.int32, device=shape.device)
-        scores = Scores(shape.dim**-0.5, float(shape.softcap))
+        scores = Scores(shape.dim**-0.5, float(shape.softcap), shape.window)
         found += collected(partial(compute, q, k, v, span, arena, layout, scores, past))
     return found
 

@@ -29,6 +29,7 @@ from qattn_kernels.ops.decode.parts import (
     ring_part,
     sink_part,
     sink_scores,
+    split_used,
 )
 from qattn_kernels.ops.decode.queries import load_queries
 from qattn_kernels.ops.decode.weights import known_mass
@@ -132,7 +133,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     end = tl.minimum(begin + per_split, blocks)
     if (split == 0) & (tile == 0) & (h == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
-    if (split < C.OPEN) | (begin < end):
+    if ((split < C.OPEN) | (begin < end)) & split_used(split, row, C):
         scores = Scoring(*scoring)
         query, nonfinite = load_queries(Q, strides, b, h, n, t, real, row.first, scores.scale, C)
         sums = Sums(
@@ -186,7 +187,7 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
         l += 1.0
     for start in range(0, live, CHUNK):
         i = start + tl.arange(0, CHUNK)
-        exists = i < live
+        exists = (i < live) & split_used(i, row, C)
         at = base + i.to(tl.int64) * (T * C.G)
         part_m = tl.load(STATS + at * STAT, mask=exists, other=NOTHING)
         part_l = tl.load(STATS + at * STAT + 1, mask=exists, other=0.0)

@@ -137,6 +137,22 @@ def _mask_ring(s, slot, program, C: tl.constexpr):
 
 
 @triton.jit
+def ring_tile_used(row, start, C: tl.constexpr):
+    """Whether a tile of slots from `start` on may hold a token that was open before the call, or a new one."""
+    behind = (start - row.open_start % C.RING + C.RING) % C.RING  # slots from the first open token to this tile
+    return (behind < row.length + row.count - row.open_start) | (behind > C.RING - RING_TILE)
+
+
+@triton.jit
+def split_used(split, row, C: tl.constexpr):
+    """Whether a split may hold a token, as far as the ring tells: of its parts those do that have one."""
+    if C.RING_PARTS > 1:
+        return (split >= C.RING_PARTS) | ring_tile_used(row, split * RING_TILE, C)
+    else:
+        return split >= 0
+
+
+@triton.jit
 def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """Attention over one of the `C.RING_PARTS` parts of the ring, in the order of its slots: the tokens that were open
     before the call and its own."""
@@ -144,8 +160,7 @@ def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl
     at = program.bh.to(tl.int64) * C.RING
     SLOTS: tl.constexpr = C.RING // C.RING_PARTS
     for start in tl.range(part * SLOTS, (part + 1) * SLOTS, RING_TILE, num_stages=1):
-        behind = (start - row.open_start % C.RING + C.RING) % C.RING  # slots from the first open token to this tile
-        if (behind < row.length + row.count - row.open_start) | (behind > C.RING - RING_TILE):
+        if ring_tile_used(row, start, C):
             s = SCORES(K, at + start, RING_TILE, program.query, scoring.scale, C)
             if C.SOFTCAP:
                 s = soft_cap(s, scoring.softcap)

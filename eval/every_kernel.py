@@ -1,0 +1,58 @@
+"""Launch every kernel of every method once or a few times, for compute-sanitizer: one JSON row a setting.
+
+    compute-sanitizer --tool racecheck --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: \\
+        python eval/every_kernel.py
+
+A layer of each setting takes a prompt, steps, a draft, a later prompt up to two tokens before blocks close, and steps
+that close them, in two rows of which one is padded. What a call has without a sanitizer is not compared here; tests do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import torch
+
+from qattn_hf.bench.layers import Heads, make_layer
+from qattn_hf.methods import measured_settings
+from qattn_hf.recipe import find_recipes
+from qattn_kernels.layer.scores import Scores
+
+HEADS = Heads(4, 2, 128, torch.bfloat16)
+PADDED = 9  # columns of the second row's prompt that are padding
+OTHERS = ("turbo:bits=mixed", "turbo:sparse_v_tau=1e-4", "turbo:softmax=sas", "kivi")
+
+
+def main(arguments: list[str]) -> None:
+    made = argparse.ArgumentParser(description="Launch every kernel of every method.")
+    made.add_argument("--method", action="append", help="default: all that decode is measured with, and variants")
+    options = made.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = options.method or [*dict.fromkeys((*measured_settings("decode"), *OTHERS))]
+    for name, recipe in find_recipes(chosen).items():
+        layer = make_layer(recipe.settings, HEADS, 2, 1024, device)
+        window = layer.spec.window
+        calls = [200, 1, 1, 5]  # a prompt, steps, a draft
+        closes = window.residual + 4 * window.span
+        calls += [closes - 2 - sum(calls), *[1] * 4]
+        finite = True
+        for i, tokens in enumerate(calls):
+            q, k, v = (
+                torch.randn(2, heads, tokens, HEADS.dim, dtype=HEADS.dtype, device=device)
+                for heads in (HEADS.query, HEADS.kv, HEADS.kv)
+            )
+            first = torch.tensor([0, PADDED if i == 0 else 0], dtype=torch.int32, device=device)
+            span = torch.stack([first, tokens - first], 1)
+            out, _ = layer.attend(q, layer.update(k, v)[0], span, Scores(HEADS.dim**-0.5))
+            finite = finite and bool(out.isfinite().all())
+        closed = int(layer.state["closed"].max())
+        row = {"way": name, "impl": layer.spec.impl, "calls": len(calls), "closed_blocks": closed, "finite": finite}
+        print(json.dumps(row), flush=True)
+        if not finite:
+            sys.exit(f"every_kernel: the output of {name} is not finite")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""Which layers with a sliding window are packed: the setting `sliding` of a recipe.
+
+`packed` packs them all or refuses the model, `model` leaves them all to transformers' own cache, and `auto` packs them
+where that takes at most `PAYS` of the bytes. A model has one mask for all its windows, so that one answer serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PretrainedConfig
+
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.heads import head_sizes
+from qattn_hf.layer_kinds import ModelLayerSpec, WindowLayerSpec
+from qattn_hf.messages import size
+from qattn_kernels.layer.arena import Layout, places
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import Geometry
+from qattn_kernels.ops.crop.front import ring_blocks
+
+PAYS = 0.75  # of the window's bytes in the model's precision; else what is saved is not worth the loss
+
+Layers = list[ModelLayerSpec | WindowLayerSpec | None]
+
+
+def decide(
+    own: Sequence[ModelLayerSpec | None], config: PretrainedConfig, setting: str, packed: Callable[[int], LayerSpec]
+) -> Layers:
+    """What each layer keeps of the model's own; None where it is packed without a window.
+
+    Args:
+        own: the same, with all windows left to the model (`model_layers`).
+        setting: the recipe's `sliding`.
+        packed: the spec of a layer, by its index, as if it had no window.
+
+    Raises:
+        UnsupportedError: the setting is `packed` and a layer cannot be; the message says why.
+    """
+    windows = {i: kept for i, kept in enumerate(own) if kept is not None and kept.window is not None}
+    if not windows:
+        return [*own]
+    why, specs = "sliding='model'", {}
+    if setting != "model":
+        why = _why_never(windows, config) or ""
+        if not why:
+            specs = {
+                i: WindowLayerSpec(**vars(packed(i)), sliding_window=kept.window or 1) for i, kept in windows.items()
+            }
+            why = _why_not(specs, config, setting == "auto") or ""
+    if why and setting == "packed":
+        raise UnsupportedError(f"sliding='packed' cannot pack these windows: {why}; use sliding='model'")
+    unpacked = {i: replace(kept, why=why) for i, kept in windows.items()}
+    return [(unpacked if why else specs).get(i, kept) for i, kept in enumerate(own)]
+
+
+def _why_never(windows: dict[int, ModelLayerSpec], config: PretrainedConfig) -> str | None:
+    """Why no method packs the windows of this model, or None."""
+    if any(kept.kind == "chunked_attention" for kept in windows.values()):
+        return "a chunk begins at a multiple of its length, and packed layers know windows that end at the query"
+    if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", None):
+        return "layers share the keys and values of others"
+    return None
+
+
+def _why_not(specs: dict[int, WindowLayerSpec], config: PretrainedConfig, by_bytes: bool) -> str | None:
+    """Why the windows should not be packed by these specs, or None. `by_bytes`: also because it saves too little."""
+    if any(spec.sink_pool.num for spec in specs.values()):
+        return "the method keeps attention sinks, which a window leaves behind"
+    if not by_bytes:
+        return None
+    taken, stock = (sum(parts) for parts in zip(*(_bytes(i, spec, config) for i, spec in specs.items()), strict=True))
+    if taken <= PAYS * stock:
+        return None
+    return f"packed they take {size(taken)} a row, in the model's precision {size(stock)}"
+
+
+def _bytes(index: int, spec: WindowLayerSpec, config: PretrainedConfig) -> tuple[int, int]:
+    """Bytes of one row of a full window: packed, and in the model's precision."""
+    heads, dtype = head_sizes(config, index), getattr(config.get_text_config(decoder=True), "dtype", None)
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    blocks = ring_blocks(spec.window, spec.sliding_window)
+    packed = places(Layout(Geometry(1, heads.kv, heads.dim, heads.dim, blocks, dtype), spec))[1]
+    return packed, spec.sliding_window * heads.kv * 2 * heads.dim * dtype.itemsize

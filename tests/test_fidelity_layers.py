@@ -1,0 +1,59 @@
+"""`compare` and `inspect` of models some of whose layers are their own: packed layers are seen, the others are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import random_ids
+from test_model_layers import MODELS, tiny
+
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.fidelity.compare import compare
+from qattn_hf.fidelity.inspection import inspect
+from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.fidelity.tables import print_table
+from qattn_hf.fidelity.texts import read_as
+from qattn_hf.fidelity.tune import Budget, tune
+from qattn_hf.recipe import find_recipes
+
+TOKENS = 150  # past the window of 20, and past two blocks
+MIXED = ["gpt_oss", "gemma2", "llama4_text", "qwen3_next", "falcon_h1", "gemma4_text"]  # kinds of layers
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_calls_of_packed_layers_are_observed_and_the_model_computes_as_before(family: str):
+    model, ids, calls = tiny(family), random_ids(2, TOKENS), list[Call]()
+    want = model(ids).logits
+    with observed(model, calls.append):
+        got = model(ids).logits
+    assert [call.layer for call in calls] == [i for i, packed in enumerate(MODELS[family][1]) if packed]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)  # fp32 sums in another order
+    assert torch.equal(model(ids).logits, want)
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_compare_and_inspect_name_the_packed_layers(family: str, capsys):
+    model, ids = tiny(family), random_ids(2, TOKENS)
+    packed = [i for i, packed in enumerate(MODELS[family][1]) if packed]
+    exact, coarse = compare(model, find_recipes(["none", "turbo:bits=2"]), read_as(ids, steps=2))
+    for row in (exact, coarse):
+        assert [layer["layer"] for layer in row["layers"]] == packed
+        assert row["own_layers"] == len(MODELS[family][1]) - len(packed)
+    assert exact["kl"] < 1e-6 and 32 <= exact["effective_bits"] < 33  # kept in fp32, as the model is
+    worst = {row["method"]: row["attention"]["worst"]["relative_l1"] for row in (exact, coarse)}
+    assert worst["none"] < 1e-5 < 1e-2 < worst["turbo:bits=2"]  # 2 bits of random values err by more than 1 %
+    print_table([{"model": family, **row} for row in (exact, coarse)])
+    assert ("layers are the model's own" in capsys.readouterr().out) == bool(exact["own_layers"])
+    recipe = find_recipes(["turbo"])["turbo"]
+    assert [found.layer for found in inspect(model, recipe, ids[:1])] == packed
+
+
+def test_tune_needs_full_attention_in_all_layers():
+    reading, recipes = read_as(random_ids(1, TOKENS)), find_recipes(["turbo"])
+    with pytest.raises(UnsupportedError, match="sliding_attention in layers"):
+        tune(tiny("gemma2"), recipes, reading, reading, Budget(bits=5.0))
+
+
+def test_a_model_without_packed_layers_is_refused():
+    with pytest.raises(UnsupportedError, match="every layer is the model's own"):
+        compare(tiny("mistral"), find_recipes(["turbo"]), read_as(random_ids(1, TOKENS)))

@@ -1,0 +1,252 @@
+"""Models whose sliding windows are packed (`sliding="packed"`), or by bytes (`auto`), or left to the model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from fake_graphs import as_on_a_gpu
+from refusals import GQA, refused
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
+
+from qattn_hf import QAttnCache, patch, report, unpatch
+from qattn_hf.check import check
+from qattn_hf.errors import RecipeError, UnsupportedError
+from qattn_hf.window_layer import WindowLayer
+from qattn_kernels.launch.constants import PrefillSizes, Sizes
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.step.warm import LayerShape, launches
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+WINDOW = 20  # shorter than a block
+SLIDING, FULL = "sliding_attention", "full_attention"
+BOTH: dict[str, Any] = {"head_dim": 16, "layer_types": [SLIDING, FULL], "max_position_embeddings": 2048}
+EXPERTS = {
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "gemma2": BOTH,
+    "gemma3_text": BOTH,
+    "gpt_oss": {**BOTH, **EXPERTS},
+    "cohere2": {"layer_types": [SLIDING, FULL]},
+}
+PROMPT, NEW = 250, 140  # past the window, past a block, and past the capacity of a window's layer of 384 tokens
+IDS = torch.randint(1, 101, (2, PROMPT), generator=torch.Generator().manual_seed(3))
+MASK = torch.ones_like(IDS)
+MASK[1, :11] = 0
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": MASK}
+SHORT: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+
+
+def tiny(family: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**GQA, "sliding_window": WINDOW, **FAMILIES.get(family, {}), **changes})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("sinks"):  # gpt-oss leaves them as memory was
+            torch.nn.init.normal_(weight)
+    return model
+
+
+def patched(model: PreTrainedModel, method: str = "none", sliding: str = "packed", **settings: Any) -> PreTrainedModel:
+    return patch(model, method, family=False, sliding=sliding, crop_horizon=32, **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_stock_models(family):
+    """Also with learned sinks and capped scores, and in a prompt of several calls."""
+    model = tiny(family)
+    want, logits = model.generate(IDS, **GREEDY), model(IDS).logits
+    out = patched(model).generate(IDS, return_dict_in_generate=True, **GREEDY)
+    windows = [layer for layer in out.past_key_values.layers if isinstance(layer, WindowLayer)]
+    assert windows and all((layer.state["block_pos"][:, 0] > 0).all() for layer in windows)  # some blocks are gone
+    assert torch.equal(out.sequences, want)
+    torch.testing.assert_close(model(IDS).logits, logits, rtol=0, atol=1e-5)  # fp32 sums in another order
+    chunked = model.generate(IDS, attention_mask=MASK, prefill_chunk_size=70, **SHORT)
+    assert torch.equal(chunked, want[:, : PROMPT + 5])
+    assert torch.equal(unpatch(model)(IDS).logits, logits)
+
+
+@pytest.mark.parametrize("method", ["int8", "turbo"])
+def test_rows_of_a_padded_batch_are_as_alone(method):
+    model = patched(tiny("gemma3_text"), method)
+    batch = model.generate(IDS, attention_mask=MASK, **SHORT)
+    for i, row in enumerate(batch):
+        assert torch.equal(row[-5:], model.generate(IDS[i : i + 1, MASK[i] == 1], **SHORT)[0, -5:])
+
+
+def test_what_a_report_says():
+    text, data = {}, {}
+    for sliding in ("packed", "model", "auto"):
+        model = patched(tiny("gemma3_text"), "turbo", sliding)
+        cache = model.generate(IDS, return_dict_in_generate=True, **GREEDY).past_key_values
+        text[sliding], data[sliding] = str(report(model)), report(model).to_dict()
+        assert data[sliding]["kv_bytes"] == sum(x.nbytes for x, _ in cache.state_tensors().values())
+    window, full = data["packed"]["layers"]
+    assert (window["kind"], window["window"], full["kind"], full["window"]) == (SLIDING, WINDOW, FULL, None)
+    assert window["packed_tokens"] < full["packed_tokens"] == data["packed"]["packed_tokens"]
+    assert window["bytes_full_precision"] == 2 * WINDOW * 2 * 2 * 16 * 4  # rows, tokens, sides, heads, channels, fp32
+    assert "sliding window of 20" in text["packed"] and "not packed" not in text["packed"]
+    assert "not packed: sliding='model'" in text["model"]
+    assert "not packed: packed they take" in text["auto"]
+
+
+def gemma3(**changes: Any) -> Gemma3TextConfig:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    }
+    return Gemma3TextConfig(**{**sizes, "num_hidden_layers": 6, "vocab_size": 101, "dtype": torch.bfloat16, **changes})
+
+
+@pytest.mark.parametrize(("window", "packs"), [(64, False), (256, False), (1024, True), (4096, True)])
+def test_auto_goes_by_bytes(window, packs):
+    rows = check(gemma3(sliding_window=window), "turbo:sliding=auto,family=false").layers
+    assert [row.get("window") for row in rows] == [window if packs else None] * 5 + [None]
+    assert all(("packed they take" in row["why"]) != packs for row in rows[:5] if "why" in row)
+    if packs:
+        assert sum(row["bytes"] for row in rows[:5]) <= 0.75 * 5 * window * 4 * 2 * 256 * 2
+
+
+def test_check_predicts_the_bytes_of_a_cache():
+    model = tiny("gemma3_text").to(torch.bfloat16)
+    model.config.dtype = model.dtype
+    method = "turbo:sliding=packed,family=false,crop_horizon=32"
+    found = check(model.config, method, device_type="cpu", at_tokens=PROMPT + NEW)
+    cache = patched(model, "turbo").generate(IDS[:1], return_dict_in_generate=True, max_new_tokens=NEW).past_key_values
+    assert found.layers[0]["bytes"] == report(cache).to_dict()["layers"][0]["bytes"] == found.own_bytes
+    assert found.layers[0]["bytes_per_token"] == 0 and found.bytes_per_token == found.layers[1]["bytes_per_token"] > 0
+    memory = found.weight_bytes + found.kv_bytes
+    assert abs(found.longest(memory) - PROMPT - NEW) <= 64  # a block
+
+
+CHUNKED = {**EXPERTS, "head_dim": 16, "attention_chunk_size": 20, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]}
+
+
+def test_windows_that_cannot_be_packed():
+    sinks = {"method": "turbo", "sink_num": 4}
+    refused(lambda: patched(tiny("gemma2"), **sinks), UnsupportedError, "sinks", "sliding='model'")
+    model = tiny("llama4_text", **CHUNKED, layer_types=["chunked_attention", FULL])
+    refused(lambda: patched(model), UnsupportedError, "chunk", "sliding='model'")
+    refused(lambda: patched(tiny("gemma2"), layers={"0": {"sliding": "packed"}}), RecipeError, "sliding", "all layers")
+    with pytest.raises(RecipeError, match="sliding"):
+        patched(tiny("gemma2"), sliding="yes")
+    for each, text in (
+        (patched(tiny("gemma2"), sliding="auto", **sinks), "sinks"),
+        (patched(model, sliding="auto"), "chunk"),
+    ):
+        each(IDS)
+        assert text in report(each).to_dict()["layers"][0]["why"]
+
+
+def test_a_model_that_asks_for_another_window_is_refused():
+    model = patched(tiny("mistral"))
+    model.model.layers[1].self_attn.config.sliding_window = 30
+    refused(lambda: model(IDS), UnsupportedError, "packed for a sliding window of 20", "asks for 30", "sliding='model'")
+
+
+def test_settings_of_single_layers():
+    model = patched(tiny("gemma3_text"), "turbo", layers={"0": {"method": "int8"}})
+    model(IDS)
+    assert [row["method"] for row in report(model).to_dict()["layers"]] == ["int8", "turbo"]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_prompt_lookup_and_beams(family):
+    model, prompt = tiny(family), IDS[:1, :60].repeat(1, 6)
+    calls: list[dict[str, Any]] = [
+        {"prompt_lookup_num_tokens": 4, "max_new_tokens": 60},
+        {"num_beams": 2, "max_new_tokens": 8},
+    ]
+    want = [model.generate(prompt, do_sample=False, **call) for call in calls]
+    patched(model)
+    for call, tokens in zip(calls, want, strict=True):
+        assert torch.equal(model.generate(prompt, do_sample=False, **call), tokens)
+
+
+def test_crop_is_checked_in_all_layers_before_any_changes():
+    model = patched(tiny("gemma2"))
+    cache = model(IDS.repeat(1, 3)).past_key_values
+    refused(lambda: cache.crop(-500), UnsupportedError, "cannot crop 500", "window of 20")
+    assert {int(layer.get_seq_length()) for layer in cache.layers} == {3 * PROMPT}
+    want = model(IDS[:, :9], past_key_values=copy.deepcopy(cache)).logits
+    model(IDS[:, 20:40], past_key_values=cache)
+    cache.crop(-20)
+    assert torch.equal(model(IDS[:, :9], past_key_values=cache).logits, want)
+
+
+def test_compiled_steps_pass_the_capacity():
+    """They cannot ask whether a layer is full, so blocks move inside them; a compiled prompt is refused."""
+    model = patched(tiny("gemma3_text"), "int8")
+    ids = IDS.repeat(1, 3)
+    plain, compiled = (QAttnCache.for_model(model, max_cache_len=600) for _ in range(2))
+    for cache in (plain, compiled):
+        model(ids[:, :370], past_key_values=cache)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for i in range(370, 400):
+        want = model(ids[:, i : i + 1], past_key_values=plain).logits
+        got = call(ids[:, i : i + 1], past_key_values=compiled).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)  # another order of fp32 sums
+    assert (compiled.layers[0].state["closed"] < compiled.layers[1].state["closed"]).all()
+    with pytest.raises(Exception, match="compiled call of 40 tokens"):
+        call(ids[:, 400:440], past_key_values=compiled)
+
+
+def test_steps_are_captured_once(fake):
+    """Blocks move between replays, at their addresses; a model whose layers are all packed is captured as any."""
+    model = tiny("gemma3_text")
+    want = model.generate(IDS, **GREEDY)
+    patched(as_on_a_gpu(model))
+    for _ in range(2):
+        assert torch.equal(model.generate(IDS, **GREEDY), want)
+        assert report(model).to_dict()["decode"] == "graph"
+    assert fake.captured == 1
+
+
+def test_kernels_of_a_window_are_compiled_ahead():
+    """Those of calls of such a layer: they are compiled for a window."""
+    spec = dataclasses.replace(patched(tiny("mistral"), "turbo")._qattn.specs[0], impl="triton")
+    shape = LayerShape(spec, 4, 2, 64, torch.bfloat16, torch.device("cpu"), window=WINDOW)
+    sizes = [x for one in launches(shape) for x in (*one.arguments, *one.options.values())]
+    assert {x.LOCAL for x in sizes if isinstance(x, Sizes)} == {True}
+    assert {x.LOCAL_WINDOW for x in sizes if isinstance(x, PrefillSizes)} == {WINDOW}
+
+
+def test_scores_of_a_window_are_the_layers_own():
+    """A caller's `Scores` need not know the window."""
+    model = patched(tiny("mistral"))
+    layer = QAttnCache.for_model(model).layers[0]
+    q = torch.randn(1, 2, 300, 16)
+    span = torch.tensor([[0, 300]], dtype=torch.int32)
+    out = layer.attend(q, layer.update(q, q)[0], span, Scores(0.25))[0]
+    last = (q[:, :, -1:] @ q[:, :, -WINDOW:].mT * 0.25).softmax(-1) @ q[:, :, -WINDOW:]
+    torch.testing.assert_close(out[:, :, -1:], last, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_captured_steps_are_the_eager_ones(family):
+    """In kernels, past the capacity of a window's layer, with learned sinks."""
+    model, ids = tiny(family, head_dim=64).cuda(), IDS.cuda()
+    if family == "gpt_oss":
+        model.set_experts_implementation("batched_mm")  # which never asks the device
+    greedy = {**GREEDY, "attention_mask": MASK.cuda()}
+    want = patched(model, "turbo", decode="eager").generate(ids, **greedy)
+    patched(model, "turbo", decode="graph")
+    for _ in range(2):
+        out = model.generate(ids, return_dict_in_generate=True, **greedy)
+        assert torch.equal(out.sequences, want)
+    data, layer = report(model).to_dict(), out.past_key_values.layers[0]
+    assert (data["decode"], data["impl"]) == ("graph", "triton")
+    assert isinstance(layer, WindowLayer) and (layer.state["block_pos"][:, 0] > 0).all()
