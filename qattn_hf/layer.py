@@ -87,10 +87,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             UnsupportedError: another device type than at `patch`, or a shape that the recipe does not fit.
         """
         device = key_states.device
-        if self.device_type is not None and device.type != self.device_type:
-            raise UnsupportedError(
-                f"the model was patched for {self.device_type} and runs on {device.type}; patch it again"
-            )
+        self._check_device(device)
         heads = key_states.shape[1]
         low = max(self.spec.k.least_heads, self.spec.v.least_heads)
         if low > heads:
@@ -306,7 +303,12 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             self._adopt(change.arena)
 
     def borrow(self, arena: torch.Tensor, geometry: Geometry, spec: LayerSpec, slots: int) -> None:
-        """Take an arena that others may read too, with `slots` used slots in its fullest row; a write copies it."""
+        """Take an arena that others may read too, with `slots` used slots in its fullest row; a write copies it.
+
+        Raises:
+            UnsupportedError: another device type than at `patch`.
+        """
+        self._check_device(arena.device)
         self.take(changes.Change(arena, geometry, spec))
         self.dtype, self.device, self.is_initialized = geometry.dtype, arena.device, True
         self.borrowed, self._used, self.edits = True, slots, 1
@@ -356,6 +358,12 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         if self.is_initialized and blocks != self.blocks:
             self.take(changes.with_blocks(self, blocks))
         self.blocks = blocks
+
+    def _check_device(self, device: torch.device) -> None:
+        if self.device_type is not None and device.type != self.device_type:
+            raise UnsupportedError(
+                f"the model was patched for {self.device_type} and runs on {device.type}; patch it again"
+            )
 
     def _check_call(self, query: torch.Tensor, handle: Handle) -> None:
         """Refuse a call whose batch, heads, dims or device are not the cache's."""

@@ -48,6 +48,7 @@ class WindowLayer(QAttnLayer):
     def reserve(self, tokens: int) -> int:
         """Make room for `tokens` more columns; as in `QAttnLayer`, but a call for which the whole capacity is too small
         is left to `attend`."""
+        self.own()
         used = self._used
         if used is None or self.replayed_by_others or used + tokens > self.capacity:
             used = self._used = self._slots_used()
@@ -90,6 +91,7 @@ class WindowLayer(QAttnLayer):
                     f"a compiled call of {tokens} tokens is not supported with a packed sliding window, whose ring "
                     f"takes {SHORT_CALL}: compile decode steps alone, or use sliding='model'"
                 )
+            self.own()
             make_room(self.arena, self._layout, self.geometry.batch, self.blocks, self.spec.sliding_window)
         elif not capturing() and self.reserve(tokens) + tokens > self.capacity:
             return self._attend_long(query, handle, span, scores)

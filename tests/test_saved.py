@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, QAttnError, UnsupportedError, patch, release, report, unpatch
 from qattn_hf.saved import read_header
+from qattn_hf.writer import identity, layer_devices
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -74,6 +75,21 @@ def test_layers_that_are_the_models_own_are_saved_too(family: str, tmp_path: Pat
     twin = copy.deepcopy(second)
     for loaded in (first, second, twin):  # what one writes the others do not see
         assert torch.equal(answers(model, loaded), want)
+
+
+@pytest.mark.parametrize("prefix", [150, 15])
+def test_packed_windows_are_saved_too(prefix: int, tmp_path: Path):
+    model = patch(tiny("gemma2"), "turbo", impl="reference", family=False, sliding="packed")
+    cache = model(PREFIX[:, :prefix]).past_key_values
+    cache.save(tmp_path / "prefix")
+    loaded = QAttnCache.load(tmp_path / "prefix", model=model)
+    twin = copy.deepcopy(loaded)
+    for call in ([QUESTION[:, :1]] * 3, [random_ids(2, 300, seed=4), QUESTION], [QUESTION] * 30):  # short, long, many
+        want, got, other = (
+            [model(ids, past_key_values=held).logits for ids in call]
+            for held in (copy.deepcopy(cache), copy.deepcopy(loaded), copy.deepcopy(twin))
+        )
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(want, got, other, strict=True))
 
 
 def test_the_file_is_mapped_until_it_is_written(model, path):
@@ -172,7 +188,7 @@ def test_spare_room_is_not_saved(model, path, tmp_path):
     assert (tmp_path / "large").stat().st_size == path.stat().st_size
     loaded = QAttnCache.load(path, model=model)
     assert loaded.layers[0].capacity == 192 and torch.equal(loaded.input_ids, PREFIX)
-    held, full = report(loaded).to_dict(), report(cache).to_dict()
+    held, full = (report(x).to_dict() for x in (loaded, cache))
     assert held["kv_bytes"] == sum(t.nbytes for t, _ in loaded.state_tensors().values()) < full["kv_bytes"]
     assert held["packed_tokens"] == full["packed_tokens"]
 
@@ -362,6 +378,20 @@ def test_a_split_model_is_refused(model, path, monkeypatch):
     for call in (lambda: QAttnCache.load(path, model=model), lambda: model(PREFIX).past_key_values.save(path)):
         with pytest.raises(UnsupportedError, match="tensor parallelism"):
             call()
+
+
+def test_a_model_that_moved_is_refused(model, path, monkeypatch):
+    monkeypatch.setattr(model._qattn, "device_type", "cuda")
+    with pytest.raises(UnsupportedError, match=r"patched for cuda and runs on cpu; patch it again"):
+        QAttnCache.load(path, model=model)
+
+
+def test_each_layer_is_loaded_to_its_device():
+    split = tiny_llama()
+    split.model.layers[1].to("meta")
+    assert [device.type for device in layer_devices(split, 2)] == ["cpu", "meta"]
+    with pytest.raises(UnsupportedError, match=r"layers\.1\..* is offloaded"):
+        identity(split)
 
 
 def test_verify_false_reads_no_digest(model, path):
