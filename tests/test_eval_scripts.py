@@ -29,8 +29,8 @@ def script(name: str) -> ModuleType:
     return module
 
 
-SCRIPTS = ("record", "tables", "gpu", "gpu_parts", "gpu_tests", "recipes", "pictures", "every_kernel", "sparse_v_speed")
-record, tables, gpu, gpu_parts, gpu_tests, recipes, pictures, every_kernel, sparse_v_speed = map(script, SCRIPTS)
+SCRIPTS = ("record", "tables", "gpu", "gpu_parts", "gpu_tests", "recipes")
+record, tables, gpu, gpu_parts, gpu_tests, recipes = map(script, SCRIPTS)
 
 
 def run_record(tmp_path: Path, code: str, *arguments: str, name: str = "sample", wanted: int = 0, **options) -> Path:
@@ -256,38 +256,6 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
             gpu.main(arguments)
     said = capsys.readouterr().err
     assert "the parts are tests, recipes" in said and "needs --yardstick" in said
-
-
-def test_every_kernel_closes_blocks(capsys):
-    every_kernel.main(["--method", "kivi:bits=2,group_size=128,residual_length=32"])
-    row = json.loads(capsys.readouterr().out)
-    assert row["finite"] and row["closed_blocks"] == 4
-
-
-def test_sparse_v_is_judged_against_reading_every_value():
-    from qattn_hf.assets import demo_model_dir
-    from qattn_hf.bench.model import load_model
-
-    model, ids = load_model(str(demo_model_dir()), torch.device("cpu")).float(), torch.randint(2, 4096, (2, 150))
-    rows = list(sparse_v_speed.measured(model, "turbo", ids))
-    assert [row["tau"] for row in rows] == list(sparse_v_speed.TAUS) and rows[0]["kl"] == 0
-    assert all(row["ms"] > 0 for row in rows) and rows[-1]["skip_rate"] > rows[1]["skip_rate"] > 0
-    assert rows[-1]["kl"] > 0 and not hasattr(model, "_qattn")
-
-
-def test_pictures_show_the_recorded_rows():
-    image = pytest.importorskip("PIL.Image", reason="pictures need matplotlib, which brings Pillow")
-    rows, where = pictures.decode_rows(pictures.RESULTS)
-    with image.open(pictures.DECODE) as picture:
-        assert picture.text["Source"] == pictures.digest(rows), "stale: run python eval/pictures.py"
-    assert where and {row["batch"] for row in rows} == set(pictures.BATCHES)
-
-
-@pytest.mark.parametrize("points, wanted", [({0: 1.0, 1000: 1.5}, 500), ({512: 0.1, 2048: 0.1, 8192: 0.1}, 0)])
-def test_a_slope_is_in_microseconds_a_thousand_tokens(points, wanted):
-    from speed_tables import slope
-
-    assert slope(points) == pytest.approx(wanted)
 
 
 def test_a_tuned_recipe_is_compared_as_it_was_recorded(tmp_path):

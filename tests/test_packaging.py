@@ -172,7 +172,7 @@ def text_files() -> Iterator[tuple[str, str]]:
         *(source_files(name) for name in FOLDERS)
     )
     for name in sorted(names):
-        if not name.endswith((".safetensors", "tokenizer.json")):
+        if not name.endswith((".safetensors", "tokenizer.json", ".png")):
             yield name, (ROOT / name).read_text(encoding="utf-8")
 
 

@@ -79,8 +79,7 @@ def compare(
     Args:
         model: not patched; it is left as it was.
         recipes: recipes by name, as `find_recipes` makes them.
-        reading: the rows of text, as `read_as` makes it.
-        at_tokens: context length for which bits and bytes are counted.
+        reading: rows of text, as `read_as` makes it. at_tokens: context length for which bits and bytes are counted.
         dtype: precision in which the model will run, if it is measured in another one.
         progress: called with a text before each step.
 

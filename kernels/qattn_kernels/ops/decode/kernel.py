@@ -133,7 +133,10 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     end = tl.minimum(begin + per_split, blocks)
     if (split == 0) & (tile == 0) & (h == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
-    if ((split < C.OPEN) | (begin < end)) & split_used(split, row, C):
+    used = (split < C.OPEN) | (begin < end)
+    if C.RING_PARTS > 1:
+        used = used & split_used(split, row, C)
+    if used:
         scores = Scoring(*scoring)
         query, nonfinite = load_queries(Q, strides, b, h, n, t, real, row.first, scores.scale, C)
         sums = Sums(
@@ -144,7 +147,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
         program = Program(b, h, bh, row, dropped, q_pos, query, scores)
         if split < C.OPEN:
             if C.RING > 0:
-                if split < C.RING_PARTS:
+                if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the former takes fewer registers
                     sums, skips = ring_part(K, V, program, split, sums, skips, RING_SCORES, RING_VALUES, C)
             if C.ENTRIES > 0:
                 if split == C.RING_PARTS:
@@ -187,7 +190,9 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
         l += 1.0
     for start in range(0, live, CHUNK):
         i = start + tl.arange(0, CHUNK)
-        exists = (i < live) & split_used(i, row, C)
+        exists = i < live
+        if C.RING_PARTS > 1:
+            exists = exists & split_used(i, row, C)
         at = base + i.to(tl.int64) * (T * C.G)
         part_m = tl.load(STATS + at * STAT, mask=exists, other=NOTHING)
         part_l = tl.load(STATS + at * STAT + 1, mask=exists, other=0.0)

@@ -145,11 +145,8 @@ def ring_tile_used(row, start, C: tl.constexpr):
 
 @triton.jit
 def split_used(split, row, C: tl.constexpr):
-    """Whether a split may hold a token, as far as the ring tells: of its parts those do that have one."""
-    if C.RING_PARTS > 1:
-        return (split >= C.RING_PARTS) | ring_tile_used(row, split * RING_TILE, C)
-    else:
-        return split >= 0
+    """Whether a split may hold a token, as far as the ring tells, which has parts: of these those do that have one."""
+    return (split >= C.RING_PARTS) | ring_tile_used(row, split * RING_TILE, C)
 
 
 @triton.jit
@@ -159,7 +156,10 @@ def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl
     row, scoring = program.row, program.scoring
     at = program.bh.to(tl.int64) * C.RING
     SLOTS: tl.constexpr = C.RING // C.RING_PARTS
-    for start in tl.range(part * SLOTS, (part + 1) * SLOTS, RING_TILE, num_stages=1):
+    first = 0  # the only part has bounds that the compiler knows
+    if C.RING_PARTS > 1:
+        first = part * SLOTS
+    for start in tl.range(first, first + SLOTS, RING_TILE, num_stages=1):
         if ring_tile_used(row, start, C):
             s = SCORES(K, at + start, RING_TILE, program.query, scoring.scale, C)
             if C.SOFTCAP:
