@@ -91,3 +91,34 @@ def sparse_v_table(results: Path) -> str:
     ]
     header = ["method", "B x context", "`sparse_v_tau`", "values skipped", "KL to reading all", "ms (change)"]
     return markdown(header, lines) if rows else NOT_MEASURED
+
+
+def plan_table(results: Path) -> str:
+    """What `qattn plan` predicts of `generate` and what PyTorch's allocator then says, at shares of the planned
+    context."""
+    rows = [row for result in load(results, "plan-check") for row in result["rows"]]
+    lines = []
+    for row in rows:
+        for run in row["runs"]:
+            predicted, measured = run["predicted"], run["measured"]
+            sides = [f"{side[key] / GIB:.2f}" for key in ("allocated", "reserved") for side in (predicted, measured)]
+            said = ["fits" if fits else "does not fit" for fits in (predicted["fits"], measured["ran"])]
+            name = "`DynamicCache`" if row["method"] == "full" else f"`{row['method']}`"
+            lines.append([name, str(run["context"]), f"{run['share']:.0%}", *said, *sides])
+    header = ["cache", "tokens", "of the plan", "predicted", "ran", "allocated, GiB: predicted", "measured"]
+    return markdown([*header, "reserved, GiB: predicted", "measured"], lines) if lines else NOT_MEASURED
+
+
+def windows_table(results: Path) -> str:
+    """A layer's decode step with a packed sliding window, beside the same layer without one."""
+    rows = [row for result in load(results, "speed-windows") for row in result["rows"] if row["bench"] != "bytes"]
+    moved = {row["batch"]: row for row in rows if row["bench"] == "move"}
+    lines = []
+    for (batch,), found in by_point([row for row in rows if row["bench"] == "step"], "batch").items():
+        of = {row["way"]: f"{1e3 * row['ms']:.1f}" for row in found}
+        move = moved[batch]
+        moving = f"{1e3 * move['ms']:.0f} every {move['every_tokens']} tokens"
+        shape = f"{found[0]['context']}, {found[0]['window']}"
+        lines.append([str(batch), shape, of["window"], of["as many tokens"], of["all tokens, masked"], moving])
+    header = ["B", "context, window", "window, us", "no window, as many tokens, us", "all tokens, masked, us"]
+    return markdown([*header, "moving blocks, us"], lines) if lines else NOT_MEASURED

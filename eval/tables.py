@@ -27,7 +27,14 @@ from overview_table import generate_overview, overview_table, settings_table, th
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
 from quality_tables import bits_table, claimed_table, quality_table, recipes_table
 from recorded import Result, conditions, load, markdown
-from speed_tables import heads_table, long_prompts_table, slopes_table, sparse_v_table
+from speed_tables import (
+    heads_table,
+    long_prompts_table,
+    plan_table,
+    slopes_table,
+    sparse_v_table,
+    windows_table,
+)
 from task_tables import scores_table, tasks_table
 from type_tables import types_table
 
@@ -106,9 +113,12 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-heads": heads_table,
     "long-prompts": long_prompts_table,
     "sparse-v": sparse_v_table,
+    "plan-check": plan_table,
+    "windows": windows_table,
     "prefill": partial(speed_table, bench="prefill"),
     "generate": partial(speed_table, bench="generate"),
     "throughput": partial(speed_table, bench="throughput"),
+    "compile": partial(speed_table, bench="compile"),
     "first-call": partial(speed_table, bench="first-call"),
     "api": api_table,
     **{f"conditions-{page}": partial(_conditions, page=page) for page in PAGES},
