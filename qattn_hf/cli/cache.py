@@ -44,12 +44,12 @@ def build(
 
     from qattn_hf import report
 
+    chosen = chosen_recipe(method, recipe, settings, model)
     content = text.read_text(encoding="utf-8")
     if not content.strip():
         raise ValueError(f"--text {text}: the file holds no text")
     if not output.parent.is_dir():
         raise FileNotFoundError(f"--output {output}: no such folder")
-    chosen = chosen_recipe(method, recipe, settings, model)
     _, lm, tokenizer = load(model, device)
     held, ids = read(lm, for_family(chosen, lm), torch.tensor([tokenizer(content).input_ids]))
     held.save(output, input_ids=ids)

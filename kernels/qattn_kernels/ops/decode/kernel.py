@@ -106,9 +106,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
                   C: tl.constexpr):  # fmt: skip
     """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first splits are the
     ring, the next the sinks that are kept out of the blocks. Those of all rows start first: one of them may take
-    longest, and one that starts late would be waited for.
-
-    The other splits share a row's blocks evenly (`blocks_per_split`).
+    longest, and one that starts late would be waited for. The others share a row's blocks evenly (`blocks_per_split`).
 
     `ROWS` holds each row as it was before the call, so that `STATE` (`layout.RowState`) can take the new lengths here
     while others still read. `DROPPED`: a bit for each masked token, and for each
