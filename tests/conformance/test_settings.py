@@ -15,8 +15,9 @@ from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.spec import Compute
 
-# `impl` and `decode` say who computes and how steps are run; `scope` is how the lists of a recipe are to be read
-ELSEWHERE = ("impl", "decode", "scope")
+# `impl` and `decode` say who computes and how steps are run; `scope` is how the lists of a recipe are to be read;
+# `sliding` says which layers are packed
+ELSEWHERE = ("impl", "decode", "scope", "sliding")
 VALUES: dict[str, Any] = {
     "sas_threshold": -4.0,
     "sparse_v_tau": 1e-3,
