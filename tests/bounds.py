@@ -38,9 +38,7 @@ class Bounds:
         below = np.searchsorted(self.starts, addresses, side="right")
         inside = (below > 0) & (addresses + np.uint64(element) <= self.ends[np.maximum(below, 1) - 1])
         if not inside.all():
-            raise IndexError(
-                f"{self.kernel} {what} {(~inside).sum()} of {addresses.size} elements outside of the tensors it was given"
-            )
+            raise IndexError(f"{self.kernel} {what} {(~inside).sum()} elements outside of the tensors it was given")
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
