@@ -42,7 +42,11 @@ class Bounds:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor and the end of its last element."""
+    """First byte of a tensor and the end of its last element; of one element, as launch plans give pointers, those of
+    the memory that it is a view of."""
+    if tensor.numel() == 1:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
