@@ -9,6 +9,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from qattn_hf.continuous.cache import PagedCache
 from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
@@ -70,6 +71,9 @@ def attention(
         UnsupportedError: keys or values that did not come from a packed layer, a user's own 4-D mask, dropout, or an
             argument that packed attention does not support.
     """
+    if isinstance(paged := kwargs.get("cache"), PagedCache):
+        index: Any = module.layer_idx
+        return paged.attend(index, query, key, value, scores_of(query, scaling, kwargs)), None
     if not (isinstance(key, Handle) and key is value):
         raise UnsupportedError(
             "keys or values did not come untouched from a packed cache: run the model with use_cache=True and a cache "

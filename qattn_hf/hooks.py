@@ -17,6 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from qattn_hf import attention, latent
 from qattn_hf.attention import check_mask
 from qattn_hf.cache import QAttnCache
+from qattn_hf.continuous.cache import PagedCache
+from qattn_hf.continuous.manager import init_continuous_batching
 from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
@@ -42,6 +44,8 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     patched = patch_of(module)
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     _check_call(module, kwargs)
+    if isinstance(kwargs.get("cache"), PagedCache):
+        return (), {**kwargs, "attention_mask": UNREAD}
     use_cache = kwargs.get("use_cache")
     decoder: Any = module
     text = decoder.config.get_text_config(decoder=True)
@@ -58,6 +62,9 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         _begin(decoder, cache, kwargs)
     return (), kwargs
 
+
+# Of continuous batching, which needs no mask: transformers builds none where a model is given one of four dimensions.
+UNREAD = torch.empty(0, 0, 0, 0)
 
 NOT_COMPILED = "a compiled call cannot make its cache: pass past_key_values=, a cache that an uncompiled call wrote to"
 
@@ -86,6 +93,8 @@ def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], 
 
     A stock model's output has none there.
     """
+    if isinstance(kwargs.get("cache"), PagedCache):
+        return output
     cache = kwargs["past_key_values"]
     if not torch.compiler.is_compiling():
         cache.end()
@@ -199,6 +208,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         if packs:
             patched.hook_ids.append(module.register_forward_hook(after_forward, with_kwargs=True).id)
     model.save_pretrained = BoundMethod(save_pretrained, model)
+    model.init_continuous_batching = BoundMethod(init_continuous_batching, model)
     if not packs:
         if patched.window is not None:
             model._prepare_cache_for_generation = BoundMethod(prepare_stock_cache, model)
@@ -227,7 +237,8 @@ def uninstall(model: PreTrainedModel) -> None:
         del module._qattn
     latent.uninstall(model)
     overrides = (
-        "_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate", "save_pretrained"
+        "_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate", "save_pretrained",
+        "init_continuous_batching",
     )  # fmt: skip
     for name in (*overrides, "_compiled_call", "_last_compile_config"):
         model.__dict__.pop(name, None)

@@ -15,11 +15,15 @@ class LastCache:
 
     It is kept until the next cache is made or the model is unpatched. Each thread has its own, so that threads which
     share a model see their own calls; a thread that made none sees the newest.
+
+    Attributes:
+        pages: figures of the last pool of continuous batching (`continuous.cache.PagedCache`), without the pool.
     """
 
     def __init__(self) -> None:
         self._of_threads: weakref.WeakKeyDictionary[threading.Thread, QAttnCache] = weakref.WeakKeyDictionary()
         self._newest: QAttnCache | None = None
+        self.pages: dict[str, Any] | None = None
         self._skipping: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: Any) -> LastCache:
@@ -50,4 +54,4 @@ class LastCache:
     def clear(self) -> None:
         """Forget the caches of all threads."""
         self._of_threads.clear()
-        self._newest = None
+        self._newest = self.pages = None

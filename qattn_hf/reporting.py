@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from qattn_hf.cache import QAttnCache
+from qattn_hf.continuous.cache import in_words
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import window_of
@@ -50,8 +51,9 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
     if patched is None:
         raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
     if patched.last.cache is not None:
-        return report(patched.last.cache)
-    return Report(patched.recipe, _impl(patched.packed), patched.decode, patched.decode_reason, [])
+        return replace(report(patched.last.cache), pages=patched.last.pages)
+    found = Report(patched.recipe, _impl(patched.packed), patched.decode, patched.decode_reason, [])
+    return replace(found, pages=patched.last.pages)
 
 
 def _impl(specs: list[LayerSpec]) -> str:
@@ -195,6 +197,7 @@ class Report:
         decode, decode_reason: how decode steps ran, and why not otherwise; see `to_dict`.
         layers: one row a layer.
         prefill_chunk_size: tokens of the calls into which the last `generate` cut a longer prompt; None: one call.
+        pages: the pool of the model's last continuous batching; None where there was none.
     """
 
     recipe: Recipe
@@ -203,6 +206,7 @@ class Report:
     decode_reason: str | None
     layers: list[dict[str, Any]]
     prefill_chunk_size: int | None = None
+    pages: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, which JSON can hold.
@@ -226,6 +230,9 @@ class Report:
         - `skip_rate`, `dropped_mass`: of sparse V, over all decode steps and as a mean over layers: the share of
           visible values that were not read, and the share of a query's attention weights that they had.
           `dropped_worst`: the largest such share of any query. None where sparse V is off.
+        - `continuous_batching`: of the last pool of packed pages, or None: tokens of a page, blocks (a page of each
+          layer), requests that it holds at once, bytes of a block, of a request beside its blocks and of all, whether
+          requests share prefixes, and the most requests and blocks that were held.
         - `layers`: one row a layer, with these figures and the formats of keys and values. A layer that is the model's
           own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
           window is not packed. A packed one has the tokens of its `window`, or None.
@@ -254,6 +261,7 @@ class Report:
             "effective_bits_total": 8 * total / values if values else None,
             **{key: self._mean(key) for key in MEANS},
             "dropped_worst": max((row["dropped_worst"] for row in self.layers if "dropped_worst" in row), default=None),
+            "continuous_batching": self.pages,
             "layers": self.layers,
         }
 
@@ -280,7 +288,7 @@ class Report:
                 f"{SHORT_CALL} tokens quantize them for the duration of the call"
             )
         elif not data["kv_bytes"]:
-            console.print("nothing cached yet: run the model first")
+            console.print(in_words(self.pages) if self.pages else "nothing cached yet: run the model first")
         else:
             console.print(
                 f"{size(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "

@@ -164,6 +164,10 @@ class Format:
         """Which tokens share a scale in a decode of keys: see `granularity`."""
         return "token"
 
+    def settled(self, heads: int) -> dict[str, list[int]]:
+        """State tensors of a row, `[Hkv]` by name, that its first closed block sets to these values always."""
+        return {}
+
     @property
     def least_heads(self) -> int:
         """How many KV heads a layer must have, at least."""

@@ -157,6 +157,11 @@ class FlashQFormat(Format):
             )
         return replace(self, n_low=self.n_low // size)
 
+    def settled(self, heads: int) -> dict[str, list[int]]:
+        if self.low_kind(heads) == Low.RANKED:
+            return {}
+        return {"head_of": sorted(range(heads), key=lambda head: head in (self.low_heads or ()))}
+
     def low(self, heads: int) -> int:
         """How many of `heads` heads get 2 bits."""
         return self.n_low if self.bits == "mixed" else heads if self.bits == 2 else 0

@@ -1,0 +1,1 @@
+"""Continuous batching: many requests at once over one pool of packed pages, by transformers' own scheduler."""

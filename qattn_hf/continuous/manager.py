@@ -1,0 +1,124 @@
+"""transformers' manager of continuous batching for a patched model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from qattn_hf.continuous.cache import PagedCache
+from qattn_hf.continuous.transformers_api import ContinuousBatchingManager, check_version, continuous_api, with_names
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.patched import patch_of
+from qattn_hf.tensor_parallel import shard_of
+from qattn_kernels.layer.arena import Layout
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import Geometry
+
+# settings of transformers' `ContinuousBatchingConfig` that ask for what packed pages do not have
+NOT_YET = {
+    "use_cuda_graph": "captured steps",
+    "use_async_batching": "asynchronous batching",
+    "varlen_compile_config": "compiled steps",
+    "decode_compile_config": "compiled steps",
+    "default_compile_level": "compiled steps",
+    "cpu_offload_space": "offloading to the CPU",
+}
+
+
+class PackedBatchingManager(ContinuousBatchingManager):
+    """A `ContinuousBatchingManager` whose pool holds packed pages of a patched model."""
+
+    def __init__(self, model: PreTrainedModel, **kwargs: Any):
+        self.page_layouts = layouts(model)
+        resolve = partial(resolved, self.page_layouts[0].spec.window.block)
+        with_names(ContinuousBatchingManager.__init__, resolve_continuous_batching_config=resolve)(
+            self, model=model, **kwargs
+        )
+
+    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
+        """Nothing: the attention that `patch` selected serves these calls too."""
+
+    def _create_batch_processor(self) -> Any:
+        slots = self.continuous_batching_config.max_requests_per_batch
+        made = with_names(
+            ContinuousBatchingManager._create_batch_processor,
+            PagedAttentionCache=partial(PagedCache, self.page_layouts, slots),
+        )(self)
+        if made is not self.batch_processor:
+            _note_batches(made)
+            patch_of(self.model).last.pages = made.cache.figures
+        return made
+
+
+def _note_batches(processor: Any) -> None:
+    """Tell the cache which requests each forward serves, before its inputs are prepared."""
+    inputs, cache = processor.inputs_and_outputs, processor.cache
+    prepare = inputs.prepare_batch_tensors
+
+    def noted(requests_in_batch: Any, *args: Any, **kwargs: Any) -> None:
+        requests = list(requests_in_batch)
+        cache.begin(requests)
+        prepare(requests, *args, **kwargs)
+
+    inputs.prepare_batch_tensors = noted
+
+
+def init_continuous_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Override of `init_continuous_batching`, through which `generate_batch` and `transformers serve` go.
+
+    Raises:
+        UnsupportedError: transformers is too old, or the model, its recipe or the `ContinuousBatchingConfig` asks for
+            what packed pages do not have.
+    """
+    check_version()
+    made = with_names(type(model).init_continuous_batching, ContinuousBatchingManager=PackedBatchingManager)
+    return made(model, *args, **kwargs)
+
+
+def layouts(model: PreTrainedModel) -> list[Layout]:
+    """What the pages of each layer hold.
+
+    Raises:
+        UnsupportedError: a recipe or a model whose layers have no packed pages.
+    """
+    patched = patch_of(model)
+    if not patched.recipe.settings.packs():
+        raise UnsupportedError("cache='model' packs nothing: unpatch(model), and transformers batches by itself")
+    if shard_of(model).size > 1 or len({x.device for x in model.parameters()}) > 1:
+        raise UnsupportedError("continuous batching of a model on several devices is not supported: use generate")
+    full = [spec for spec in patched.specs if type(spec) is LayerSpec and not spec.latent]
+    if len(full) < len(patched.specs) or patched.sizes is None:
+        raise UnsupportedError(
+            "continuous batching has packed pages for full attention alone, and this model has other layers: use "
+            "generate, or unpatch(model)"
+        )
+    if len({spec.window.block for spec in full}) > 1:
+        raise UnsupportedError("the recipe gives layers blocks of different sizes: use generate, or one recipe for all")
+    return [
+        Layout(Geometry(1, size.kv, size.dim, size.v_dim, 1, model.dtype), spec)
+        for spec, size in zip(full, patched.sizes, strict=True)
+    ]
+
+
+def resolved(block: int, config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `resolve_continuous_batching_config` for pages of `block` tokens, of a copy of `cb_config`.
+
+    Raises:
+        UnsupportedError: a setting of `NOT_YET`.
+    """
+    for name, what in NOT_YET.items():
+        value = getattr(cb_config, name, None)
+        if any(value) if isinstance(value, tuple) else value:
+            raise UnsupportedError(f"{name}={value!r}: packed pages have no {what} yet; leave it out")
+    own = copy.deepcopy(cb_config)
+    if own.num_blocks is not None:  # a capacity in blocks of the caller's size
+        own.num_blocks = math.ceil(own.num_blocks * own.page_size / block)
+    own.page_size, own.max_blocks_per_request = block, 0
+    own.use_cuda_graph, own.use_async_batching = False, False
+    found = continuous_api.resolve_continuous_batching_config(config, own, *args, **kwargs)
+    found.varlen_compile_config = found.decode_compile_config = None  # of a checkpoint's generation config
+    return found

@@ -1,0 +1,163 @@
+"""The packed pages of one layer, which requests share, and the rows that hold what a request has of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from qattn_kernels.layer.arena import ALIGNMENT, Layout, places, views
+from qattn_kernels.layer.state import layer_tensors, row_tensors
+from qattn_kernels.layout import State, TensorSpec
+
+LENGTHS = ("length", "open_start", "longest", "ring_from")  # row positions where whole blocks end and nothing is open
+RESERVED = 1  # pages that are no request's: short rows of a batch point there
+
+
+def by_block(layout: Layout) -> dict[str, TensorSpec]:
+    """The state tensors with a dimension of blocks: what a page holds."""
+    return {name: x for name, x in layer_tensors(*layout).items() if x.block_dim is not None}
+
+
+def by_row(layout: Layout) -> dict[str, TensorSpec]:
+    """The state tensors of a row without its blocks: lengths, the ring of open tokens, the sink pool."""
+    found = layer_tensors(*layout).items()
+    return {name: x for name, x in found if x.block_dim is None and x.batch_dim is not None}
+
+
+def shares_pages(layout: Layout) -> bool:
+    """Whether the pages of whole blocks are all that is kept of their tokens, so that another request may begin with
+    them: no tokens stay open behind a block, and no row has a mean, a scale or sinks of its own."""
+    window, rows = layout.spec.window, by_row(layout)
+    open_tokens = {name for name in rows if ".ring" in name}
+    own = rows.keys() - row_tensors(*layout).keys() - open_tokens - settled(layout).keys()
+    return window.span == window.block and window.residual == 0 and not own
+
+
+def settled(layout: Layout) -> dict[str, list[int]]:
+    """State tensors of a row, `[Hkv]` by name, that are the same for all rows with a closed block."""
+    spec, heads = layout.spec, layout.geometry.heads
+    sides = (("k", spec.k), ("v", spec.v))
+    return {f"{side}.{name}": values for side, fmt in sides for name, values in fmt.settled(heads).items()}
+
+
+def resized(layout: Layout, batch: int, blocks: int) -> Layout:
+    """The layout of so many rows and blocks."""
+    return layout._replace(geometry=replace(layout.geometry, batch=batch, blocks=blocks))
+
+
+def bytes_of(tensors: dict[str, TensorSpec]) -> int:
+    """Bytes of these tensors one behind the other, each on a boundary of `ALIGNMENT`."""
+    return sum(-(-x.nbytes() // ALIGNMENT) * ALIGNMENT for x in tensors.values())
+
+
+def page_bytes(layout: Layout) -> int:
+    """Bytes of one block of tokens of a layer, all KV heads, rounded up to `ALIGNMENT`."""
+    exact = sum(x.nbytes() for x in by_block(resized(layout, 1, 1)).values())
+    return -(-exact // ALIGNMENT) * ALIGNMENT
+
+
+def row_bytes(layout: Layout) -> int:
+    """Bytes that a request takes in a layer beside its pages."""
+    return bytes_of(by_row(resized(layout, 1, 1)))
+
+
+@dataclass
+class Rows:
+    """Some requests of a forward that one call of a layer serves: their rows, and which pages they read and write.
+
+    Attributes:
+        columns: int64 `[R, T]`, columns of the forward that hold each request's tokens.
+        span: int32 `[R, 2]`, as the operator takes it: 0 and T.
+        slots: int64 `[R]`, rows of the layers.
+        table: int64 `[R, NB]`, page of each block; `RESERVED - 1` behind a request's last.
+        written: int64 `[3, N]`: row, block and page of those that the call may change.
+        past: an upper bound of the blocks that any row has closed.
+        begins: for one request that has no row yet: tokens of the pages that it begins with, those of a shared prefix.
+    """
+
+    columns: torch.Tensor
+    span: torch.Tensor
+    slots: torch.Tensor
+    table: torch.Tensor
+    written: torch.Tensor
+    past: int
+    begins: int | None = None
+
+
+class PagedLayer:
+    """Pages and rows of one layer.
+
+    Args:
+        layout: of the layer; its rows and blocks are of no account.
+        memory: uint8, room for `pages` pages of this layer, zeros. slots: requests that may be held at once.
+    """
+
+    def __init__(self, layout: Layout, memory: torch.Tensor, pages: int, slots: int):
+        self.layout = layout
+        self._paged, self._row = by_block(resized(layout, 1, pages)), by_row(resized(layout, slots, 1))
+        self.pages = _carved(self._paged, memory)
+        self.rows = _carved(self._row, torch.zeros(bytes_of(self._row), dtype=torch.uint8, device=memory.device))
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Copy what a request has beside its pages."""
+        for tensor in self.rows.values():
+            tensor[target].copy_(tensor[source])
+
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy pages, int64 `[N]` each."""
+        for name, tensor in self._paged.items():
+            block = tensor.block_dim
+            assert block is not None
+            self.pages[name].index_copy_(block, target, self.pages[name].index_select(block, source))
+
+    def gather(self, rows: Rows) -> tuple[torch.Tensor, Layout]:
+        """The arena of these requests alone, as a layer of a cache of their own would have it, and its layout."""
+        count, blocks = rows.table.shape
+        layout = resized(self.layout, count, blocks)
+        arena = torch.zeros(places(layout)[1], dtype=torch.uint8, device=rows.table.device)
+        state = views(arena, layout)
+        if rows.begins is None:
+            for name, tensor in self.rows.items():
+                state[name].copy_(tensor.index_select(0, rows.slots))
+        else:
+            for name in LENGTHS:
+                state[name].fill_(rows.begins)
+            state["closed"].fill_(rows.begins // self.layout.spec.window.block)
+            for name, values in settled(self.layout).items():
+                state[name].copy_(torch.tensor(values) if rows.begins else torch.zeros(len(values)))
+        for name, spec in self._paged.items():
+            found = _pages_first(self.pages[name], spec)[rows.table]
+            _rows_first(state[name], spec).copy_(found)
+        return arena, layout
+
+    def scatter(self, rows: Rows, arena: torch.Tensor, layout: Layout) -> None:
+        """Write back what a call on the arena of `gather` changed."""
+        state = views(arena, layout)
+        for name, tensor in self.rows.items():
+            tensor.index_copy_(0, rows.slots, state[name])
+        row, block, page = rows.written
+        for name, spec in self._paged.items():
+            _pages_first(self.pages[name], spec)[page] = _rows_first(state[name], spec)[row, block]
+
+
+def _pages_first(pages: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """View `[P, ...]` of a tensor of pages `[1, ..., P, ...]`."""
+    assert spec.block_dim is not None
+    return pages.squeeze(0).movedim(spec.block_dim - 1, 0)
+
+
+def _rows_first(state: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """View `[R, NB, ...]` of a state tensor `[R, ..., NB, ...]`."""
+    assert spec.block_dim is not None
+    return state.movedim(spec.block_dim, 1)
+
+
+def _carved(tensors: dict[str, TensorSpec], memory: torch.Tensor) -> State:
+    """These tensors as views of `memory`, one behind the other."""
+    found, begin = {}, 0
+    for name, tensor in tensors.items():
+        found[name] = memory[begin : begin + tensor.nbytes()].view(tensor.dtype).view(tensor.shape)
+        begin += math.ceil(tensor.nbytes() / ALIGNMENT) * ALIGNMENT
+    return found

@@ -1,0 +1,55 @@
+"""What this package takes from inside transformers' continuous batching, in one place. Seen in transformers 5.23; older
+ones without a module `cache_allocators` have another pool."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import transformers
+
+from qattn_hf.errors import UnsupportedError
+
+try:
+    from transformers.generation.continuous_batching import continuous_api
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+    from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, FullAttentionCacheAllocator
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+except ImportError:  # too old
+    continuous_api = FULL_ATTENTION = None
+    PagedAttentionCache = PagedAttentionMemoryHandler = FullAttentionCacheAllocator = object
+    ContinuousBatchingManager = object
+
+__all__ = [
+    "FULL_ATTENTION",
+    "ContinuousBatchingManager",
+    "FullAttentionCacheAllocator",
+    "PagedAttentionCache",
+    "PagedAttentionMemoryHandler",
+    "check_version",
+    "continuous_api",
+    "with_names",
+]
+
+
+def check_version() -> None:
+    """Raises UnsupportedError where transformers has no allocators that another pool can take the place of."""
+    if continuous_api is None:
+        raise UnsupportedError(
+            f"continuous batching over packed pages needs transformers 5.23, this is {transformers.__version__}: "
+            "call generate, or unpatch(model)"
+        )
+
+
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """A copy of `function` whose module has these names in place of its own.
+
+    transformers builds its pool, allocators and settings by names of its modules; so those of one manager are replaced,
+    and those of other models stay. Decorators are left out: `no_grad`, in which a generation runs anyway.
+    """
+    own: Any = inspect.unwrap(function)
+    copy = FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)
+    copy.__kwdefaults__ = own.__kwdefaults__
+    return copy

@@ -1,0 +1,205 @@
+"""Continuous batching over packed pages: each request gets what `generate` gives it alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_layer, random_qkv, tiny_llama
+from transformers import GenerationConfig, PreTrainedModel
+
+from qattn_hf import UnsupportedError, list_methods, patch, report, unpatch
+from qattn_hf.continuous import transformers_api
+from qattn_hf.continuous.batch import Held, batches
+from qattn_hf.continuous.pages import PagedLayer, by_block, bytes_of, resized
+from qattn_hf.layer import QAttnLayer
+from qattn_kernels.layer.arena import Layout, views
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layout import Geometry
+from qattn_kernels.step.operator import attend
+
+pytestmark = pytest.mark.skipif(
+    transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
+)
+NEW = 70  # tokens of an answer: past a block boundary
+METHODS = [*list_methods(), "turbo:bits=mixed", "turbo_sink", "kivi:bits=4"]
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 60) for _ in range(length)] for length in lengths]
+
+
+def config(**settings: Any) -> GenerationConfig:
+    return GenerationConfig(
+        **{"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **settings}
+    )
+
+
+def batched(model: PreTrainedModel, prompts: list[list[int]], blocks: int = 64, **settings: Any) -> list[list[int]]:
+    """Answers of `generate_batch` over a pool of so many blocks of 64 tokens."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    given = {"num_blocks": blocks, "page_size": 64, "max_batch_tokens": 512, **settings.pop("batching", {})}
+    made = model.generate_batch(prompts, config(**settings), ContinuousBatchingConfig(**given))
+    assert [one.error for one in made.values()] == [None] * len(made)
+    return [one.generated_tokens for one in made.values()]
+
+
+def alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, config(eos_token_id=None), attention_mask=torch.ones_like(ids))
+    return made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("method", METHODS)
+def test_requests_get_what_generate_gives_each_alone(method: str):
+    model, prompts = patch(tiny_llama(), method), prompts_of(5, 130, 1, 64)
+    got = batched(model, prompts)
+    pages = report(model).to_dict()["continuous_batching"]
+    assert pages["most_requests"] == len(prompts) and f"{len(prompts)} were held" in str(report(model))
+    assert got == [alone(model, prompt) for prompt in prompts]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("method", ["none", "turbo", "kivi", "sinkq", "sage2"])
+def test_pages_hold_the_codes_of_a_cache(method: str):
+    """Bit for bit, in calls of many lengths, between requests whose pages lie in between."""
+    spec = make_layer((method, {})).spec
+    layout = Layout(Geometry(1, 2, 16, 16, 1, torch.float32), spec)
+    pages, slots, block = 40, 3, spec.window.block
+    memory = torch.zeros(bytes_of(by_block(resized(layout, 1, pages))), dtype=torch.uint8)
+    paged = PagedLayer(layout, memory, pages, slots)
+    order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(0)).add(1).tolist()
+    tables = [order[slot::slots] for slot in range(slots)]
+    layers = [QAttnLayer(spec) for _ in range(slots)]
+    lengths = [0] * slots
+    for turn, tokens in enumerate((70, 1, 1, 129, 5, 60, 1, 1, 1)):
+        requests = []
+        for slot in range(slots):
+            count = tokens if tokens == 1 else tokens + slot
+            held = -(-(lengths[slot] + count) // block)
+            requests.append(Held(slot, lengths[slot], count, tables[slot][:held], lengths[slot] == 0))
+        qkv = [random_qkv(1, one.tokens, 10 * turn + slot, 16) for slot, one in enumerate(requests)]
+        columns = [torch.cat(parts, 2) for parts in zip(*qkv, strict=True)]
+        for rows in batches(requests, [spec], memory.device):
+            q, k, v = (x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in columns)
+            arena, where = paged.gather(rows)
+            attend(q, k, v, rows.span, arena, where.encode(), where.geometry.blocks, 0.25, 0.0, 0, None, rows.past)
+            paged.scatter(rows, arena, where)
+        for slot, (layer, (q, k, v), one) in enumerate(zip(layers, qkv, requests, strict=True)):
+            span = torch.tensor([[0, one.tokens]], dtype=torch.int32)
+            layer.attend(q, layer.update(k, v)[0], span, Scores(0.25))
+            lengths[slot] += one.tokens
+    for slot, layer in enumerate(layers):
+        held = Held(slot, lengths[slot], 1, tables[slot][: -(-lengths[slot] // block)], False)
+        (rows,) = batches([held], [spec], memory.device)
+        arena, where = paged.gather(rows)
+        state = views(arena, where)
+        closed = int(layer.state["closed"])
+        assert closed == int(state["closed"])
+        for name, tensor in layer.tensor_specs().items():
+            if tensor.block_dim is not None:
+                mine, theirs = (x[name].narrow(tensor.block_dim, 0, closed) for x in (state, layer.state))
+                assert torch.equal(mine, theirs), name
+
+
+def test_a_pool_that_is_too_small_for_all_reads_some_again():
+    """A request whose next block is not there gives its own back. Where codes are exact its answer is as before; one of
+    packed codes, read again as a prompt, differs by roundings as every prompt does from steps."""
+    model, prompts = patch(tiny_llama(), "none"), prompts_of(5, 130, 64, 200, 90)
+    assert batched(model, prompts, blocks=8) == [alone(model, prompt) for prompt in prompts]
+    answers = batched(patch(model, "turbo"), prompts, blocks=8)
+    assert [len(answer) for answer in answers] == [NEW] * len(prompts)
+
+
+def test_requests_wait_for_a_row():
+    model, prompts = patch(tiny_llama(), "turbo"), prompts_of(5, 130, 64)
+    got = batched(model, prompts, batching={"max_requests_per_batch": 2})
+    pages = report(model).to_dict()["continuous_batching"]
+    assert (pages["requests"], pages["most_requests"]) == (2, 2)
+    assert got == [alone(model, prompt) for prompt in prompts]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("method", ["turbo", "int8", "kivi"])
+def test_answers_of_one_prompt_fork_its_pages(method: str):
+    """Two samples of the likeliest token alone are the greedy answer, twice."""
+    model, (prompt,) = patch(tiny_llama(), method), prompts_of(150)
+    got = batched(model, [prompt], do_sample=True, top_k=1, num_return_sequences=3)
+    assert got == [alone(model, prompt)] * 3
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    ("method", "shares"),
+    [("turbo", True), ("turbo:bits=mixed", False), ("int8", True), ("kivi", False), ("sinkq", False)],
+)
+def test_a_prefix_is_shared_where_its_blocks_are_all_that_is_kept(method: str, shares: bool):
+    model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(192, 5, 30, 64)
+    prompts = [prefix + end for end in ends]
+    want = [alone(model, prompt) for prompt in prompts]
+    assert batched(model, prompts, batching={"max_requests_per_batch": 1}) == want  # one begins when another has ended
+    pages = report(model).to_dict()["continuous_batching"]
+    assert pages["shares_prefixes"] == shares
+
+
+def test_shared_blocks_are_read_once():
+    model, (prefix, *ends) = patch(tiny_llama(), "turbo"), prompts_of(192, 5, 30)
+    seen: list[int] = []
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    batched(model, [prefix + end for end in ends], batching={"max_requests_per_batch": 1})
+    assert [tokens for tokens in seen if tokens > 1] == [197, 30]
+
+
+def test_a_page_takes_a_third_of_what_it_takes_in_model_precision(monkeypatch: pytest.MonkeyPatch):
+    """turbo's 4.3 bits and its ring, of a bf16 model with heads as people run them, where requests are long."""
+    room = 2**28
+    memory = "transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown"
+    monkeypatch.setattr(memory, lambda: (torch.device("cpu"), room, 0, 0))
+    model = tiny_llama(head_dim=128, num_hidden_layers=12).to(torch.bfloat16)
+    sizes = {"num_blocks": None, "max_memory_percent": 1.0, "max_batch_tokens": 64, "max_requests_per_batch": 4}
+    patch(model, "turbo")
+    batched(model, prompts_of(5), batching=sizes, max_new_tokens=2)
+    pages = report(model).to_dict()["continuous_batching"]
+    assert pages["bytes"] < room
+    tokens = pages["blocks"] * pages["page_tokens"]
+    bf16 = 2 * model.config.num_hidden_layers * 2 * 128 * 2
+    assert tokens > 2.5 * room / bf16  # 3.7 for the codes alone; the rest are rows, indices and a layer's working room
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ({"use_cuda_graph": True}, "captured steps"),
+        ({"use_async_batching": True}, "asynchronous"),
+        ({"default_compile_level": 1}, "compiled steps"),
+        ({"cpu_offload_space": 1.0}, "offloading"),
+    ],
+)
+def test_settings_that_packed_pages_do_not_have_are_named(setting: dict[str, Any], what: str):
+    model = patch(tiny_llama(), "int8")
+    with pytest.raises(UnsupportedError, match=what):
+        batched(model, prompts_of(5), batching=setting)
+    assert len(batched(model, prompts_of(5))) == 1
+
+
+def test_models_without_packed_pages_are_refused():
+    with pytest.raises(UnsupportedError, match="packs nothing"):
+        batched(patch(tiny_llama(), "sage2", cache="model"), prompts_of(5))
+    mixed = patch(tiny_llama(), "kivi", layers={"0": {"bits": 4, "group_size": 64}})
+    with pytest.raises(UnsupportedError, match="different sizes"):
+        batched(mixed, prompts_of(5))
+
+
+def test_unpatch_gives_transformers_own_pool_back():
+    model, (prompt,) = tiny_llama(), prompts_of(70)
+    stock = batched(model, [prompt])
+    patch(model, "none")
+    assert batched(model, [prompt]) == stock
+    assert report(model).to_dict()["continuous_batching"] is not None
+    unpatch(model)
+    assert batched(model, [prompt]) == stock
