@@ -28,6 +28,7 @@ COMMANDS = {
     "bench first-call": ("--device", "none"),
     "bench throughput": ("--device", "none"),
     "warm": ("./missing",),
+    "serve": ("./missing",),
     "cache build": ("./missing", "--text", __file__, "--output", "prefix.safetensors"),
 }
 AFTERWARDS = ("./missing", "--heads 0", "turbo eagre", "device string: none")  # what is found last

@@ -142,8 +142,9 @@ class PagedCache(PagedAttentionCache):
 
     def __init__(self, layouts: Sequence[Layout], slots: int, **kwargs: Any):
         row, self.layouts = sum(map(row_bytes, layouts)), layouts
-        room = SHARE_OF_ROWS * available(kwargs["continuous_batching_config"])
-        self.slots = slots = max(1, min(slots, int(room / row)))
+        config = kwargs["continuous_batching_config"]
+        fit = int(SHARE_OF_ROWS * available(config) / row)
+        self.slots = slots = max(1, min(slots, fit, config.num_blocks or fit))
         allocator = partial(PackedAllocator, layouts, slots, torch.device(kwargs["device"]))
         handler = partial(PackedMemory, slots * row, len(layouts))
         with_names(
