@@ -2,8 +2,8 @@
 
 The plain model is the list of each row's tokens, and a fresh cache that reads them in one call. Whatever happened to a
 cache before, its next step must be that of the fresh one, bit for bit. Keys and values are given by hand, since those
-of a model depend on how its calls were cut. `QATTN_HISTORIES=2000` plays that many examples of each method; without, those
-whose rows keep the same kinds of things as another's are played less.
+of a model depend on how its calls were cut. `QATTN_HISTORIES=2000` plays that many examples of each method; without it,
+methods whose rows keep the same kinds of things as another's are played less.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def test_a_cache_is_what_its_rows_are(case, tmp_path):
         folder = tmp_path
 
     quick = settings(
-        max_examples=int(EXAMPLES or (100 if case in KINDS else 20)), stateful_step_count=10, deadline=None, derandomize=True, database=None,
+        max_examples=int(EXAMPLES or (100 if case in KINDS else 20)),
+        stateful_step_count=10, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     with torch.no_grad():
