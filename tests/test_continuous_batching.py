@@ -18,7 +18,6 @@ from qattn_hf.layer import QAttnLayer
 from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import Geometry
-from qattn_kernels.step.operator import attend
 
 pytestmark = pytest.mark.skipif(
     transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
@@ -87,9 +86,7 @@ def test_pages_hold_the_codes_of_a_cache(method: str):
         columns = [torch.cat(parts, 2) for parts in zip(*qkv, strict=True)]
         for rows in batches(requests, [spec], memory.device):
             q, k, v = (x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in columns)
-            arena, where = paged.gather(rows)
-            attend(q, k, v, rows.span, arena, where.encode(), where.geometry.blocks, 0.25, 0.0, 0, None, rows.past)
-            paged.scatter(rows, arena, where)
+            paged.attend(rows, q, k, v, Scores(0.25))
         for slot, (layer, (q, k, v), one) in enumerate(zip(layers, qkv, requests, strict=True)):
             span = torch.tensor([[0, one.tokens]], dtype=torch.int32)
             layer.attend(q, layer.update(k, v)[0], span, Scores(0.25))

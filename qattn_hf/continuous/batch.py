@@ -35,12 +35,15 @@ class _Placed(NamedTuple):
     held: Held
 
 
-def batches(requests: Sequence[Held], specs: Sequence[LayerSpec], device: torch.device) -> list[Rows]:
-    """Calls that serve these requests: those with one token together, by powers of two of their blocks, so that the
-    arenas of a call are at most twice their pages; each other one alone.
+def batches(
+    requests: Sequence[Held], specs: Sequence[LayerSpec], device: torch.device, in_place: bool = False
+) -> list[Rows]:
+    """Calls that serve these requests: those with one token together; each other one alone.
 
     Args:
         specs: of all layers, whose blocks have one size.
+        in_place: pages are read where they lie. Where they are copied into an arena, calls are by powers of two of the
+            requests' blocks, so that arenas are at most twice their pages.
     """
     reach = max(spec.window.span + spec.window.residual for spec in specs)
     if any(spec.sink_pool.num for spec in specs):  # a sink that leaves the pool changes the mask of its block
@@ -50,7 +53,7 @@ def batches(requests: Sequence[Held], specs: Sequence[LayerSpec], device: torch.
     column = 0
     for held in requests:
         if held.tokens == 1 and not held.new:
-            decoding[len(held.pages).bit_length()].append(_Placed(column, held))
+            decoding[0 if in_place else len(held.pages).bit_length()].append(_Placed(column, held))
         else:
             calls.append([_Placed(column, held)])
         column += held.tokens
@@ -59,7 +62,8 @@ def batches(requests: Sequence[Held], specs: Sequence[LayerSpec], device: torch.
 
 def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> Rows:
     """One call, over blocks of `block` tokens, of which it changes those of the last `reach` tokens and its own."""
-    tokens = call[0].held.tokens
+    call = sorted(call, key=lambda one: one.held.slot)
+    tokens, slots = call[0].held.tokens, [one.held.slot for one in call]
     blocks = with_room(max(len(one.held.pages) for one in call))
 
     def tensor(values: Iterable[Sequence[int]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -74,8 +78,9 @@ def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> 
     return Rows(
         columns=tensor(range(column, column + tokens) for column, _ in call),
         span=tensor(((0, tokens) for _ in call), torch.int32),
-        slots=torch.tensor([held.slot for _, held in call], device=device),
-        table=tensor(held.pages + [nobody] * (blocks - len(held.pages)) for _, held in call),
+        slots=torch.tensor(slots, device=device),
+        first_slot=slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None,
+        table=tensor((held.pages + [nobody] * (blocks - len(held.pages)) for _, held in call), torch.int32),
         written=tensor(written).view(-1, 3).T,
         past=max(-(-held.past // block) for _, held in call),
         begins=call[0].held.past if call[0].held.new else None,

@@ -32,7 +32,6 @@ from qattn_hf.continuous.transformers_api import (
 from qattn_hf.messages import size
 from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.step.operator import attend
 
 SHARE_OF_ROWS = 0.25  # of the memory for a cache that rows may take: more would leave their requests no pages
 
@@ -223,7 +222,8 @@ class PagedCache(PagedAttentionCache):
     @cached_property
     def batch(self) -> list[Rows]:
         """The requests of this forward in calls of layers; made in the forward, on its stream."""
-        return batches(self.requests, [layout.spec for layout in self.layouts], self.device)
+        in_place = all(layer.in_place for layer in self.allocator.layers.values())
+        return batches(self.requests, [layout.spec for layout in self.layouts], self.device, in_place)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
@@ -240,11 +240,7 @@ class PagedCache(PagedAttentionCache):
         paged = self.allocator.layers[layer]
         for rows in self.batch:
             q, k, v = (x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in (query, key, value))
-            arena, layout = paged.gather(rows)
-            sizes = scores.scale, scores.softcap, scores.window, scores.sinks
-            found, _ = attend(q, k, v, rows.span, arena, layout.encode(), layout.geometry.blocks, *sizes, rows.past)
-            paged.scatter(rows, arena, layout)
-            out[0, rows.columns] = found.transpose(1, 2)
+            out[0, rows.columns] = paged.attend(rows, q, k, v, scores).transpose(1, 2)
         return out
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from qattn_kernels.layer.arena import ALIGNMENT, Layout, places, views
+from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.state import layer_tensors, row_tensors
 from qattn_kernels.layout import State, TensorSpec
+from qattn_kernels.step.operator import attend
+from qattn_kernels.step.paged import attend_pages, reads_pages
 
 LENGTHS = ("length", "open_start", "longest", "ring_from")  # row positions where whole blocks end and nothing is open
 RESERVED = 1  # pages that are no request's: short rows of a batch point there
@@ -70,8 +73,8 @@ class Rows:
     Attributes:
         columns: int64 `[R, T]`, columns of the forward that hold each request's tokens.
         span: int32 `[R, 2]`, as the operator takes it: 0 and T.
-        slots: int64 `[R]`, rows of the layers.
-        table: int64 `[R, NB]`, page of each block; `RESERVED - 1` behind a request's last.
+        slots: int64 `[R]`, rows of the layers. first_slot: the first, where they follow one another; else None.
+        table: int32 `[R, NB]`, page of each block; `RESERVED - 1` behind a request's last.
         written: int64 `[3, N]`: row, block and page of those that the call may change.
         past: an upper bound of the blocks that any row has closed.
         begins: for one request that has no row yet: tokens of the pages that it begins with, those of a shared prefix.
@@ -80,6 +83,7 @@ class Rows:
     columns: torch.Tensor
     span: torch.Tensor
     slots: torch.Tensor
+    first_slot: int | None
     table: torch.Tensor
     written: torch.Tensor
     past: int
@@ -98,6 +102,13 @@ class PagedLayer:
         self.layout = layout
         self._paged, self._row = by_block(resized(layout, 1, pages)), by_row(resized(layout, slots, 1))
         self.pages = _carved(self._paged, memory)
+        self.in_place = reads_pages(layout.spec, layout.geometry.heads)
+        # what no row has of its own, and nobody asks of requests: `columns_seen`, `padded`
+        self._shared = {
+            name: torch.zeros(x.shape, dtype=x.dtype, device=memory.device)
+            for name, x in layer_tensors(*layout).items()
+            if x.batch_dim is None
+        }
         self.rows = _carved(self._row, torch.zeros(bytes_of(self._row), dtype=torch.uint8, device=memory.device))
 
     def copy_row(self, source: int, target: int) -> None:
@@ -111,6 +122,38 @@ class PagedLayer:
             block = tensor.block_dim
             assert block is not None
             self.pages[name].index_copy_(block, target, self.pages[name].index_select(block, source))
+
+    def attend(
+        self, rows: Rows, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """Write the tokens of these requests into their pages and attend.
+
+        Kernels of calls of one token read pages where they lie. All else runs over an arena of the requests' own.
+
+        Args:
+            query: `[R, Hq, T, D]`. key, value: `[R, Hkv, T, D]`.
+
+        Returns:
+            `[R, Hq, T, Dv]`.
+        """
+        if not (self.in_place and query.shape[2] == 1 and rows.begins is None):
+            arena, layout = self.gather(rows)
+            sizes = scores.scale, scores.softcap, scores.window, scores.sinks
+            where = arena, layout.encode(), layout.geometry.blocks
+            out, _ = attend(query, key, value, rows.span, *where, *sizes, rows.past)
+            self.scatter(rows, arena, layout)
+            return out
+        first, count = rows.first_slot, len(rows.slots)
+        if first is None:
+            own = {name: tensor.index_select(0, rows.slots) for name, tensor in self.rows.items()}
+        else:
+            own = {name: tensor[first : first + count] for name, tensor in self.rows.items()}
+        state = self.pages | own | self._shared
+        out = attend_pages(query, key, value, rows.span, state, rows.table, self.layout.spec, scores)
+        if first is None:
+            for name, tensor in self.rows.items():
+                tensor.index_copy_(0, rows.slots, own[name])
+        return out
 
     def gather(self, rows: Rows) -> tuple[torch.Tensor, Layout]:
         """The arena of these requests alone, as a layer of a cache of their own would have it, and its layout."""
@@ -128,7 +171,7 @@ class PagedLayer:
             for name, values in settled(self.layout).items():
                 state[name].copy_(torch.tensor(values) if rows.begins else torch.zeros(len(values)))
         for name, spec in self._paged.items():
-            found = _pages_first(self.pages[name], spec)[rows.table]
+            found = _pages_first(self.pages[name], spec)[rows.table.long()]
             _rows_first(state[name], spec).copy_(found)
         return arena, layout
 

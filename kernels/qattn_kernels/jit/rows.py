@@ -22,6 +22,25 @@ def load_row(rows, b):
 
 
 @triton.jit
+def block_at(PAGES, b, index, NB, C: tl.constexpr):
+    """Where blocks `index` of a row with `NB` lie among those of a head: in a pool their pages. `PAGES`: the table of
+    all rows, `[B, NB]`, and the number of pages."""
+    if C.PAGED:
+        return tl.load(PAGES[0] + b * NB + tl.minimum(index, NB - 1))
+    else:
+        return index
+
+
+@triton.jit
+def first_block(PAGES, b, h, NB, C: tl.constexpr):
+    """Index of a head's first block among the blocks of all heads, of every row or of the pool."""
+    if C.PAGED:
+        return h.to(tl.int64) * PAGES[1]
+    else:
+        return (b * C.H + h).to(tl.int64) * NB
+
+
+@triton.jit
 def store_row(rows, b, row):
     """Write a `Row` to `rows`, for kernels after the append; the column `OVERFLOW` stays."""
     at = rows + b * ROW_FIELDS

@@ -29,7 +29,8 @@ class Table(NamedTuple):
 class Call(NamedTuple):
     """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
     or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the open span that it takes, `moved` the
-    slots that a short call moves. `call_mean`
+    slots that a short call moves. `pages`: with blocks in a pool, int32 `[B, NB]`, the page of each block, and how many
+    pages there are; else None. `call_mean`
     fp32 `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads."""
 
     query: torch.Tensor
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     chosen: torch.Tensor | None
     moved: torch.Tensor | None
     call_mean: torch.Tensor
+    pages: tuple[torch.Tensor, int] | None = None
 
     @property
     def k_mean(self) -> torch.Tensor:
@@ -66,7 +68,7 @@ class Call(NamedTuple):
     @property
     def blocks(self) -> int:
         """Capacity of a row in blocks."""
-        return self.state["block_len"].shape[1]
+        return (self.state["block_len"] if self.pages is None else self.pages[0]).shape[1]
 
     @property
     def new(self) -> tuple:
@@ -97,8 +99,9 @@ def make_call(
     state: State,
     spec: LayerSpec,
     scores: Scores,
+    table: torch.Tensor | None = None,
 ) -> Call:
-    """Arguments as in `step.operator.attend`."""
+    """Arguments as in `step.operator.attend`; `table` as in `step.paged.attend_pages`."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
@@ -106,17 +109,18 @@ def make_call(
     int8 |= short and any(jit_of(fmt).splits_int8 for fmt in (spec.k, spec.v))
     columns = tokens if short else 1
     asks = scores.softcap != 0, scores.window != 0
-    sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)
+    sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)._replace(PAGED=table is not None)
+    pages = None if table is None else (table, state["block_len"].shape[1])
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))
     sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5
     if spec.sink_pool.num:
-        table = Table(*(state[f"sink.{name}"] for name in Table._fields))
+        places = Table(*(state[f"sink.{name}"] for name in Table._fields))
         shape = (batch, heads, open_span_blocks(spec.window, tokens), spec.window.block // 8)
         chosen = torch.empty(shape, dtype=torch.uint8, device=key.device)
         moved = torch.empty((batch, heads, 2 * sizes.SINKS), dtype=torch.int32, device=key.device)
-        sinks = table, sink_tensors(state, "k"), sink_tensors(state, "v"), chosen, moved
+        sinks = places, sink_tensors(state, "k"), sink_tensors(state, "v"), chosen, moved
     call_mean = state["length"]
     if sizes.SMOOTH_K:
         call_mean = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
-    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, call_mean=call_mean)
+    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, call_mean, pages)

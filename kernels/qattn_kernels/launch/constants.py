@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
         Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
         ONE_TOKEN: the call has one. INT8: products are of integers. Q_LEVELS: largest code of a query.
         SAS, SOFTCAP, LOCAL, SPARSE_V: whether that softmax, a cap of scores, a local window, sparse V is used.
+    PAGED: blocks of all rows lie in one pool, where a table says.
     PLAIN: the interpreter runs, which knows no assembly.
     """
 
@@ -75,6 +76,7 @@ class Sizes(NamedTuple):
     SOFTCAP: bool
     LOCAL: bool
     SPARSE_V: bool
+    PAGED: bool
     PLAIN: bool
 
 
@@ -180,5 +182,6 @@ def sizes_of(
         SOFTCAP=cap,
         LOCAL=local,
         SPARSE_V=spec.sparsity.tau > 0,
+        PAGED=False,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )

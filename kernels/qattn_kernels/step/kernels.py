@@ -24,13 +24,15 @@ def fused_step(
     spec: LayerSpec,
     scores: Scores,
     past: int,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write new tokens, close full blocks and attend, in kernels.
 
     Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode); longer ones
     attend to their own tokens as the method's prefill does. Arguments and results as in `step.operator.attend`.
+    `table`: of a short call over a pool of pages, as in `step.paged.attend_pages`.
     """
-    call = make_call(query, key, value, span, state, spec, scores)
+    call = make_call(query, key, value, span, state, spec, scores, table)
     if call.tokens <= SHORT_CALL:
         compete(call)
         rank(call)

@@ -129,13 +129,27 @@ def compute(
     past: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernels of a call, as `_attend` describes it."""
+    return in_kernels(query, key, value, span, views(arena, layout), layout.spec, scores, past)
+
+
+def in_kernels(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+    past: int,
+    table: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`compute` with the state tensors; `table` as in `step.paged.attend_pages`."""
     from qattn_kernels.ops.rotate import launch  # which loads Triton when it is first used
     from qattn_kernels.step.kernels import fused_step
 
-    spec = layout.spec
     with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
         query, key, value = rotated(query, key, value, spec.compute, launch.rotate)
-        out, lse = fused_step(query, key, value, span, views(arena, layout), spec, scores, past)
+        out, lse = fused_step(query, key, value, span, state, spec, scores, past, table)
         return out if spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
 
 

@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, commit_row, load_row, settle_sinks, slot_bits, store_row
+from qattn_kernels.jit.rows import (
+    OVERFLOW,
+    ROW_FIELDS,
+    block_at,
+    commit_row,
+    first_block,
+    load_row,
+    settle_sinks,
+    slot_bits,
+    store_row,
+)
 from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_codes, row_before, with_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import RowState
@@ -40,7 +50,8 @@ class Block(NamedTuple):
     Attributes:
         b, h, bh: row, KV head, and both as one index.
         row: the `layout.Row`.
-        index: of the block among those of its row, which has room for `capacity`.
+        index: of the block among those of its row.
+        home: the `Home` of its codes.
         start: row position of its first token.
         used: whether it holds a token of the row.
         closes: whether it is packed in this call.
@@ -53,12 +64,21 @@ class Block(NamedTuple):
     bh: Any
     row: Any
     index: Any
-    capacity: Any
+    home: Any
     start: Any
     used: Any
     closes: Any
     flags: Any
     chosen: Any
+
+
+class Home(NamedTuple):
+    """Where the codes of a block lie: block `index` of row `b`, whose heads have room for `capacity` each. In a pool a
+    page of the only row."""
+
+    b: Any
+    index: Any
+    capacity: Any
 
 
 class Tokens(NamedTuple):
@@ -113,7 +133,8 @@ def _row_mean(S, K_MEAN, block, C: tl.constexpr):
     if block.row.closed == 0:
         t = tl.arange(0, C.BLOCK)
         code, scale = from_ring(S, block.start - block.index * C.BLOCK + t, t >= 0, bh, False, C)
-        mean = mean_key(dequantize(S, code, scale), slot_bits(block.flags, t) == 0, True)  # of a full block
+        first = (block.home.index - block.index) * C.BLOCK  # of the row's first block: in a pool no other one closes
+        mean = mean_key(dequantize(S, code, scale), slot_bits(block.flags, first + t) == 0, True)  # of a full block
         if block.index == 0:
             tl.store(K_MEAN + bh * C.D + d, mean, mask=d < C.D)
     else:
@@ -125,29 +146,29 @@ def _row_mean(S, K_MEAN, block, C: tl.constexpr):
 def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
     """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed.
     `stale`: a crop left tokens behind the row's end."""
-    b, h, bh, index, capacity = block.b, block.h, block.bh, block.index, block.capacity
+    b, h, bh, home = block.b, block.h, block.bh, block.home
     code, scale = codec.quantize_tokens(x)
     t = tl.arange(0, C.BLOCK)
     if C.RING == 0:
-        codec.put(S, code, scale, new, new, pos - block.start, b, h, index, capacity, h, VALUES, C)
+        codec.put(S, code, scale, new, new, pos - block.start, home.b, h, home.index, home.capacity, h, VALUES, C)
         if stale:
             empty = tl.full([C.BLOCK, C.DP], 0.0, tl.float32)
             behind = block.start + t > tl.max(tl.where(new, pos, 0), 0)
-            codec.put(S, empty, tl.max(empty, 1), behind, behind, t, b, h, index, capacity, h, VALUES, C)
+            codec.put(S, empty, tl.max(empty, 1), behind, behind, t, home.b, h, home.index, home.capacity, h, VALUES, C)
     else:
         to_ring(S, code, scale, pos, new, bh, VALUES, C)
         if block.closes:
             tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
             full, full_scale = from_ring(S, block.start + t, t >= 0, bh, VALUES, C)
-            keep = slot_bits(block.flags, index * C.BLOCK + t) == 0
+            keep = slot_bits(block.flags, home.index * C.BLOCK + t) == 0
             if C.ENTRIES > 0 and not VALUES:  # values stay in: see `ops/sink_pool/reference.py`
                 keep = keep & (slot_bits(block.chosen, t) == 0)
             if C.SMOOTH_K and not VALUES:
                 mean = _row_mean(S, K_MEAN, block, C)
                 full, full_scale = codec.quantize_tokens(minus_mean(S, full, full_scale, keep, mean))
             full, full_scale = codec.block_form(full, full_scale, keep)
-            place = codec.place(S, b, h, index == 0, VALUES, C)
-            codec.put(S, full, full_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
+            place = codec.place(S, b, h, block.index == 0, VALUES, C)
+            codec.put(S, full, full_scale, keep, keep, t, home.b, h, home.index, home.capacity, place, VALUES, C)
 
 
 @triton.jit
@@ -156,7 +177,7 @@ def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, OLD: tl.constexpr, 
     """Keys or values of one block of a long call: unpacked for the prefill, and into the arenas if it closes or the
     format has no ring. `K_MEAN`: the mean that this call subtracts from its keys (`k_mean.mean_kernel`). `OLD`: there
     may be tokens from before the call, which the ring holds."""
-    b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.capacity, tokens.keep
+    b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.home.capacity, tokens.keep
     t = tl.arange(0, C.BLOCK)
     code, scale = codec.quantize_tokens(x)
     if C.RING > 0:
@@ -206,7 +227,16 @@ def _long_sides(K, V, K_MEAN, k, v, tokens, unpacked, slots, block, k_codec, v_c
 
 
 @triton.jit
-def _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C: tl.constexpr):
+def _home(PAGES, b, index, NB, C: tl.constexpr):
+    """Where block `index` of a row with `NB` lies."""
+    if C.PAGED:
+        return Home(0, block_at(PAGES, b, index, NB, C), PAGES[1])
+    else:
+        return Home(b, index, NB)
+
+
+@triton.jit
+def _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C: tl.constexpr):
     """What is one for all heads: the row's numbers for later kernels, behind them the tokens that do not fit, and the
     block that closes."""
     if h == 0:
@@ -214,8 +244,9 @@ def _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, 
             store_row(ROWS, b, row)
             tl.store(ROWS + b * ROW_FIELDS + OVERFLOW, tl.load(SPANS + b * span_stride + 1) - row.count)
         if closes:
-            tl.store(BLOCK_POS + b * NB + row.closed + j, row.open_start + j * C.BLOCK)
-            tl.store(BLOCK_LEN + b * NB + row.closed + j, C.BLOCK)
+            at = home.b * home.capacity + home.index
+            tl.store(BLOCK_POS + at, row.open_start + j * C.BLOCK)
+            tl.store(BLOCK_LEN + at, C.BLOCK)
 
 
 @triton.jit
@@ -230,33 +261,35 @@ def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                 K, V, K_MEAN, CHOSEN, open_blocks, ROWS, NB, K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr,
-                 K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr,
-                 V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                 K, V, K_MEAN, CHOSEN, open_blocks, ROWS, PAGES, NB, K_QUANTIZE: tl.constexpr,
+                 K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_QUANTIZE: tl.constexpr,
+                 V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
     """Program (block of the open span, head, row) of a call of at most `NEW` tokens; the decode commits the lengths.
     `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `CHOSEN`: bits of the
-    tokens that the sink pool took, of `open_blocks` blocks a head."""
+    tokens that the sink pool took, of `open_blocks` blocks a head. `PAGES`: see `jit.rows.block_at`."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
     start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
     used = (start < length + count) & (index < NB)  # never behind the arenas
     closes = (j < closing) & used
-    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C)
+    home = _home(PAGES, b, index, NB, C)
+    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C)
     if used:
         pos = tl.maximum(length, start) + tl.arange(0, NEW)
         new = pos < tl.minimum(length + count, start + C.BLOCK)
         k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
-        flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
+        flags = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
         if tl.max(bad.to(tl.int32), 0) > 0:
             t = tl.arange(0, C.BLOCK)
             hit = (start + t)[:, None] == tl.where(bad, pos, -1)[None, :]
-            gone = slot_bits(flags, index * C.BLOCK + t) | tl.max(hit.to(tl.int32), 1)
+            gone = slot_bits(flags, home.index * C.BLOCK + t) | tl.max(hit.to(tl.int32), 1)
             tl.debug_barrier()  # every bit is read before a byte is written
-            _drop(flags, NONFINITE, gone, bad, index, bh, C)
+            _drop(flags, NONFINITE, gone, bad, home.index, bh, C)
         stale = length < tl.load(RowState(*STATE).longest + b)
         chosen = chosen_bits(CHOSEN, open_blocks, bh, j, C)
-        block = Block(b, h, bh, row, index, NB, start, used, closes, flags, chosen)
+        block = Block(b, h, bh, row, index, home, start, used, closes, flags, chosen)
         _short_side(
             K, K_MEAN, k, pos, new, stale, block, Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, None), False, C
         )
@@ -282,7 +315,8 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     pos = open_start + j * C.BLOCK + t
     used = (open_start + j * C.BLOCK < length + count) & (index < NB)
     closes = (j < closing) & used
-    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, NB, C)
+    home = Home(b, index, NB)
+    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C)
     old = pos < length
     new = (~old) & (pos < length + count)
     k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
@@ -297,7 +331,7 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
     if h == 0:
         tl.store(unpacked.pos + b.to(tl.int64) * slots + slot, pos)
     chosen = chosen_bits(CHOSEN, open_blocks, bh, j, C)
-    block = Block(b, h, bh, row, index, NB, open_start + j * C.BLOCK, used, closes, flags, chosen)
+    block = Block(b, h, bh, row, index, home, open_start + j * C.BLOCK, used, closes, flags, chosen)
     tokens = Tokens(pos, slot, old, keep)
     # Only the call's first block holds older tokens. Threads read the ring in another order than new tokens, into which
     # values would be brought before their maxima are taken: at twice the cost, in every block.

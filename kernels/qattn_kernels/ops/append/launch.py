@@ -58,7 +58,7 @@ def append(call: Call) -> None:
     launch(
         short_kernel, (open_span_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.blocks,
+        state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.pages, call.blocks,
         k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
         power_of_two(call.tokens), call.sizes, **codes(call.sizes),
     )  # fmt: skip

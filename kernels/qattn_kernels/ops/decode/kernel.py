@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
-from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks
+from qattn_kernels.jit.rows import commit_row, first_block, load_row, settle_sinks
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.ops.decode.parts import (
     SINK_TILE,
@@ -100,9 +100,9 @@ def _store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfini
 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
 def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE,
-                  OUT, STATS, SKIP_COUNTS, NB, B, T, scoring, skip_limits, few, many, long, least, STAGES: tl.constexpr,
-                  K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
-                  CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
+                  OUT, STATS, SKIP_COUNTS, PAGES, NB, B, T, scoring, skip_limits, few, many, long, least,
+                  STAGES: tl.constexpr, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr,
+                  VALUES: tl.constexpr, CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
     """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first splits are the
     ring, the next the sinks that are kept out of the blocks. Those of all rows start first: one of them may take
@@ -115,7 +115,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
 
     `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights; with sparse V
     3: what of that sum was dropped. `scoring`: the fields of a `Scoring`.
-    `SKIP_COUNTS`, `skip_limits` (tau, budget): of sparse V.
+    `SKIP_COUNTS`, `skip_limits` (tau, budget): of sparse V. `PAGES`: see `jit.rows.block_at`.
     """
     bh, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // C.H, bh % C.H
@@ -141,8 +141,8 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
             tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32), tl.full([C.DP, C.Q], 0, tl.float32)
         )
         skips = Skips(tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32), tl.full([C.Q], 0, tl.int32))
-        dropped = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
-        program = Program(b, h, bh, row, dropped, q_pos, query, scores)
+        dropped = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
+        program = Program(b, h, bh, row, NB, PAGES, dropped, q_pos, query, scores)
         if split < C.OPEN:
             if C.RING > 0:
                 if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the former takes fewer registers
@@ -155,8 +155,9 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
             limits = SkipLimits(skip_limits[0], skip_limits[1], share)
             k_mean_scores = _k_mean_scores(K_MEAN, program, C)
             known = _sink_mass(K_SINKS, TABLE, program, RING_SCORES, C)
-            packed = Blocks(begin, end, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, MOVED, k_mean_scores, limits, known)
-            sums, skips = packed_part(K, V, program, packed, NB, sums, skips, K_LOCATE, V_LOCATE, SCORES, VALUES,
+            rows = 0 if C.PAGED else b * NB
+            packed = Blocks(begin, end, BLOCK_POS + rows, BLOCK_LEN + rows, MOVED, k_mean_scores, limits, known)
+            sums, skips = packed_part(K, V, program, packed, sums, skips, K_LOCATE, V_LOCATE, SCORES, VALUES,
                                       STAGES, C)  # fmt: skip
         _store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips, CHANNELS, C)
 

@@ -44,7 +44,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         decode_kernel, (batch * size.H, -(-rows // size.Q), splits),
         call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks,
         call.table, call.moved, state["dropped"], state["block_pos"],
-        state["block_len"], call.row_state, parts, stats, skip_counts, call.blocks, batch, tokens,
+        state["block_len"], call.row_state, parts, stats, skip_counts, call.pages, call.blocks, batch, tokens,
         scoring, (sparsity.tau, sparsity.budget),
         *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.head_bits import ALL, NONE
 from qattn_kernels.jit.math import NOTHING
-from qattn_kernels.jit.rows import FOREVER, packed_since, slot_bits
+from qattn_kernels.jit.rows import FOREVER, block_at, first_block, packed_since, slot_bits
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.weights import count_visible, known_mass, may_skip, soft_cap, weigh
@@ -45,7 +45,7 @@ class Program(NamedTuple):
 
     Attributes:
         b, h, bh: row, KV head, and both as one index.
-        row: the `layout.Row`.
+        row: the `layout.Row`, with room for `capacity` blocks, which lie where `pages` says (`jit.rows.block_at`).
         dropped: pointer to the mask bits of the head's first block.
         q_pos: int32 `[Q]` row positions of the queries, -1 for columns without one.
         query: the `QueryTile`.
@@ -56,6 +56,8 @@ class Program(NamedTuple):
     h: Any
     bh: Any
     row: Any
+    capacity: Any
+    pages: Any
     dropped: Any
     q_pos: Any
     query: Any
@@ -67,7 +69,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         begin, end: their indices among the row's blocks.
-        pos, length: pointers to the position of each block's first token, and to its count of tokens.
+        pos, length: pointers to the position of the first token of each of a row's blocks, and to its count of tokens.
         moved: pointer to the slots that this call's close moved into the table of sinks or out of it.
         k_mean_scores: fp32 `[Q]`, products of the queries with the mean that the keys are coded around.
         limits: the `SkipLimits` of sparse V.
@@ -127,8 +129,13 @@ def _mask_ring(s, slot, program, C: tl.constexpr):
     pos = last - (last - slot + C.RING) % C.RING
     inside = pos >= row.open_start
     offset = tl.where(inside, pos - row.open_start, 0)
-    keep = inside & (slot_bits(program.dropped, row.closed * C.BLOCK + offset) == 0)
     block = offset // C.BLOCK
+    if C.PAGED:
+        at = block_at(program.pages, program.b, row.closed + block, program.capacity, C)
+        bits = slot_bits(program.dropped, at * C.BLOCK + offset % C.BLOCK)
+    else:
+        bits = slot_bits(program.dropped, row.closed * C.BLOCK + offset)
+    keep = inside & (bits == 0)
     until = tl.where(block < row.closing, packed_since(block, row.open_start, C), FOREVER)
     see = keep[:, None] & (pos[:, None] <= q_pos[None, :]) & (q_pos[None, :] < until[:, None])
     if C.LOCAL:
@@ -212,16 +219,17 @@ def _masked_words(words, block, C: tl.constexpr):
 
 
 @triton.jit
-def _mask_packed(s, block, masked, tokens, program, blocks, C: tl.constexpr):
-    """Scores of a block of so many `tokens` with those gone that a query may not see. Of scalars alone: what a thread
-    loads for others goes through shared memory, once for each layout in which the compiler keeps scores."""
+def _mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
+    """Scores of a block that lies `at`, of so many `tokens`, without those that a query may not see. Of scalars alone:
+    what a thread loads for others goes through shared memory, once for each layout in which the compiler keeps
+    scores."""
     row, q_pos = program.row, program.q_pos
     t = token_order(C.BLOCK, C.PARTS)
     low, high = tl.where(t < 32, masked[0], masked[1]), tl.where(t < 96, masked[2], masked[3])
     keep = (tl.where(t < 64, low, high) >> (t % 32)) & 1 == 0
     late = block >= row.closed
     if C.RING > 0:  # closed by this call: read by queries that single steps would let read it
-        start = tl.load(blocks.pos + block)
+        start = tl.load(blocks.pos + at)
         keep = keep & (t < tokens)
         see = (~late) | (q_pos >= packed_since(block - row.closed, row.open_start, C))
         if C.ENTRIES > 0:
@@ -232,7 +240,7 @@ def _mask_packed(s, block, masked, tokens, program, blocks, C: tl.constexpr):
         else:
             see = keep[:, None] & see[None, :]
     else:  # tokens stand in their final form at once
-        start = tl.where(late, row.open_start + (block - row.closed) * C.BLOCK, tl.load(blocks.pos + block))
+        start = tl.where(late, row.open_start + (block - row.closed) * C.BLOCK, tl.load(blocks.pos + at))
         keep = keep & (late | (t < tokens))
         see = keep[:, None] & ((~late) | ((start + t)[:, None] <= q_pos[None, :]))
     if C.LOCAL:
@@ -241,20 +249,20 @@ def _mask_packed(s, block, masked, tokens, program, blocks, C: tl.constexpr):
 
 
 @triton.jit
-def _packed_scores(K, program, blocks, first, block, SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):
-    """Scores of a packed block, and how many of its tokens each query sees, which only sparse V asks."""
+def _packed_scores(K, program, blocks, first, block, at, SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):
+    """Scores of a packed block that lies `at`, and how many of its tokens each query sees, which only sparse V asks."""
     scoring = program.scoring
-    s = SCORES(K, first.head + block, first.k + block, program.query, scoring.scale, K_BITS, C)
+    s = SCORES(K, first.head + at, first.k + at, program.query, scoring.scale, K_BITS, C)
     if C.SMOOTH_K:
         s += blocks.k_mean_scores[None, :]
     if C.SOFTCAP:
         s = soft_cap(s, scoring.softcap)
-    masked = _masked_words(program.dropped.to(tl.pointer_type(tl.int32)), block, C)
-    tokens = tl.load(blocks.length + block)
+    masked = _masked_words(program.dropped.to(tl.pointer_type(tl.int32)), at, C)
+    tokens = tl.load(blocks.length + at)
     count = tl.full(program.q_pos.shape, C.BLOCK, tl.int32)
     some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
     if some | (tokens != C.BLOCK) | (block >= program.row.closed) | C.LOCAL:
-        s = _mask_packed(s, block, masked, tokens, program, blocks, C)
+        s = _mask_packed(s, block, at, masked, tokens, program, blocks, C)
         if C.SPARSE_V:
             count = count_visible(s, C)
     return s, count
@@ -266,10 +274,12 @@ def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
     """`packed_part` for blocks of one width each of keys and values."""
     threshold, known, own = program.scoring.sas_threshold, blocks.known, 0.0
     if C.SPARSE_V and C.ENTRIES == 0:  # a part that judged by its own tokens alone would find few to skip
-        s, _ = _packed_scores(K, program, blocks, first, 0, SCORES, K_BITS, C)
+        begin = block_at(program.pages, program.b, 0, program.capacity, C)
+        s, _ = _packed_scores(K, program, blocks, first, 0, begin, SCORES, K_BITS, C)
         known, own = known_mass(s, threshold, C), (blocks.begin == 0).to(tl.float32)
     for block in tl.range(blocks.begin, blocks.end, num_stages=STAGES):
-        s, count = _packed_scores(K, program, blocks, first, block, SCORES, K_BITS, C)
+        at = block_at(program.pages, program.b, block, program.capacity, C)
+        s, count = _packed_scores(K, program, blocks, first, block, at, SCORES, K_BITS, C)
         w, alpha, beta, m = weigh(s, sums.m, threshold, C)
         l, acc = sums.l, sums.acc
         if C.SPARSE_V:
@@ -281,23 +291,27 @@ def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
                 lost += total * beta
                 skipped += count
             else:
-                acc, total = VALUES(V, first.head + block, first.v + block, w, acc, alpha, beta, V_BITS, C)
+                acc, total = VALUES(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
             skips = Skips(lost, read, skipped)
         else:
-            acc, total = VALUES(V, first.head + block, first.v + block, w, acc, alpha, beta, V_BITS, C)
+            acc, total = VALUES(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
         sums = Sums(m, l * alpha + total * beta, acc)
     return sums, skips
 
 
 @triton.jit
-def packed_part(K, V, program, blocks, capacity, sums, skips, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr,
+def packed_part(K, V, program, blocks, sums, skips, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr,
                 SCORES: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Attention over packed blocks, of which a head has room for `capacity`. Each pair of widths has a loop of its own:
-    loads inside a branch are not pipelined."""
-    b, h = program.b, program.h
+    """Attention over packed blocks. Each pair of widths has a loop of its own: loads inside a branch are not
+    pipelined."""
+    b, h, capacity = program.b, program.h, program.capacity
     _, k_head, k_low = K_LOCATE(K, b, h, C.K_LOW, C)
     _, v_head, v_low = V_LOCATE(V, b, h, C.V_LOW, C)
-    first = FirstBlock((b * C.H + h).to(tl.int64) * capacity, k_head * capacity, v_head * capacity)
+    head = first_block(program.pages, b, h, capacity, C)
+    if C.PAGED:  # where heads have one width
+        first = FirstBlock(head, head, head)
+    else:
+        first = FirstBlock(head, k_head * capacity, v_head * capacity)
     if C.K_LOW <= ALL and C.V_LOW <= ALL:
         sums, skips = _packed_part(
             K, V, program, blocks, first, sums, skips, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C
