@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_layer, random_qkv, tiny_llama
+from helpers import DEVICE, make_layer, random_qkv, tiny_llama
 from transformers import GenerationConfig, PreTrainedModel
 
 from qattn_hf import UnsupportedError, list_methods, patch, report, unpatch
@@ -47,9 +47,9 @@ def batched(model: PreTrainedModel, prompts: list[list[int]], blocks: int = 64, 
     return [one.generated_tokens for one in made.values()]
 
 
-def alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    made = model.generate(ids, config(eos_token_id=None), attention_mask=torch.ones_like(ids))
+def alone(model: PreTrainedModel, prompt: list[int], **settings: Any) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
+    made = model.generate(ids, config(eos_token_id=None, **settings), attention_mask=torch.ones_like(ids))
     return made[0, len(prompt) :].tolist()
 
 
@@ -61,6 +61,17 @@ def test_requests_get_what_generate_gives_each_alone(method: str):
     pages = report(model).to_dict()["continuous_batching"]
     assert pages["most_requests"] == len(prompts) and f"{len(prompts)} were held" in str(report(model))
     assert got == [alone(model, prompt) for prompt in prompts]
+
+
+@pytest.mark.gpu
+@pytest.mark.product("turbo")
+@pytest.mark.parametrize("method", ["turbo", "int8", "kivi", "sinkq"])
+def test_kernels_serve_requests(method: str):
+    """Steps over pages by a table, and of `sinkq` over gathered ones; prompts of several lengths."""
+    model = patch(tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE), method, impl="triton")
+    prompts = prompts_of(5, 63, 130)
+    short = {"max_new_tokens": 4}
+    assert batched(model, prompts, **short) == [alone(model, prompt, **short) for prompt in prompts]
 
 
 @pytest.mark.product
