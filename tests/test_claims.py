@@ -137,6 +137,15 @@ def test_rotation_beats_none_on_outlier_channels(bits: int, kind: str):
     assert turned < plain
 
 
+@pytest.mark.parametrize("kind", ["wide channels", "shifted channels"])
+def test_rotated_keys_beat_others_where_a_token_has_one_scale(kind: str):
+    """No tolerance; the same of INT8 tokens. Of codes by channel (turbo, KIVI) nothing is claimed: each channel has a
+    scale of its own, and what a rotation gains or costs is the model's."""
+    inputs = INPUTS[kind]()
+    turned, plain = (error(("int8", {"rotate_k": way}), inputs) for way in ("hadamard", "none"))
+    assert turned < plain
+
+
 @pytest.mark.parametrize(
     "case",
     [("int8", {}), ("int_flash", {"bits": 4}), ("sage2", {}), ("sage2", {"bits": 4})],

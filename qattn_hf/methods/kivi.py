@@ -19,7 +19,7 @@ class Kivi(WindowedMethod):
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": 4, "group_size": 64, "residual_length": 32},
-        {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "softmax": "sas"},
+        {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard"},
     )
     measured: ClassVar[tuple[Measured, ...]] = (
         Measured("kivi:bits=4", "quality compare bits tune"),

@@ -24,7 +24,7 @@ class Turbo(WindowedMethod):
 
     variants = (
         {"bits": "mixed"},
-        {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3},
+        {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3, "rotate_k": "hadamard", "rotate_v": "hadamard"},
         {"block_kv": 32, "buffer_size": 64, "p_scale": "tile", "smooth_k": True},
         {"compute": "model", "sparse_v_tau": 1e-3},
     )

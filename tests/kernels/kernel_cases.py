@@ -13,7 +13,7 @@ NONE: Case = ("none", {})
 KIVI: Case = ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0})
 OF_TURBO: list[Case] = [  # the same formats in other arithmetic
     ("turbo", {"bits": "mixed"}),
-    ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9}),
+    ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9, "rotate_k": "hadamard"}),
     ("turbo", {"compute": "model", "buffer_size": 128}),
 ]
 SMOOTHED: list[Case] = [
@@ -33,7 +33,7 @@ FORMATS: list[Case] = [
     INT8,
     NONE,
     KIVI,
-    ("kivi", {"k_bits": 2, "v_bits": 4, "residual_length": 20}),
+    ("kivi", {"k_bits": 2, "v_bits": 4, "residual_length": 20, "rotate_k": "hadamard", "rotate_v": "hadamard"}),
     ("fp8", {}),
     ("sinkq", {"group_size": 64, "residual_length": 0, "sink_num": 2, "sink_window": 1}),
     ("turbo", {"bits": "mixed", "sink_num": 2}),
@@ -55,7 +55,7 @@ MORE_CASES: list[Case] = [
     ("turbo", {"bits": "mixed", "k_low_heads": [[1]], "v_low_heads": [[0]]}),
     ("turbo", {"bits": "mixed", "priority": "min_max"}),
     ("turbo", {"bits": "mixed", "priority": "variation", "n_h": 1}),
-    ("int8", {"compute": "model"}),
+    ("int8", {"compute": "model", "rotate_v": "hadamard"}),
     ("none", {"softmax": "sas", "sas_threshold": -1e9}),
     ("int_flash", {"bits": 4, "softmax": "sas", "sas_threshold": -1e9}),
     ("int_flash", {"mode": "half"}),
