@@ -160,6 +160,14 @@ def test_smoothing_keys_beats_none_on_channels_with_means(case: Case):
     assert smooth < plain
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a_scale_a_token_keeps_the_value_of_a_sink(bits: int):
+    """A sink's value is small and most of what a query reads; one scale for its block leaves it an integer or two."""
+    inputs = with_sinks()
+    token, block = (error(("turbo", {"k_bits": 4, "v_bits": bits, "v_scale": s}), inputs) for s in ("token", "block"))
+    assert token < block / 2
+
+
 @pytest.mark.parametrize("sides", [("k",), ("v",), ("k", "v")], ids="".join)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_rotation_beats_none_where_a_codebook_expects_normal_channels(bits: int, sides: tuple[str, ...]):

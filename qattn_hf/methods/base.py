@@ -189,8 +189,7 @@ class RotatedMethod(Method):
     """Base of methods whose keys and values can be rotated before they get codes.
 
     A block Hadamard with random signs (`ops.rotate`) spreads what stands out in one channel over all that are rotated
-    together; queries are rotated as keys are, the output back. SAW-INT4 and QuaRot rotate so, there without signs or by
-    weights, which RoPE does not let pass for keys.
+    together; queries are rotated as keys are, the output back. QuaRot and SAW-INT4 rotate keys so, after RoPE.
     """
 
     rotate_k: Rotation = Field("none", description="rotation of keys, and of queries, before keys get codes")

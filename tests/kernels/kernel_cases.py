@@ -15,6 +15,7 @@ OF_TURBO: list[Case] = [  # the same formats in other arithmetic
     ("turbo", {"bits": "mixed"}),
     ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9, "rotate_k": "hadamard"}),
     ("turbo", {"compute": "model", "buffer_size": 128}),
+    ("turbo", {"v_scale": "token", "bits": "mixed"}),
 ]
 SMOOTHED: list[Case] = [
     ("sage2", {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True}),
@@ -64,6 +65,8 @@ MORE_CASES: list[Case] = [
     ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
     ("sinkq", {"group_size": 32}),
     ("turbo", {"sink_num": 3, "sink_window": 1}),
+    ("turbo", {"v_scale": "token", "bits": 2, "block_kv": 128, "buffer_size": 128}),
+    ("turbo", {"v_scale": "token", "compute": "model", "k_bits": 4, "v_bits": 2, "rotate_v": "hadamard"}),
     ("turboquant", {"k_format": "turbo4", "v_format": "q8"}),
     ("turboquant", {"k_format": "turbo2", "v_format": "turbo3", "norm_block": 64}),
     ("turboquant", {"k_format": "q4", "v_format": "q4"}),
