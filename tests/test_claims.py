@@ -161,6 +161,16 @@ def test_smoothing_keys_beats_none_on_channels_with_means(case: Case):
 
 
 @pytest.mark.parametrize("bits", [4, 2])
+def test_keys_over_their_norms_beat_others_where_a_sink_is_small(bits: int):
+    """No tolerance: a sink's small key lies between the levels of its channels, and its score is what most hangs on."""
+    inputs = with_sinks()
+    norm, plain = (
+        error(("kivi", {**KIVI, "k_bits": bits, "v_bits": 4, "token_norm": n}), inputs) for n in (True, False)
+    )
+    assert norm < plain
+
+
+@pytest.mark.parametrize("bits", [4, 2])
 def test_a_scale_a_token_keeps_the_value_of_a_sink(bits: int):
     """A sink's value is small and most of what a query reads; one scale for its block leaves it an integer or two."""
     inputs = with_sinks()

@@ -11,11 +11,12 @@ TURBO: Case = ("turbo", {})
 INT8: Case = ("int8", {})
 NONE: Case = ("none", {})
 KIVI: Case = ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0})
-OF_TURBO: list[Case] = [  # the same formats in other arithmetic
+OF_NAMED: list[Case] = [  # the same formats in other arithmetic, or with other scales
     ("turbo", {"bits": "mixed"}),
     ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9, "rotate_k": "hadamard"}),
     ("turbo", {"compute": "model", "buffer_size": 128}),
     ("turbo", {"v_scale": "token", "bits": "mixed"}),
+    ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0, "token_norm": True}),
 ]
 SMOOTHED: list[Case] = [
     ("sage2", {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True}),
@@ -44,7 +45,7 @@ NAMED = {method for method, _ in FORMATS}
 FOUND = [case for case in cases() if case[0] not in NAMED and known(case[0], **case[1])]  # of every other method
 FORMATS += FOUND
 BY_CHANNELS += FOUND
-CASES: list[Case] = [*FORMATS, *OF_TURBO]
+CASES: list[Case] = [*FORMATS, *OF_NAMED]
 TWO_BITS: Case = ("turbo", {"bits": 2})
 LONG: list[Case] = [
     ("turbo", {"smooth_k": True, "block_kv": 128, "buffer_size": 128, "v_bits": 2}),
@@ -64,6 +65,7 @@ MORE_CASES: list[Case] = [
     ("kivi", {"group_size": 128, "residual_length": 32}),
     ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
     ("sinkq", {"group_size": 32}),
+    ("sinkq", {"group_size": 128, "token_norm": True}),
     ("turbo", {"sink_num": 3, "sink_window": 1}),
     ("turbo", {"v_scale": "token", "bits": 2, "block_kv": 128, "buffer_size": 128}),
     ("turbo", {"v_scale": "token", "compute": "model", "k_bits": 4, "v_bits": 2, "rotate_v": "hadamard"}),
