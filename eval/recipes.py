@@ -30,6 +30,7 @@ from qattn_hf.recipe import find_recipe
 PARENTS = {
     "turbo_sink": ("turbo",),
     "turbo_sink_k4v2": ("turbo:bits=mixed,sink_num=3,sink_window=8", "turbo:bits=mixed"),
+    "turbo_rotated": ("turbo", "turbo_sink"),
     "int_flash_int4": ("int_flash:bits=4",),
     "int_flash_rotated": ("int_flash",),
 }

@@ -12,20 +12,24 @@ Each name is documented where it is defined: `help(compare.compare)`.
 
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.picture import draw
+from qattn_hf.fidelity.rollout import Choice, compare_rollouts, print_rollouts
 from qattn_hf.fidelity.sizes import Size, size_of
 from qattn_hf.fidelity.tables import print_table, table
 from qattn_hf.fidelity.texts import Reading, made_text, parted, read_as, rows_of
 from qattn_hf.recipe import find_recipe, find_recipes
 
 __all__ = [
+    "Choice",
     "Reading",
     "Size",
     "compare",
+    "compare_rollouts",
     "draw",
     "find_recipe",
     "find_recipes",
     "made_text",
     "parted",
+    "print_rollouts",
     "print_table",
     "read_as",
     "rows_of",

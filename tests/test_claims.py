@@ -137,6 +137,15 @@ def test_rotation_beats_none_on_outlier_channels(bits: int, kind: str):
     assert turned < plain
 
 
+@pytest.mark.parametrize("kind", ["wide channels", "shifted channels"])
+def test_rotated_keys_beat_others_where_a_token_has_one_scale(kind: str):
+    """No tolerance; the same of INT8 tokens. Of codes by channel (turbo, KIVI) nothing is claimed: each channel has a
+    scale of its own, and what a rotation gains or costs is the model's."""
+    inputs = INPUTS[kind]()
+    turned, plain = (error(("int8", {"rotate_k": way}), inputs) for way in ("hadamard", "none"))
+    assert turned < plain
+
+
 @pytest.mark.parametrize(
     "case",
     [("int8", {}), ("int_flash", {"bits": 4}), ("sage2", {}), ("sage2", {"bits": 4})],
@@ -149,6 +158,24 @@ def test_smoothing_keys_beats_none_on_channels_with_means(case: Case):
     method, settings = case
     smooth, plain = (error((method, {**settings, "smooth_k": smooth}), inputs) for smooth in (True, False))
     assert smooth < plain
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_keys_over_their_norms_beat_others_where_a_sink_is_small(bits: int):
+    """No tolerance: a sink's small key lies between the levels of its channels, and its score is what most hangs on."""
+    inputs = with_sinks()
+    norm, plain = (
+        error(("kivi", {**KIVI, "k_bits": bits, "v_bits": 4, "token_norm": n}), inputs) for n in (True, False)
+    )
+    assert norm < plain
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a_scale_a_token_keeps_the_value_of_a_sink(bits: int):
+    """A sink's value is small and most of what a query reads; one scale for its block leaves it an integer or two."""
+    inputs = with_sinks()
+    token, block = (error(("turbo", {"k_bits": 4, "v_bits": bits, "v_scale": s}), inputs) for s in ("token", "block"))
+    assert token < block / 2
 
 
 @pytest.mark.parametrize("sides", [("k",), ("v",), ("k", "v")], ids="".join)

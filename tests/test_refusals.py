@@ -29,6 +29,7 @@ SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"n_h": 3, **MIXED}, ("n_h = 3", "2 KV heads")),
     ({"scope": "joint", **MIXED}, ("scope='joint'", "k_low_heads and v_low_heads")),
     ({"n_h": 1}, ("n_h", "bits='mixed'")),
+    ({"v_scale": "token", "buffer_scale": "universal"}, ("v_scale='token' clashes", "buffer_scale='token'")),
     ({"n_h": 1, "k_low_heads": [[0], [0]], **MIXED}, ("n_h clashes with k_low_heads",)),
     ({"buffer_size": 96}, ("buffer_size=96", "multiple of block_kv=64")),
     ({"k_low_heads": [[0], [1]]}, ("k_low_heads needs k_bits='mixed'", "4")),

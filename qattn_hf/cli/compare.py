@@ -20,6 +20,12 @@ RowsOption = Annotated[int, typer.Option("--rows", min=1, help="Rows of the text
 TokensOption = Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row; scored after a third of it.")]
 StepsOption = Annotated[int, typer.Option("--steps", min=0, help="Last tokens of a row that come one by one.")]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Rows read at once.")]
+RolloutOption = Annotated[
+    int, typer.Option("--rollout", min=0, help="Tokens that each cache writes after each row; 0: the rows are read.")
+]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", min=0.0, help="Of --rollout: 0 is greedy, else sampled by a fixed seed.")
+]
 AtTokensOption = Annotated[int, typer.Option("--at-tokens", min=1, help="Context for which bits are counted.")]
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
@@ -35,6 +41,8 @@ def compare(
     tokens: TokensOption = 1536,
     steps: StepsOption = 128,
     batch: BatchOption = 4,
+    rollout: RolloutOption = 0,
+    temperature: TemperatureOption = 0.0,
     at_tokens: AtTokensOption = 4096,
     dtype: DtypeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON row a method in place of the table.")] = False,
@@ -44,11 +52,15 @@ def compare(
 ) -> None:
     """Compare methods with full precision on a text, without labels, everything read through the packed cache.
 
+    With --rollout each cache writes on after the rows, and full precision judges what it wrote.
+
     Example: qattn compare --method turbo --method kivi:bits=2 --text book.txt --picture fidelity.png
     """
     from qattn_hf import compare as fidelity
     from qattn_hf.recipe import find_recipes
 
+    if rollout and picture is not None:
+        raise typer.BadParameter("--picture draws what was read, not --rollout: leave one of them out")
     if picture is not None:
         from qattn_hf.bench.picture import need_matplotlib
 
@@ -59,15 +71,22 @@ def compare(
     own_dtype = measured_in(lm, dtype)
     # a token of the generated text has fewer than eight characters on average
     content = fidelity.made_text(8 * rows * tokens) if text is None else text.read_text(encoding="utf-8")
-    reading = fidelity.read_as(fidelity.rows_of(tokenizer, content, rows, tokens), steps=steps, batch=batch)
+    ids = fidelity.rows_of(tokenizer, content, rows, tokens)
     with status_line() as progress:
-        compared = fidelity.compare(lm, recipes, reading, at_tokens=at_tokens, dtype=own_dtype, progress=progress)
+        if rollout:
+            choice = fidelity.Choice(temperature)
+            compared = fidelity.compare_rollouts(
+                lm, recipes, ids, rollout, choice, batch=batch, dtype=own_dtype, progress=progress
+            )
+        else:
+            reading = fidelity.read_as(ids, steps=steps, batch=batch)
+            compared = fidelity.compare(lm, recipes, reading, at_tokens=at_tokens, dtype=own_dtype, progress=progress)
     compared = [{"model": short_name(name), **row} for row in compared]
     if as_json:
         for row in compared:
             print(json.dumps(row))
     else:
-        fidelity.print_table(compared)
+        (fidelity.print_rollouts if rollout else fidelity.print_table)(compared)
     if output is not None:
         write_rows(compared, output)
     if picture is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,8 +12,7 @@ from qattn_kernels.layer.spec import Compute, LayerSpec, Sparsity
 from qattn_kernels.layout import SinkPool, Window
 
 Arithmetic = Literal["int8", "model"]
-
-
+Rotation = Literal["none", "hadamard"]
 Select = Literal["smallest_key", "largest_key", "attention", "random"]
 PARTS = ("k", "v", "prefill", "decode")  # `k_bits` is for K alone what `bits` is for both sides
 SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
@@ -185,7 +185,21 @@ class Method(BaseModel):
         return "triton" if wanted and reason is None else "reference"
 
 
-class WindowedMethod(Method):
+class RotatedMethod(Method):
+    """Base of methods whose keys and values can be rotated before they get codes.
+
+    A block Hadamard with random signs (`ops.rotate`) spreads what stands out in one channel over all that are rotated
+    together; queries are rotated as keys are, the output back. QuaRot and SAW-INT4 rotate keys so, after RoPE.
+    """
+
+    rotate_k: Rotation = Field("none", description="rotation of keys, and of queries, before keys get codes")
+    rotate_v: Rotation = Field("none", description="rotation of values before they get codes; outputs are rotated back")
+
+    def arithmetic(self) -> Compute:
+        return dataclasses.replace(super().arithmetic(), rotate=self.rotate_k, rotate_v=self.rotate_v)
+
+
+class WindowedMethod(RotatedMethod):
     """Base of methods with a ring of open tokens. When a block closes, attention sinks can be kept out of it."""
 
     sink_num: int = Field(

@@ -6,7 +6,7 @@ import dataclasses
 
 from pydantic import Field
 
-from qattn_hf.methods.base import SMOOTH_K, Measured, Method
+from qattn_hf.methods.base import SMOOTH_K, Measured, RotatedMethod
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.int8.reference import LEVELS, Int8Format
 from qattn_kernels.formats.int_group.reference import IntGroupFormat
@@ -14,9 +14,10 @@ from qattn_kernels.formats.smoothed.reference import SmoothedFormat
 from qattn_kernels.layer.spec import Compute
 
 
-class Int8(Method):
+class Int8(RotatedMethod):
     """INT8 keys and values with one scale a token: near lossless, half the memory of bf16, append only."""
 
+    variants = ({"rotate_k": "hadamard", "rotate_v": "hadamard"},)
     measured = (Measured("int8", "quality compare bits tune decode prefill", record="8bit"),)
 
     smooth_k: bool = Field(False, description=SMOOTH_K)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qattn_hf.methods.base import SMOOTH_K, Measured, Method
+from qattn_hf.methods.base import SMOOTH_K, Measured, Method, Rotation
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.int4.reference import Int4Format
 from qattn_kernels.formats.int8.reference import LEVELS, Int8Format
@@ -37,9 +37,7 @@ class IntFlash(Method):
         description="a scale a block of 64 values, or (tensor: reference only) the paper's one, fixed by a row's first "
         "block, others clamped",
     )
-    rotate: Literal["none", "hadamard"] = Field(
-        "none", description="rotation of queries and keys, which spreads outliers over channels"
-    )
+    rotate: Rotation = Field("none", description="rotation of queries and keys, which spreads outliers over channels")
     smooth_k: bool = Field(False, description=SMOOTH_K)
     bits: Literal[8, 4] = Field(
         8, description="of queries and keys; values and weights stay INT8, and with smooth_k a decode's queries"

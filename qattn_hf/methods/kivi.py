@@ -9,6 +9,7 @@ from pydantic import Field
 from qattn_hf.methods.base import Arithmetic, Measured, WindowedMethod
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.kivi.reference import KiviFormat
+from qattn_kernels.formats.kivi_norm.reference import KiviNormFormat
 from qattn_kernels.layout import Window
 
 Bits = Literal[2, 3, 4]
@@ -19,7 +20,7 @@ class Kivi(WindowedMethod):
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": 4, "group_size": 64, "residual_length": 32},
-        {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "softmax": "sas"},
+        {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard", "token_norm": True},
     )
     measured: ClassVar[tuple[Measured, ...]] = (
         Measured("kivi:bits=4", "quality compare bits tune"),
@@ -33,6 +34,11 @@ class Kivi(WindowedMethod):
     k_bits: Bits | None = Field(None, description="of K alone")
     v_bits: Bits | None = Field(None, description="of V alone")
     group_size: Literal[32, 64, 128] = Field(32, description="tokens of a key's group, channels of a value's")
+    token_norm: bool = Field(
+        False,
+        description="keys divided by their norms before they get codes, so that the small ones of attention sinks keep "
+        "their direction: 16 bits more a key",
+    )
     residual_length: int = Field(128, ge=0, le=128, description="newest tokens that are never packed")
 
     @classmethod
@@ -41,7 +47,8 @@ class Kivi(WindowedMethod):
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         k_bits, v_bits = (self.bits if own is None else own for own in (self.k_bits, self.v_bits))
-        return KiviFormat(bits=k_bits), KiviFormat(bits=v_bits, per_token=True)
+        keys = KiviNormFormat if self.token_norm else KiviFormat
+        return keys(bits=k_bits), KiviFormat(bits=v_bits, per_token=True)
 
     def window(self) -> Window:
         size = self.group_size

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from qattn_hf.methods.base import Arithmetic, Measured, Method
+from qattn_hf.methods.base import Arithmetic, Measured, Method, Rotation
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.nf4.reference import Nf4Format
 from qattn_kernels.layer.spec import Compute
@@ -30,9 +30,7 @@ class Nf4(Method):
     )
 
     group_size: Literal[32, 64, 128] = Field(64, description="channels of a token that share a scale")
-    rotate: Literal["none", "hadamard"] = Field(
-        "none", description="of keys and values, which makes their channels nearly normal"
-    )
+    rotate: Rotation = Field("none", description="of keys and values, which makes their channels nearly normal")
 
     @classmethod
     def default_compute(cls) -> Arithmetic:

@@ -11,6 +11,7 @@ from qattn_hf.messages import shown
 from qattn_hf.methods.base import SMOOTH_K, Measured, WindowedMethod
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.flashq.reference import FlashQFormat
+from qattn_kernels.formats.flashq_token.reference import FlashQTokenFormat
 from qattn_kernels.formats.smoothed.reference import SmoothedFormat
 from qattn_kernels.layer.spec import Compute
 from qattn_kernels.layout import Window
@@ -24,9 +25,9 @@ class Turbo(WindowedMethod):
 
     variants = (
         {"bits": "mixed"},
-        {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3},
+        {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3, "rotate_k": "hadamard", "rotate_v": "hadamard"},
         {"block_kv": 32, "buffer_size": 64, "p_scale": "tile", "smooth_k": True},
-        {"compute": "model", "sparse_v_tau": 1e-3},
+        {"compute": "model", "sparse_v_tau": 1e-3, "v_scale": "token"},
     )
     measured = (
         Measured("turbo", "quality compare bits decode prefill"),
@@ -67,6 +68,11 @@ class Turbo(WindowedMethod):
         "row", description="INT8 weights of a prefill scaled by row, or (tile: reference only) by tile as in the paper"
     )
 
+    v_scale: Literal["block", "token"] = Field(
+        "block",
+        description="what has an INT8 scale of V: a packed block, as in the paper, or each of its tokens, which small "
+        "values such as those of attention sinks need",
+    )
     smooth_k: bool = Field(False, description=SMOOTH_K)
 
     @model_validator(mode="after")
@@ -75,6 +81,11 @@ class Turbo(WindowedMethod):
             raise ValueError(
                 f"smooth_k clashes with buffer_scale={self.buffer_scale!r}: its scale is of keys with their mean; "
                 "take buffer_scale='token'"
+            )
+        if self.v_scale == "token" and self.buffer_scale != "token":
+            raise ValueError(
+                f"v_scale='token' clashes with buffer_scale={self.buffer_scale!r}, which is one for all tokens: take "
+                "buffer_scale='token'"
             )
         if self.buffer_size % self.block_kv:
             raise ValueError(f"buffer_size={self.buffer_size} must be a multiple of block_kv={self.block_kv}")
@@ -118,8 +129,9 @@ class Turbo(WindowedMethod):
         formats = []
         for side in "kv":
             n_low, low_heads = self._low(side, layer, layers, heads)
+            by_token = side == "v" and self.v_scale == "token"
             formats.append(
-                FlashQFormat(
+                (FlashQTokenFormat if by_token else FlashQFormat)(
                     bits=self._side_bits(side),
                     n_low=n_low,
                     priority=self.priority,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from qattn_hf.methods.base import Arithmetic, Measured, Method
+from qattn_hf.methods.base import Arithmetic, Measured, Method, Rotation
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.model_ring.reference import ModelRingFormat
 from qattn_kernels.formats.quant_block.reference import QuantBlockFormat
@@ -43,9 +43,7 @@ class TurboQuant(Method):
         description="channels that share a norm in turbo formats, at most those rotated together; null: all these; 16: "
         "reference only",
     )
-    rotate: Literal["hadamard", "none"] = Field(
-        "hadamard", description="rotation of the sides in a turbo format; none for comparison"
-    )
+    rotate: Rotation = Field("hadamard", description="rotation of the sides in a turbo format; none for comparison")
 
     @classmethod
     def default_compute(cls) -> Arithmetic:

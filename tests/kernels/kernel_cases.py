@@ -11,10 +11,12 @@ TURBO: Case = ("turbo", {})
 INT8: Case = ("int8", {})
 NONE: Case = ("none", {})
 KIVI: Case = ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0})
-OF_TURBO: list[Case] = [  # the same formats in other arithmetic
+OF_NAMED: list[Case] = [  # the same formats in other arithmetic, or with other scales
     ("turbo", {"bits": "mixed"}),
-    ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9}),
+    ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9, "rotate_k": "hadamard"}),
     ("turbo", {"compute": "model", "buffer_size": 128}),
+    ("turbo", {"v_scale": "token", "bits": "mixed"}),
+    ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0, "token_norm": True}),
 ]
 SMOOTHED: list[Case] = [
     ("sage2", {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True}),
@@ -33,7 +35,7 @@ FORMATS: list[Case] = [
     INT8,
     NONE,
     KIVI,
-    ("kivi", {"k_bits": 2, "v_bits": 4, "residual_length": 20}),
+    ("kivi", {"k_bits": 2, "v_bits": 4, "residual_length": 20, "rotate_k": "hadamard", "rotate_v": "hadamard"}),
     ("fp8", {}),
     ("sinkq", {"group_size": 64, "residual_length": 0, "sink_num": 2, "sink_window": 1}),
     ("turbo", {"bits": "mixed", "sink_num": 2}),
@@ -43,7 +45,7 @@ NAMED = {method for method, _ in FORMATS}
 FOUND = [case for case in cases() if case[0] not in NAMED and known(case[0], **case[1])]  # of every other method
 FORMATS += FOUND
 BY_CHANNELS += FOUND
-CASES: list[Case] = [*FORMATS, *OF_TURBO]
+CASES: list[Case] = [*FORMATS, *OF_NAMED]
 TWO_BITS: Case = ("turbo", {"bits": 2})
 LONG: list[Case] = [
     ("turbo", {"smooth_k": True, "block_kv": 128, "buffer_size": 128, "v_bits": 2}),
@@ -55,7 +57,7 @@ MORE_CASES: list[Case] = [
     ("turbo", {"bits": "mixed", "k_low_heads": [[1]], "v_low_heads": [[0]]}),
     ("turbo", {"bits": "mixed", "priority": "min_max"}),
     ("turbo", {"bits": "mixed", "priority": "variation", "n_h": 1}),
-    ("int8", {"compute": "model"}),
+    ("int8", {"compute": "model", "rotate_v": "hadamard"}),
     ("none", {"softmax": "sas", "sas_threshold": -1e9}),
     ("int_flash", {"bits": 4, "softmax": "sas", "sas_threshold": -1e9}),
     ("int_flash", {"mode": "half"}),
@@ -63,7 +65,10 @@ MORE_CASES: list[Case] = [
     ("kivi", {"group_size": 128, "residual_length": 32}),
     ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
     ("sinkq", {"group_size": 32}),
+    ("sinkq", {"group_size": 128, "token_norm": True}),
     ("turbo", {"sink_num": 3, "sink_window": 1}),
+    ("turbo", {"v_scale": "token", "bits": 2, "block_kv": 128, "buffer_size": 128}),
+    ("turbo", {"v_scale": "token", "compute": "model", "k_bits": 4, "v_bits": 2, "rotate_v": "hadamard"}),
     ("turboquant", {"k_format": "turbo4", "v_format": "q8"}),
     ("turboquant", {"k_format": "turbo2", "v_format": "turbo3", "norm_block": 64}),
     ("turboquant", {"k_format": "q4", "v_format": "q4"}),

@@ -51,6 +51,24 @@ def test_stage_one_shares_the_largest_token_scale():
     assert scale == 1.0 and x1.tolist() == [[119, 0], [0, -1], [0, 0]]
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+def test_values_with_a_scale_a_token_are_codes_of_their_int8_numbers(bits: int):
+    """Dequantized by hand from the state; sizes from 1 to 1e-4 in one block. 2 bytes a token, no scale a block."""
+    q, k, v = random_qkv(1, 64)
+    v = v * torch.logspace(0, -4, 64)[:, None]
+    layer = make_layer(("turbo", {"v_scale": "token", "bits": bits}))
+    feed(layer, q, k, v, [64])
+    state, tokens = side_of(layer.state, "v"), int8_tokens(v)
+    code, channel_scale, zero_point = stage_two(tokens.x, torch.ones(1, 2, 64, dtype=torch.bool), bits)
+    numbers = code.int() * channel_scale[:, :, None].int() + zero_point[:, :, None]
+    want = numbers.double() * tokens.scales.half().double()[..., None]
+    held = layer.spec.v.read(state, 1).dequantize()[:, :, 0]
+    torch.testing.assert_close(held.double(), want, rtol=1e-6, atol=0)  # one product in fp32
+    assert state["scale"].shape == (1, 2, 8, 64) and state["scale"].dtype == torch.float16
+    error = ((held - v).norm(dim=-1) / v.norm(dim=-1)).mean((0, 1))
+    assert error[-16:].mean() < 1.2 * error[:16].mean()  # smallest and largest tokens, each a mean of 32
+
+
 def test_a_token_of_zeros_does_not_bend_its_block():
     x = torch.randn(1, 1, 64, 32, generator=torch.Generator().manual_seed(0)) * 0.01
     x[:, :, 5] = 0

@@ -42,6 +42,38 @@ def test_three_bits_lie_in_two_planes():
     assert packed.shape == (2, 24, 5) and torch.equal(unpack(packed, 3), code)
 
 
+@pytest.mark.parametrize("dim", [32, 80])
+def test_keys_over_their_norms_are_codes_of_keys_of_norm_1(dim: int):
+    """Dequantized by hand from the keys; sizes from 1 to 1e-3 in one group. 2 bytes a key beside what KIVI has."""
+    q, k, v = random_qkv(1, 64, dim=dim)
+    k = k * torch.logspace(0, -3, 64)[:, None]
+    sizes = {}
+    for token_norm in (False, True):
+        layer = make_layer(("kivi", {"group_size": 64, "residual_length": 0, "token_norm": token_norm}))
+        feed(layer, q, k, v, [64])
+        state = side_of(layer.state, "k")
+        sizes[token_norm] = sum(x[0, 0, 0].nbytes for name, x in state.items() if name not in ("ring", "sink"))
+    assert sizes[True] - sizes[False] == 2 * 64
+    norm = k.double().square().mean(-1).sqrt().half().float()
+    unit = k / norm[..., None]
+    low, high = unit.aminmax(dim=-2)
+    scale, zero_point = asymmetric(low, high, 2)
+    code = encode(unit, scale[:, :, None], zero_point[:, :, None], 2)
+    want = (code * scale[:, :, None].float() + zero_point[:, :, None].float()) * norm[..., None]
+    held = layer.spec.k.read(state, 1).dequantize()[:, :, 0]
+    assert ((held - want).abs() <= 2e-3 * want.abs() + 1e-7).double().mean() > 0.99  # a norm's last bit may move a code
+    error = ((held - k).norm(dim=-1) / k.norm(dim=-1)).mean((0, 1))
+    assert error[-16:].mean() < 1.2 * error[:16].mean()  # smallest and largest keys, each a mean of 32
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-12, 1e30])
+def test_a_norm_beyond_fp16_stays_finite(size: float):
+    q, k, v = random_qkv(1, 64)
+    layer = make_layer(("kivi", {"group_size": 64, "residual_length": 0, "token_norm": True}))
+    out = feed(layer, q, k * size, v, [63, 64])
+    assert out.isfinite().all() and layer.spec.k.read(side_of(layer.state, "k"), 1).dequantize().isfinite().all()
+
+
 @pytest.mark.parametrize(("group", "residual"), [(32, 128), (64, 20), (128, 0)])
 def test_what_is_packed_follows_from_the_length_alone(group: int, residual: int):
     """`max(0, (S - R) // G * G)` tokens, and what stays open stands as it came."""

@@ -119,6 +119,14 @@ def _channel_scale(span, low, LOW: tl.constexpr):
 
 @triton.jit
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Second stage of a full block, and its scale."""
+    put_codes(S, code, keep, b, h, index, NB, place, VALUES, C)
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    tl.store(S.scale + at + tl.zeros_like(t), scale, mask=t == 0)  # one for all
+
+
+@triton.jit
+def put_codes(S, code, keep, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """Second stage: quantizes `X1` of a full block to 4 or 2 bits a channel, in integers, and writes it."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
@@ -132,7 +140,6 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     at = (b * C.H + h).to(tl.int64) * NB + index
     tl.store(S.channel_scale + at * C.D + d, channel_scale.to(tl.int8), mask=d < C.D)
     tl.store(S.zero_point + at * C.D + d, zero_point.to(tl.int8), mask=d < C.D)
-    tl.store(S.scale + at + tl.zeros_like(t), scale, mask=t == 0)  # one for all
     zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
     code = round_even(divide_whole(code - zero_point[None, :], channel_scale[None, :]))
     code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
@@ -147,7 +154,15 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    """Second stage dequantized: `X1`, INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
+    """INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    x1 = get_codes(S, b, h, index, NB, place, VALUES, C)
+    return x1, tl.load(S.scale + at) + tl.full([C.BLOCK], 0, tl.float32)
+
+
+@triton.jit
+def get_codes(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Second stage dequantized: `X1` `[BLOCK, DP]` of a closed block."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
     at = (b * C.H + h).to(tl.int64) * NB + index
@@ -161,8 +176,7 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
         if place >= wide:
             at2 = (b * (C.H - wide) + place - wide).to(tl.int64) * NB + index
             code = read_codes(S.codes2, at2, 2, False, VALUES, C)
-    x1 = code * channel_scale[None, :] + zero_point[None, :]
-    return x1.to(tl.int8), tl.load(S.scale + at) + tl.full([C.BLOCK], 0, tl.float32)
+    return (code * channel_scale[None, :] + zero_point[None, :]).to(tl.int8)
 
 
 @triton.jit
@@ -174,7 +188,7 @@ def channels(C: tl.constexpr):
 
 
 @triton.jit
-def _by_rows(x, C: tl.constexpr):
+def by_rows(x, C: tl.constexpr):
     """Numbers `[DP]` of the channels in the order of the rows."""
     return tl.reshape(tl.permute(tl.reshape(x, (C.DP // 32, 8, 4)), (0, 2, 1)), (C.DP,))
 
@@ -202,8 +216,8 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     """Scales of channels go into the sum, and a zero point is weighed with the sum of the weights: INT8 pairs leave so
     little of these that their own sum serves as well as that of rounded ones."""
     d = tl.arange(0, C.DP)
-    channel_scale = _by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-    zero_point = _by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    channel_scale = by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    zero_point = by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
     s = tl.load(S.scale + at)
     o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * SPLIT_TOP, channels(C), BITS, C)
     o *= (channel_scale * (1.0 / 127.0))[:, None]

@@ -60,13 +60,15 @@ def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Te
 def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kind: str) -> torch.Tensor:
     """fp64 priority `[B, H]` of the heads of one block `X1` `[B, H, block, D]`; the lowest get 2 bits (section 3.2).
 
+    `scale` is `[B, H]`, or of each token `[B, H, block]`.
+
     `priority` = gap of the head times the deviation of its channels' gaps; `min_max` and `variation` are its factors;
     `entropy` of a 256-bin histogram; `random` ranks by a fixed shuffle.
     """
     if kind == "random":
         order = torch.randperm(x1.shape[1], generator=torch.Generator().manual_seed(0))
         return order.to(x1.device, torch.float64).expand(x1.shape[0], -1)
-    values = x1.double() * scale.double()[..., None, None]
+    values = x1.double() * scale.double().view(*x1.shape[:2], -1, 1)
     low = torch.where(keep[..., None], values, torch.inf).amin(-2)
     high = torch.where(keep[..., None], values, -torch.inf).amax(-2)
     gap = (high - low).nan_to_num(0.0, 0.0, 0.0)  # a block without a finite token has no gap
@@ -221,12 +223,23 @@ class FlashQFormat(Format):
             torch.where(applies[..., None], fixed, tokens.x), torch.where(own, tokens.scales, scale[..., None])
         )
 
+    def first_stage(self, tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`X1` of the tokens of blocks, and its scale: `stage_one`."""
+        return stage_one(tokens, keep)
+
     def block_form(self, tokens: Operand, state: State) -> Operand:
-        x1, scale = stage_one(tokens)
-        return Operand(x1, scale[..., None].expand(x1.shape[:-1]))
+        return self._operand(*self.first_stage(tokens))
+
+    def _operand(self, x1: torch.Tensor, scale: torch.Tensor) -> Operand:
+        """`X1` with the scale of each token, whatever shares one."""
+        return Operand(x1, self.of_tokens(scale).expand(x1.shape[:-1]))
+
+    def of_tokens(self, scale: torch.Tensor) -> torch.Tensor:
+        """Scales as they are stored, `[...]` of blocks, in fp32 `[..., 1 or block]`."""
+        return scale[..., None]
 
     def write(self, state: State, block: Block) -> None:
-        x1, scale = stage_one(block.tokens, block.keep)
+        x1, scale = self.first_stage(block.tokens, block.keep)
         self._place_heads(state, x1, scale, block)
         head_of = state["head_of"].long()
         wide = state["codes4"].shape[1]
@@ -277,7 +290,7 @@ class FlashQFormat(Format):
             state[name][:, :, :blocks] for name in ("channel_scale", "zero_point", "scale")
         )
         x1 = code.to(torch.int16) * channel_scale[..., None, :] + zero_point[..., None, :]
-        return Operand(x1.to(torch.int8), scale[..., None].expand(x1.shape[:-1]))
+        return self._operand(x1.to(torch.int8), scale)
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         wide = heads - self.low(heads)

@@ -102,11 +102,15 @@ class KiviFormat(OpenFormat):
         return spread(scale), spread(zero_point)
 
     def read(self, state: State, blocks: int) -> Operand:
+        return Operand(self.numbers(state, blocks).to(state["ring"].dtype), None)
+
+    def numbers(self, state: State, blocks: int) -> torch.Tensor:
+        """The first `blocks` blocks `[B, Hkv, blocks, block, D]` dequantized, in fp32."""
         codes = state["codes"][:, :, :blocks]
         code = unpack(codes.transpose(-1, -2) if self.per_token else codes, self.bits).float()
         scale, zero_point = (state[name][:, :, :blocks].float() for name in ("scale", "zero_point"))
         scale, zero_point = self._spread(scale, zero_point, code.shape[-1])
-        return Operand((code * scale + zero_point).to(state["ring"].dtype), None)
+        return code * scale + zero_point
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]

@@ -40,13 +40,13 @@ def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _tree_sum(x):
+def tree_sum(x):
     """Sum of the last of three dimensions, neighbours first, as the reference does."""
     if x.shape[2] == 1:
         return tl.reshape(x, (x.shape[0], x.shape[1]))
     else:
         one, other = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
-        return _tree_sum(one + other)
+        return tree_sum(one + other)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _sizes(x, deviation, BITS: tl.constexpr):
 @triton.jit
 def encode(x, BITS: tl.constexpr):
     """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and their fp16 scales; needs `enable_fp_fusion=False`."""
-    squares = _tree_sum(x * x)
+    squares = tree_sum(x * x)
     deviation = tl.sqrt_rn(squares * (1.0 / x.shape[2]))
     size = _sizes(x, tl.broadcast_to(deviation[:, :, None], x.shape), BITS)
     HALF: tl.constexpr = 2 ** (BITS - 1)

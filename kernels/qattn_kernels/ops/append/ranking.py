@@ -16,7 +16,7 @@ def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, KIND
     """TurboAttention section 3.2 in fp64, as `formats.flashq.reference.head_priority`."""
     code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
     code, scale = BLOCK_FORM(code, scale, keep)
-    x = code.to(tl.float64) * tl.max(scale, 0).to(tl.float64)
+    x = code.to(tl.float64) * scale[:, None].to(tl.float64)
     inside = (tl.arange(0, C.DP) < C.D) & (tl.max(keep.to(tl.int32), 0) > 0)
     low = tl.min(tl.where(keep[:, None], x, float("inf")), 0)
     high = tl.max(tl.where(keep[:, None], x, float("-inf")), 0)

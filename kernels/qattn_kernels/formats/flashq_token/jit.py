@@ -1,0 +1,54 @@
+"""FlashQ with a scale a token in kernels: `formats/flashq_token/reference.py` is the specification. Values only."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.flashq.jit import JIT as FLASHQ
+from qattn_kernels.formats.flashq.jit import by_rows, channels, get_codes, put_codes
+from qattn_kernels.formats.packing import code_values
+from qattn_kernels.jit.math import TINY
+from qattn_kernels.jit.split_int8 import SPLIT_TOP
+from qattn_kernels.jit.tile_order import to_token_order
+
+LARGEST = tl.constexpr(65504.0)  # of fp16
+
+
+@triton.jit
+def block_form(code, scale, keep):
+    """No first stage: the tokens' own codes, and their scales as fp16 holds them."""
+    return code, tl.minimum(scale, LARGEST).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    put_codes(S, code, keep, b, h, index, NB, place, VALUES, C)
+    tl.store(S.scale + ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + t, scale.to(tl.float16))
+
+
+@triton.jit
+def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """INT8 tokens `[BLOCK, DP]` of a closed block, and their scales."""
+    at = ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + tl.arange(0, C.BLOCK)
+    return get_codes(S, b, h, index, NB, place, VALUES, C), tl.load(S.scale + at).to(tl.float32)
+
+
+@triton.jit
+def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+    """A token's scale goes into its weight, scales of channels into the sum, and a zero point is weighed with the sum
+    of what the weights became."""
+    d = tl.arange(0, C.DP)
+    channel_scale = by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    zero_point = by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+    scale = tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
+    w = p * to_token_order(scale, C.PARTS)[:, None]
+    top = tl.maximum(tl.max(w, 0), TINY)
+    o = code_values(
+        S.codes4 if BITS == 4 else S.codes2, index, w * (1.0 / top * SPLIT_TOP)[None, :], channels(C), BITS, C
+    )
+    o = o * channel_scale[:, None] * (top * (1.0 / 127.0))[None, :] + tl.sum(w, 0)[None, :] * zero_point[:, None]
+    return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
+
+
+JIT = FLASHQ._replace(block_form=block_form, put=put, get=get, values=values, scores=None, ring_scores=None)

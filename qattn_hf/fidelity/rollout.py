@@ -1,0 +1,248 @@
+"""Rollouts: what a model writes through a packed cache, judged by the same model in full precision.
+
+On a given text each token is predicted from the right ones before it, so errors of a cache never add up. Here every
+cache continues a prompt by tokens of its own choice, and full precision then reads what was written: KL along the way,
+what the written tokens cost, and where they leave full precision's own continuation.
+
+Sampled tokens are chosen by the Gumbel-max trick with noise of a seed, a row and a step, the same for every cache, so
+that equal probabilities choose equal tokens and the first other token is a difference of the caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from qattn_hf.cache import QAttnCache
+from qattn_hf.chunks import cuts, feed
+from qattn_hf.device import device_of
+from qattn_hf.errors import QAttnError
+from qattn_hf.fidelity.compare import Progress, Row, full_logits
+from qattn_hf.fidelity.metrics import Tokens, text_figures, token_figures
+from qattn_hf.fidelity.sizes import size_of
+from qattn_hf.fidelity.texts import Reading
+from qattn_hf.patcher import patch, unpatch
+from qattn_hf.recipe import Recipe
+from qattn_hf.reporting import report
+
+PRIME = 1_000_003
+PARTS = 4  # of a continuation, each with a KL of its own
+
+
+class Choice(NamedTuple):
+    """How tokens are chosen: the likeliest (`temperature` 0), or sampled with the noise of `seed`."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __call__(self, logits: torch.Tensor, row: int, step: int) -> torch.Tensor:
+        """The next token, int64 `[B]`, of rows `row`, `row + 1`, ... by logits `[B, vocabulary]`."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        noise = torch.stack([self._gumbel(logits.shape[-1], row + i, step) for i in range(len(logits))])
+        return (logits.float() / self.temperature + noise.to(logits.device)).argmax(-1)
+
+    def _gumbel(self, size: int, row: int, step: int) -> torch.Tensor:
+        mixed = ((self.seed * PRIME + row) * PRIME + step) % 2**32  # torch's generator takes no more bits of a seed
+        generator = torch.Generator().manual_seed(mixed)
+        return -torch.empty(size).exponential_(generator=generator).log()
+
+
+GREEDY = Choice()
+
+
+class Rollout(NamedTuple):
+    """A continuation: its tokens, int64 `[B, N]`, the logits `[B, N, vocabulary]` that chose them, the cache."""
+
+    ids: torch.Tensor
+    logits: torch.Tensor
+    cache: Any
+
+
+def roll_out(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, choice: Choice, row: int = 0) -> Rollout:
+    """Continue prompts by `tokens` tokens, one at a time; the end of a text is a token like others.
+
+    Args:
+        model: patched or not. prompt: int64 `[B, P]`, fed in chunks. row: index of the first row, for `choice`.
+    """
+    chunks = list(feed(model, prompt.to(device_of(model)), cuts(prompt.shape[1])))
+    logits, cache = [chunks[-1].logits[:, -1].to(model.dtype)], chunks[-1].cache
+    ids = [choice(logits[0], row, 0)]
+    while len(ids) < tokens:
+        chunk = next(feed(model, ids[-1][:, None], [0, 1], cache=cache))
+        cache = chunk.cache
+        logits.append(chunk.logits[:, -1].to(model.dtype))
+        ids.append(choice(logits[-1], row, len(ids)))
+    return Rollout(torch.stack(ids, 1), torch.stack(logits, 1), cache)
+
+
+def judged(model: PreTrainedModel, prompt: torch.Tensor, written: Rollout) -> Tokens:
+    """Figures of each written token, `metrics.token_figures`; full precision, `model`, reads the same text in chunks.
+
+    Args:
+        prompt: int64 `[B, P]`. written: its continuation.
+    """
+    text = torch.cat([prompt.to(written.ids.device), written.ids], 1)
+    first = prompt.shape[1] - 1  # its logits predict the first written token
+    full = torch.cat(full_logits(model, text, Reading(text, cuts(text.shape[1]), first, len(text))), 1)
+    return {key: x.cpu() for key, x in token_figures(full[:, :-1], written.logits, written.ids).items()}
+
+
+def compare_rollouts(
+    model: PreTrainedModel,
+    recipes: dict[str, Recipe],
+    prompts: torch.Tensor,
+    tokens: int = 512,
+    choice: Choice = GREEDY,
+    *,
+    batch: int = 4,
+    dtype: torch.dtype | None = None,
+    progress: Progress = lambda what: None,
+) -> list[Row]:
+    """Compare what a model writes through packed caches with what it writes in full precision.
+
+    Args:
+        model: not patched; it is left as it was.
+        recipes: recipes by name, as `find_recipes` makes them.
+        prompts: int64 `[rows, P]`, without padding. tokens: of each continuation, at least `PARTS`.
+        choice: of tokens. batch: rows that are continued at once.
+        dtype: precision in which the model will run, if it is measured in another one: bits are counted in it.
+        progress: called with a text before each step.
+
+    Returns:
+        one dict a recipe, in their order, for `print_rollouts`: `method` (its name), `kl` of full precision to the
+        cache in nats a token, on the text that the cache wrote, `kl_se`, its standard error over rows, and `kl_parts`
+        of each quarter; `same_top1`; `first_divergence`, mean index of the first token that full precision's own
+        continuation has not (`tokens` where there is none), and `same`, share of rows without one; `ppl`, perplexity
+        of the written text in full precision, and `own_ppl` that of its own; bits.
+
+    Raises:
+        QAttnError: a recipe packed nothing, prompt and continuation are longer than the model's context, `tokens` is
+            too small, or the model is patched.
+    """
+    _check(model, prompts.shape[1], tokens)
+    recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
+    figures: dict[str, list[Tokens]] = {name: [] for name in recipes}
+    own: list[torch.Tensor] = []
+    caches: dict[str, QAttnCache] = {}
+    for row in range(0, len(prompts), batch):
+        prompt = prompts[row : row + batch]
+        group = f"rows {row + 1} to {row + len(prompt)}"
+        progress(f"{group}: full precision")
+        wanted = roll_out(model, prompt, tokens, choice, row)
+        own.append(judged(model, prompt, wanted)["nll_full"])
+        for name, recipe in recipes.items():
+            progress(f"{group}: {name}")
+            written = through(model, recipe, name, prompt, tokens, choice, row)
+            figures[name].append(judged(model, prompt, written) | {"same_as_own": (written.ids == wanted.ids).cpu()})
+            caches[name] = written.cache
+    given = {"rows": len(prompts), "prompt": prompts.shape[1], "tokens": tokens, **choice._asdict()}
+    own_ppl = torch.cat(own).double().mean().exp().item()
+    rows = []
+    for name, recipe in recipes.items():
+        size = size_of(caches[name], prompts.shape[1] + tokens, dtype or model.dtype)
+        bits = {"effective_bits": size.effective_bits, "effective_bits_total": size.effective_bits_total}
+        asked = {"method": name, "recipe": {"method": recipe.method, **recipe.given()}}
+        rows.append({**asked, **given, **rollout_figures(figures[name]), "own_ppl": own_ppl, **bits})
+    return rows
+
+
+def rollout_figures(groups: list[Tokens]) -> Row:
+    """Figures of continuations from those of their tokens, `[rows, N]` each of every group: what `judged` returns, and
+    `same_as_own`, whether a token is the one of full precision's own continuation."""
+    tokens = {key: torch.cat([group[key] for group in groups]) for key in groups[0]}
+    prefix = tokens.pop("same_as_own").long().cumprod(1).sum(1)  # tokens before the first other one
+    whole = text_figures(tokens)
+    return {
+        **{key: whole[key] for key in ("kl", "kl_se", "same_top1")},
+        "kl_parts": [part.double().mean().item() for part in tokens["kl"].tensor_split(PARTS, 1)],
+        "first_divergence": prefix.double().mean().item(),
+        "same": (prefix == tokens["kl"].shape[1]).double().mean().item(),
+        "ppl": whole["ppl_full"],
+    }
+
+
+def through(
+    model: PreTrainedModel, recipe: Recipe, name: str, prompt: torch.Tensor, tokens: int, choice: Choice, row: int
+) -> Rollout:
+    """`roll_out` through a packed cache.
+
+    Raises:
+        QAttnError: nothing was packed; the message has `name`, the recipe's.
+    """
+    patch(model, recipe=recipe)
+    try:
+        written = roll_out(model, prompt, tokens, choice, row)
+        if not report(written.cache).to_dict()["packed_tokens"]:
+            raise QAttnError(
+                f"{name} packed nothing of {prompt.shape[1] + tokens} tokens, so that nothing was measured: take "
+                "longer prompts or continuations"
+            )
+    finally:
+        unpatch(model)
+    return written
+
+
+def _check(model: PreTrainedModel, prompt: int, tokens: int) -> None:
+    if hasattr(model, "_qattn"):
+        raise QAttnError("the model is patched, and full precision is what caches are compared with: unpatch(model)")
+    if tokens < PARTS:
+        raise QAttnError(f"continuations of {tokens} tokens have no {PARTS} parts: take at least {PARTS}")
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and prompt + tokens > longest:
+        raise QAttnError(
+            f"prompts of {prompt} tokens and continuations of {tokens} are longer than the model's context of "
+            f"{longest}: take fewer of either"
+        )
+
+
+def rollout_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Results of `compare_rollouts` as a header and lines of text."""
+    header = ["method", "KL", "quarter by quarter", "same top-1", "first divergence", "same", "perplexity", "bits, all"]
+    lines = []
+    for row in rows:
+        error = "" if row["kl_se"] is None else f" ({row['kl_se']:.6f})"
+        lines.append(
+            [
+                row["method"],
+                f"{round(row['kl'], 6) + 0.0:.6f}{error}",
+                " ".join(f"{round(kl, 4) + 0.0:.4f}" for kl in row["kl_parts"]),
+                f"{row['same_top1']:.4f}",
+                f"{row['first_divergence']:.0f}",
+                f"{100 * row['same']:.0f} %",
+                f"{row['ppl']:.2f}",
+                f"{row['effective_bits_total']:.2f}",
+            ]
+        )
+    return header, lines
+
+
+def print_rollouts(rows: list[Row]) -> None:
+    """Print the results of `compare_rollouts` as a table, with an explanation of its columns.
+
+    Args:
+        rows: as `compare_rollouts` returns them, each with the key `model`, a name.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    first, (header, lines) = rows[0], rollout_table(rows)
+    shown = Table(*header, box=None, pad_edge=False)
+    for line in lines:
+        shown.add_row(*line)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file has no edge
+    how = f"sampled at temperature {first['temperature']:g}" if first["temperature"] else "greedy"
+    console.print(
+        f"{first['model']}: {first['rows']} prompts of {first['prompt']} tokens and {first['tokens']} tokens written "
+        f"after each, {how}; perplexity of full precision's own {first['own_ppl']:.2f}"
+    )
+    console.print(shown)
+    console.print(
+        "KL of full precision to the cache on the text that the cache wrote (standard error over rows), and perplexity "
+        "of that text in full precision. First divergence: mean index of the first token that full precision's own "
+        "continuation has not; same: rows without one."
+    )
