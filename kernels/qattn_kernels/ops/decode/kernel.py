@@ -109,9 +109,8 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     longest, and one that starts late would be waited for. The others share a row's blocks evenly (`blocks_per_split`).
 
     `ROWS` holds each row as it was before the call, so that `STATE` (`layout.RowState`) can take the new lengths here
-    while others still read. `DROPPED`: a bit for each masked token, and for each
-    that was in the sink pool before the call; `MOVED`: slots of the tokens that this call's close moved into the pool
-    or out of it.
+    while others still read. `DROPPED`: a bit for each masked token, and for each that was in the sink pool before the
+    call; `MOVED`: slots of the tokens that this call's close moved into the pool or out of it.
 
     `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights; with sparse V
     3: what of that sum was dropped. `scoring`: the fields of a `Scoring`.
