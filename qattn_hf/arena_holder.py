@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,6 +31,18 @@ class ArenaHolder:
     borrowed = False
     moves = 0
     _layout = ""  # where the tensors lie in the arena
+
+    def _no_tensor(self) -> NoReturn:
+        raise UnsupportedError(
+            "a packed layer has codes, and no tensor of keys or values that could be read or replaced: what prunes or "
+            "edits a cache's tokens (kvpress, for one) needs a stock cache, unpatch(model)"
+        )
+
+    def _take_no_tensor(self, tensor: Any) -> None:
+        if tensor is not None:  # None is what `CacheLayerMixin` begins with
+            self._no_tensor()
+
+    keys = values = property(_no_tensor, _take_no_tensor)  # else a tensor put there would be kept and never read
 
     def own(self) -> None:
         """Copy the arena if it is borrowed, before a write.

@@ -24,7 +24,7 @@ def state_tensors(layer: Any) -> dict[str, tuple[torch.Tensor, int]]:
     """Every tensor of a cache layer of transformers by name, with its batch dimension, 0."""
     found = {}
     for name in STATE:
-        held = getattr(layer, name, None)
+        held = vars(layer).get(name)  # packed attention beside a state has no tensors `keys` and `values`
         for part, tensor in held.items() if isinstance(held, dict) else ((None, held),):
             if tensor is not None and tensor.dim() > 1:  # empty keys have one dimension
                 found[name if part is None else f"{name}.{part}"] = (tensor, 0)
@@ -60,7 +60,7 @@ def rows_of(layer: Any, rows: torch.Tensor) -> Rows:
             return tensor
         return tensor.index_select(0, rows.to(tensor.device))
 
-    held = {name: getattr(layer, name) for name in STATE if hasattr(layer, name)}
+    held = {name: value for name, value in vars(layer).items() if name in STATE}
     return {
         name: {part: chosen(x) for part, x in value.items()} if isinstance(value, dict) else chosen(value)
         for name, value in held.items()

@@ -238,3 +238,11 @@ def test_crop_into_padded_columns(patched):
     assert same(before, cache)
     cache.crop(-most)
     assert int(cache.get_seq_length()) == 2
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_reading_or_replacing_the_tokens_of_a_layer(patched, name):
+    """As presses of kvpress do in a hook: what they put there would be kept and never read."""
+    layer = patched(ONE).past_key_values.layers[0]
+    refused(lambda: getattr(layer, name), UnsupportedError, "codes", "kvpress", "unpatch(model)")
+    refused(lambda: setattr(layer, name, torch.zeros(1)), UnsupportedError, "codes", "unpatch(model)")
