@@ -24,6 +24,7 @@ from qattn_hf.generation import check_cache, compiled_call, generate_masks, prep
 from qattn_hf.patched import BoundMethod, Patched, patch_of
 from qattn_hf.recipe_files import RECIPE_FILE
 from qattn_hf.window import check_call, check_compiled, check_reach
+from qattn_hf.writer import check_writer
 
 
 def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> tuple:
@@ -73,6 +74,7 @@ def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: boo
     patched, (rows, tokens) = patch_of(module), _shape(kwargs)
     within = cache.within_call(module, tokens)
     if not within:
+        check_writer(cache, module)
         cache.check_whole(module.config.get_text_config(decoder=True).num_hidden_layers)
     _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
     patched.pool.allocate(cache.reserve, tokens)

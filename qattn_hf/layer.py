@@ -375,6 +375,6 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         if cached != new or key.device != self.device:
             raise UnsupportedError(
                 f"the cache holds {cached[0]} KV heads of {cached[1]} and {cached[2]} channels on {self.device}, the "
-                f"model has {new[0]} of {new[1]} and {new[2]} on {key.device}: it was made for another model. "
-                "Pass QAttnCache.for_model(model), or none"
+                f"model has {new[0]} of {new[1]} and {new[2]} on {key.device}: it was made for another model, "
+                "or it has moved. Pass QAttnCache.for_model(model), or none"
             )

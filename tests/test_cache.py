@@ -70,7 +70,7 @@ def test_a_cache_of_another_model_is_refused(model, sizes):
     other = patch(tiny_llama(**sizes), "turbo")
     cache = other(ROWS).past_key_values
     before = state(cache)
-    with pytest.raises(UnsupportedError, match=r"made for another model.*QAttnCache\.for_model\(model\)"):
+    with pytest.raises(UnsupportedError, match=r"another model wrote.*QAttnCache\.for_model\(model\)"):
         model(ROWS[:, :1], past_key_values=cache)
     assert same(before, cache)
     other(ROWS[:, :1], past_key_values=cache)
