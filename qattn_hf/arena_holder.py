@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 
 from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
-from qattn_kernels.layer.arena import Layout, views
+from qattn_kernels.layer.arena import Layout, rewritten_bytes, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State
 
@@ -27,6 +29,10 @@ class ArenaHolder:
     geometry: Geometry
     spec: LayerSpec
     state: State
+    blocks: int
+    torn: bool
+    _used: int | None
+    _stepped: int | None = None  # capacity, in blocks, of the last call of one token
     arena: torch.Tensor | None = None
     borrowed = False
     moves = 0
@@ -70,6 +76,32 @@ class ArenaHolder:
         self.borrowed = False
         if not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(arena)
+
+    def rewritten(self) -> torch.Tensor:
+        """The bytes of the arena that calls rewrite, a view (`layer.arena.rewritten_bytes`)."""
+        assert self.arena is not None
+        return self.arena[: rewritten_bytes(Layout(self.geometry, self.spec))]
+
+    @contextmanager
+    def writing(self, tokens: int) -> Iterator[None]:
+        """Context of a call that writes so many tokens, of which the host knows how full the layer is.
+
+        If the call fails, the layer is put back to before it. Where kernels take one token more, as in the call before,
+        nothing is copied for that, since their plan allocates all memory before it launches the first: what comes
+        between its launches, as an interrupt does, leaves the layer `torn`.
+        """
+        empty, planned = self._used == 0, self.spec.impl == "triton" and tokens == 1 and self._stepped == self.blocks
+        kept = None if empty or planned else self.rewritten().clone()
+        self.torn = True
+        try:
+            yield
+        except BaseException:
+            if not planned or empty:
+                self.rewritten().zero_() if kept is None else self.rewritten().copy_(kept)
+                self.torn = False
+            raise
+        self._stepped = self.blocks if tokens == 1 else None
+        self.torn = False
 
     def _fields(self) -> dict[str, Any]:
         """Without the views, which a pickle would write out one by one."""

@@ -16,6 +16,7 @@ from qattn_hf.device import capturing, device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.handle import Handle
 from qattn_hf.hybrid_layer import HybridLayer
+from qattn_hf.interrupted import Call
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.model_layer import ModelLayer, new_layer
@@ -56,7 +57,7 @@ class QAttnCache(Cache):
         self.recipe = recipe
         self.mixed = any(isinstance(layer, (ModelLayer, HybridLayer)) for layer in self.layers)
         self.pool = None if self.mixed else pool  # what is the model's own has no fixed place in memory
-        self._began: list[int] | None = None
+        self._call: Call | None = None  # the call that runs, or was interrupted
         self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
         self.ran("eager")  # as a plain forward does
         self.writer = Writer()
@@ -232,6 +233,7 @@ class QAttnCache(Cache):
 
     def raise_horizon(self, tokens: int) -> None:
         """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` tokens bit for bit from here on."""
+        self.take_back()
         horizons = [changes.with_horizon(layer, tokens) for layer in self.packed]
         for layer, change in zip(self.packed, horizons, strict=True):
             layer.take(change)
@@ -245,10 +247,12 @@ class QAttnCache(Cache):
         Raises:
             QAttnError: a row that the cache does not have. After any exception the cache is unchanged.
         """
+        self.take_back()
         self._take([changes.selected(layer, indices) for layer in self.layers])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times in sequence, as for beams. After an exception nothing is changed."""
+        self.take_back()
         self._take([changes.repeated(layer, repeats) for layer in self.layers])
 
     def _take(self, layer_changes: list[Any]) -> None:
@@ -264,6 +268,7 @@ class QAttnCache(Cache):
         Raises:
             QAttnError: not one valid row for each row of the cache; nothing was changed.
         """
+        self.take_back()
         for layer in self.own:
             changes.check_beams(layer, beam_idx)
         moved = [layer.with_rows(beam_idx) for layer in self.own]
@@ -288,6 +293,7 @@ class QAttnCache(Cache):
             UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own or
                 has a sliding window cannot be put back to where it was; nothing was changed.
         """
+        self.take_back()
         count, own = int(tokens_to_remove), self.own
         checked = self.mixed or any(isinstance(layer, WindowLayer) for layer in self.layers)
         columns = int(self.get_seq_length()) if checked and count else 0
@@ -308,7 +314,7 @@ class QAttnCache(Cache):
         return [int(layer.get_seq_length()) for layer in self.packed]
 
     def check_whole(self, layers: int | None = None) -> None:
-        """Check that an exception did not leave the cache half changed: some layers with a call that others lack.
+        """Take back a call that was interrupted, and check that the layers then hold the same calls.
 
         Args:
             layers: number of layers that the model uses; all by default.
@@ -316,11 +322,7 @@ class QAttnCache(Cache):
         Raises:
             UnsupportedError: the layers disagree; the message says how to repair the cache.
         """
-        if self._began not in (None, self._edits()):
-            raise UnsupportedError(
-                "an earlier call with this cache was interrupted, and some of its layers hold tokens that others lack: "
-                "cache.reset() empties it, or take a fresh cache"
-            )
+        self.take_back()
         used = [layer for layer in self.layers[:layers] if isinstance(layer, QAttnLayer)]
         torn = any([layer.torn for layer in used])
         if not torn and len({layer.edits for layer in used}) <= 1:
@@ -333,21 +335,30 @@ class QAttnCache(Cache):
             f"columns: {mend}cache.reset() empties it, or take a fresh cache"
         )
 
-    def begin(self) -> None:
-        """Note that a call begins, so that `check_whole` sees whether it ended: the model's own layers cannot tell."""
-        self._began = self._edits() if self.mixed else None
+    def within_call(self, caller: torch.nn.Module, tokens: int) -> bool:
+        """Whether the `caller`'s call of so many tokens a row begins inside of one that runs: the decoder's, inside of
+        its model's."""
+        return self._call is not None and self._call.enter(self.layers, id(caller), tokens)
 
-    def end(self) -> None:
-        """Note that a call has ended in all layers."""
-        self._began = None
+    def begin(self, caller: torch.nn.Module, tokens: int) -> None:
+        """Note that a call of so many tokens a row begins, for which `reserve` made room, and keep what it changes."""
+        self._call = Call(self.layers, id(caller), tokens)
 
-    def _edits(self) -> list[int]:
-        return [layer.edits for layer in self.layers]
+    def end(self, caller: torch.nn.Module) -> None:
+        """Note that the `caller`'s call has ended."""
+        if self._call is not None and self._call.caller == id(caller):
+            self._call = None
+
+    def take_back(self) -> None:
+        """Put the cache back to before the call that failed or was interrupted, if one was."""
+        if self._call is not None:
+            self._call.take_back(self.layers)
+            self._call = None
 
     def reset(self) -> None:
         """Empty every layer."""
         super().reset()
-        self._began = None
+        self._call = None
 
     def marks(self) -> list[tuple[int | None, int, bool]]:
         """Host-side counts of every layer, to be restored by `recall`."""

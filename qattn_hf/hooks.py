@@ -26,6 +26,7 @@ from qattn_hf.generation import check_cache, compiled_call, generate_masks, prep
 from qattn_hf.patched import BoundMethod, Patched, patch_of
 from qattn_hf.recipe_files import RECIPE_FILE
 from qattn_hf.window import check_call, check_compiled, check_reach
+from qattn_hf.writer import check_writer
 
 
 def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> tuple:
@@ -59,7 +60,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     if torch.compiler.is_compiling() and cache.allocated:
         check_compiled(patched.window, cache)
     else:
-        _begin(decoder, cache, kwargs)
+        _begin(decoder, cache, kwargs, torch.compiler.is_compiling())
     return (), kwargs
 
 
@@ -75,29 +76,37 @@ def _new_cache(patched: Patched) -> QAttnCache:
 
 
 @torch.compiler.disable(reason=NOT_COMPILED)
-def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any]) -> None:
-    """Check a call against its cache, and make room in that."""
+def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: bool) -> None:
+    """Check a call against its cache, and make room in that. What a `compiled` call writes cannot be taken back."""
     patched, (rows, tokens) = patch_of(module), _shape(kwargs)
-    cache.check_whole(module.config.get_text_config(decoder=True).num_hidden_layers)
+    within = cache.within_call(module, tokens)
+    if not within:
+        check_writer(cache, module)
+        cache.check_whole(module.config.get_text_config(decoder=True).num_hidden_layers)
     _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
     patched.pool.allocate(cache.reserve, tokens)
     if rows and not cache.allocated:
         patched.allocate(cache, rows, module.dtype, device_of(module))
     check_call(patched.window, cache, tokens)
-    cache.begin()
+    if not within and not compiled:
+        cache.begin(module, tokens)
     cache.writer.note(module)
 
 
 def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook: note that the call has ended, and remove the cache from the output where `use_cache` is false.
 
-    A stock model's output has none there.
+    A stock model's output has none there. A call that an exception ended has no output: its cache is put back.
     """
     if isinstance(kwargs.get("cache"), PagedCache):
         return output
-    cache = kwargs["past_key_values"]
+    cache: Any = kwargs.get("past_key_values")
+    if output is None:
+        if isinstance(cache, QAttnCache):
+            cache.take_back()
+        return None
     if not torch.compiler.is_compiling():
-        cache.end()
+        cache.end(module)
     if kwargs["use_cache"]:
         return output
     if isinstance(output, tuple):
@@ -206,7 +215,8 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         hook = functools.partial(before_forward if packs else before_forward_stock, names=_positional(module))
         patched.hook_ids.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).id)
         if packs:
-            patched.hook_ids.append(module.register_forward_hook(after_forward, with_kwargs=True).id)
+            ended = module.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
+            patched.hook_ids.append(ended.id)
     model.save_pretrained = BoundMethod(save_pretrained, model)
     model.init_continuous_batching = BoundMethod(init_continuous_batching, model)
     if not packs:
@@ -234,6 +244,7 @@ def uninstall(model: PreTrainedModel) -> None:
             for when in ("forward_pre_hooks", "forward_hooks"):
                 getattr(module, f"_{when}").pop(hook_id, None)
                 getattr(module, f"_{when}_with_kwargs").pop(hook_id, None)
+            module._forward_hooks_always_called.pop(hook_id, None)
         del module._qattn
     latent.uninstall(model)
     overrides = (

@@ -12,7 +12,7 @@ from qattn_hf import changes
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import HybridLayerSpec
-from qattn_hf.model_layer import rows_of, state_tensors
+from qattn_hf.model_layer import HOST, STATE, attributes, rows_of, state_tensors
 from qattn_kernels.layer.spec import LayerSpec
 
 
@@ -40,6 +40,10 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
 
     def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
         return {**super().state_tensors(), **state_tensors(self)}
+
+    def states(self) -> dict[str, Any]:
+        """The attributes beside the packed part, as they are now."""
+        return {name: value for name, value in attributes(self).items() if name in (*STATE, *HOST)}
 
     def with_rows(self, rows: torch.Tensor) -> Any:
         return super().with_rows(rows), rows_of(self, rows)

@@ -213,27 +213,25 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             PyTorch's SDPA computed.
         """
         self._check_call(query, handle)
+        key, value, tokens = handle.key, handle.value, query.shape[2]
+        sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         if torch.compiler.is_compiling() or capturing():
             self.own()
-        tokens, past, counts = query.shape[2], self.blocks, True
-        if torch.compiler.is_compiling():
-            self._used, counts = None, False
-        elif capturing():
-            self.replayed_by_others, counts = True, False
-        else:
-            past = self._blocks_for(self.reserve(tokens))
-            self.torn = True  # until the call has ended
-        key, value = handle.key, handle.value
+            if torch.compiler.is_compiling():
+                self._used = None
+            else:
+                self.replayed_by_others = True
+            return attend(query, key, value, span, self.arena, self._layout, self.blocks, *sizes, self.blocks)
+        past, prompt_by = self._blocks_for(self.reserve(tokens)), self.spec.impl
         result: tuple[torch.Tensor, torch.Tensor | None]
-        if counts and unpadded and past == 0 and by_sdpa(query, key, value, self.spec, scores):
-            result, prompt_by = (attend_prompt(query, key, value, span, self.state, self.spec, scores), None), "sdpa"
-        else:
-            where = self.arena, self._layout, self.blocks
-            sizes = scores.scale, scores.softcap, scores.window, scores.sinks
-            result, prompt_by = attend(query, key, value, span, *where, *sizes, past), self.spec.impl
-        if counts:
-            self.count(tokens)
-            self.prompt_by = prompt_by if tokens > SHORT_CALL else self.prompt_by
+        with self.writing(tokens):
+            if unpadded and past == 0 and by_sdpa(query, key, value, self.spec, scores):
+                prompt = attend_prompt(query, key, value, span, self.state, self.spec, scores)
+                result, prompt_by = (prompt, None), "sdpa"
+            else:
+                result = attend(query, key, value, span, self.arena, self._layout, self.blocks, *sizes, past)
+        self.count(tokens)
+        self.prompt_by = prompt_by if tokens > SHORT_CALL else self.prompt_by
         return result
 
     def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
@@ -377,6 +375,6 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         if cached != new or key.device != self.device:
             raise UnsupportedError(
                 f"the cache holds {cached[0]} KV heads of {cached[1]} and {cached[2]} channels on {self.device}, the "
-                f"model has {new[0]} of {new[1]} and {new[2]} on {key.device}: it was made for another model. "
-                "Pass QAttnCache.for_model(model), or none"
+                f"model has {new[0]} of {new[1]} and {new[2]} on {key.device}: it was made for another model, "
+                "or it has moved. Pass QAttnCache.for_model(model), or none"
             )

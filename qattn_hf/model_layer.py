@@ -52,6 +52,16 @@ def restore(layer: Any, tensors: dict[str, torch.Tensor], host: dict[str, Any]) 
         setattr(layer, name, dict(enumerate(value)) if isinstance(value, list) else value)
 
 
+def attributes(layer: Any) -> dict[str, Any]:
+    """All attributes of a cache layer as they are now, to be set again: what is written in place is copied, that is
+    dicts and the states in them."""
+    return {name: _copied(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+
+
+def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
+    return {part: x.clone() if isinstance(x, torch.Tensor) else x for part, x in states.items()}
+
+
 def rows_of(layer: Any, rows: torch.Tensor) -> Rows:
     """Attributes with the state of a cache layer of transformers, with these of its rows, int64 `[B]`."""
 

@@ -32,6 +32,7 @@ from qattn_hf.live_memory import LiveMemory
 from qattn_hf.long_prompts import chunk_of
 from qattn_hf.patcher import attending
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
+from qattn_kernels.layer.arena import Layout, rewritten_bytes
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
@@ -183,15 +184,19 @@ class Planner:
         specs: list[LayerSpec | None] = [None] * len(geometries) if way.specs is None else [*way.specs]
         plans: dict[Hashable, activations.Planned | None] = {}
         layers = [activations.CountedLayer(*layer, plans) for layer in zip(geometries, specs, strict=True)]
-        cache = 0
+        cache, rewritten = 0, list[int]()
         if way.specs is not None:
+            rewritten = [rewritten_bytes(Layout(*layer)) for layer in zip(geometries, way.specs, strict=True)]
             arenas = [layer.arena.nbytes for layer in layers]
             cache = sum(-(-n_bytes // ROUNDING) * ROUNDING for n_bytes in arenas)
             for n_bytes in arenas:
                 live.hold(n_bytes)
         with self._counted() as model:
             for tokens, past in self._calls(way, context):
+                with live:  # what the call keeps of the layers while it runs (`interrupted.py`)
+                    kept = [torch.empty(n, dtype=torch.uint8, device="meta") for n in rewritten if past and tokens > 1]
                 activations.run(model, layers, tokens, past, live)
+                del kept
         held = sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
         return live, allocator, cache or held
 

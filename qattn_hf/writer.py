@@ -47,6 +47,24 @@ class Writer:
         return Writer, ()
 
 
+def check_writer(cache: Any, module: PreTrainedModel) -> None:
+    """Check that `module`, a model or its decoder, may go on with a cache: it wrote it, or has the same weights.
+
+    Weights are compared where another model wrote it, which costs some milliseconds; a model that was freed is not
+    known any more.
+
+    Raises:
+        UnsupportedError: another model wrote the cache, or weights are offloaded and cannot be compared.
+    """
+    writer = cache.writer.model
+    if writer is None or decoder_of(writer) is decoder_of(module) or not any(layer.edits for layer in cache.layers):
+        return
+    if found := difference(identity(writer), identity(module)):
+        raise UnsupportedError(
+            f"another model wrote this cache ({found}): pass QAttnCache.for_model(model), or none. Nothing was changed"
+        )
+
+
 def identity(model: PreTrainedModel) -> dict[str, Any]:
     """What tells one model from another: `config`, `dtype` and `weights`, as JSON has them.
 
@@ -72,8 +90,8 @@ def _sampled(decoder: PreTrainedModel) -> str:
     for name, weight in decoder.named_parameters():
         if weight.is_meta:
             raise UnsupportedError(
-                f"the weight {name} is offloaded and cannot be compared, so no cache is saved or loaded: keep the "
-                "weights on their devices"
+                f"the weight {name} is offloaded and cannot be compared, so no cache is saved, loaded or shared with "
+                "another model: keep the weights on their devices"
             )
         numbers = weight.detach().reshape(-1)[:: max(1, weight.numel() // SAMPLE)]
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())

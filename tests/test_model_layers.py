@@ -224,18 +224,23 @@ def test_crop_of_states_is_refused_and_reset_empties_them(family):
     torch.testing.assert_close(model(IDS, past_key_values=cache).logits, model(IDS).logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_next"])
-def test_an_interrupted_call_is_noticed(family):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("tokens", [0, 1, 30])
+@pytest.mark.parametrize("family", ["gemma2", *STATES])
+def test_an_interrupted_call_has_never_been(family, tokens, error):
+    """States that are the model's own are put back as packed layers are; `tokens` came before."""
     model = patched(tiny(family))
-    cache = model(IDS).past_key_values
-    last = model.model.layers[1].register_forward_pre_hook(lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        model(IDS[:, :1], past_key_values=cache)
-    last.remove()
-    refused(lambda: model(IDS[:, :1], past_key_values=cache), UnsupportedError, "interrupted", "cache.reset()")
-    refused(lambda: model(IDS[:, :200].repeat(1, 9)[:, :0] + 999, past_key_values=cache), UnsupportedError, "interr")
-    cache.reset()
-    torch.testing.assert_close(model(IDS, past_key_values=cache).logits, model(IDS).logits)
+    cache, twin = (QAttnCache.for_model(model) for _ in range(2))
+    for each in (cache, twin) if tokens else ():
+        model(IDS, past_key_values=each)
+    more = IDS[:, : tokens or 30]
+    for layer in model.model.layers:
+        hook = layer.register_forward_hook(lambda *args: (_ for _ in ()).throw(error()))
+        with pytest.raises(error):
+            model(more, past_key_values=cache)
+        hook.remove()
+    for ids in (more, IDS[:, :1], IDS[:, :40]):
+        assert torch.equal(*(model(ids, past_key_values=each).logits for each in (cache, twin)))
 
 
 def test_what_fails_before_any_layer_leaves_the_cache_whole():

@@ -49,13 +49,27 @@ def decode_layout(text: str, batch: int, blocks: int) -> Layout:
 def places(layout: Layout) -> tuple[dict[str, tuple[int, TensorSpec]], int]:
     """Where each state tensor begins, in bytes, with its shape and role, by name; and the bytes of the arena.
 
-    What all rows share comes first, `columns_seen` before all.
+    What all rows share comes first, `columns_seen` before all; codes and scales of packed blocks come last.
     """
     found, end = {}, 0
-    for name, tensor in sorted(layer_tensors(*layout).items(), key=lambda item: item[1].batch_dim is not None):
+    for name, tensor in sorted(
+        layer_tensors(*layout).items(), key=lambda item: (item[1].batch_dim is not None, _packed(*item))
+    ):
         found[name] = end, tensor
         end += -(-tensor.nbytes() // ALIGNMENT) * ALIGNMENT
     return found, end
+
+
+def _packed(name: str, tensor: TensorSpec) -> bool:
+    """Whether a state tensor holds codes or scales of packed blocks."""
+    return name[:2] in ("k.", "v.") and tensor.block_dim is not None
+
+
+@lru_cache(maxsize=1024)
+def rewritten_bytes(layout: Layout) -> int:
+    """Bytes at the beginning of the arena that calls rewrite: rings, sinks, lengths, masks. What comes behind them is
+    packed blocks, to which calls only add: put back these bytes, and the calls since then have never been."""
+    return min(begin for name, (begin, tensor) in places(layout)[0].items() if _packed(name, tensor))
 
 
 def columns_seen(arena: torch.Tensor) -> torch.Tensor:

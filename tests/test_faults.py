@@ -1,0 +1,78 @@
+"""Calls that fail: the cache is as it was before, and the next call gives what it gives without the failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from failing import Failing
+from helpers import Case, case_id, random_ids, same_state, tiny_llama
+
+from qattn_hf import QAttnCache, patch
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+IDS = random_ids(2, 300)
+CASES: list[Case] = [
+    ("turbo", {}),
+    ("kivi", {"bits": 2, "group_size": 32, "residual_length": 32}),
+    ("sinkq", {"group_size": 32, "residual_length": 32, "sink_skip_layers": 0}),
+    ("turboquant", {}),
+]
+# calls before, then tokens of the call that fails: the first, a step, one that closes a block, one for which the cache
+# grows, a long call, one of so few tokens that each is written as a step
+CALLS = {"first": ([], 70), "step": ([70], 1), "closes": ([100, 27], 1), "grows": ([128], 1), "long": ([70, 1], 90),
+         "short": ([70], 5)}  # fmt: skip
+
+
+def new(model: Any, start: int, tokens: int) -> torch.Tensor:
+    return IDS[:, start : start + tokens].to(model.device)
+
+
+def fed(model: Any, cuts: list[int]) -> QAttnCache:
+    cache, start = QAttnCache.for_model(model), 0
+    for tokens in cuts:
+        model(new(model, start, tokens), past_key_values=cache)
+        start += tokens
+    return cache
+
+
+def fails_everywhere(model: Any, call: str, error: type[BaseException], first: int, step: int) -> None:
+    """The call fails at its allocation `first` and at each `step`th behind it, over one cache, until none is left."""
+    cuts, tokens = CALLS[call]
+    start, at, out = sum(cuts), first, None
+    cache, twin = fed(model, cuts), fed(model, cuts)
+    while out is None:
+        try:
+            with Failing(at, error):
+                out = model(new(model, start, tokens), past_key_values=cache)
+        except error as raised:
+            assert "no memory" in str(raised)
+            cache.check_whole()  # as each use of a cache does: what was interrupted is not put back before
+            assert [int(layer.get_seq_length()) for layer in cache.layers] == [start] * 2
+            assert all(not start or layer.state["length"].tolist() == [start] * 2 for layer in cache.layers)
+            at += step
+    assert at > first + 5 * step
+    assert torch.equal(out.logits, model(new(model, start, tokens), past_key_values=twin).logits)
+    for end in (1, 40):
+        more = new(model, start + tokens, end)
+        assert torch.equal(*(model(more, past_key_values=x).logits for x in (cache, twin)))
+    for layer, other in zip(cache.layers, twin.layers, strict=True):
+        assert same_state(layer, other) == []
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_a_call_that_fails_has_never_been(case: Case, call: str, error: type[BaseException]):
+    model = patch(tiny_llama(), case[0], impl="reference", **case[1])
+    fails_everywhere(model, call, error, len(error.__name__), 131)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_at_every_allocation(case: Case, call: str):
+    model = patch(tiny_llama(), case[0], impl="reference", **case[1])
+    fails_everywhere(model, call, torch.OutOfMemoryError, 1, 1)

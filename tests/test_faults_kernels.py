@@ -1,0 +1,82 @@
+"""Calls of kernels that fail, at an allocation or at a launch: as `test_faults.py` asks of the reference."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import DEVICE, Case, case_id, tiny_llama
+from test_faults import CALLS, CASES, fails_everywhere, fed, new
+from torch.utils._python_dispatch import _disable_current_modes
+
+from qattn_hf import UnsupportedError, patch
+from qattn_kernels.launch import plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_grad")]
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="launches of compiled kernels cannot be made to fail")
+
+
+def model_of(case: Case) -> Any:
+    sizes = dict(head_dim=64, num_attention_heads=2, num_key_value_heads=1)
+    return patch(tiny_llama(**sizes).to(DEVICE), case[0], impl="triton", **case[1])
+
+
+@pytest.fixture
+def launching(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that is called before each launch of a kernel, and may raise; what it is computed of is one launch."""
+    calls: list[Any] = []
+    if DEVICE == "cpu":
+        from triton.runtime.interpreter import GridExecutor
+
+        interpret, pointer = GridExecutor.__call__, plan._at
+
+        def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+            for call in calls:
+                call()
+            with _disable_current_modes():
+                interpret(self, *args, **kwargs)
+
+        def pointer_of(*args: Any) -> torch.Tensor:  # an address on a GPU, a tensor here
+            with _disable_current_modes():
+                return pointer(*args)
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+        monkeypatch.setattr(plan, "_at", pointer_of)
+    return calls.append
+
+
+@pytest.mark.product("step-turbo")
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_fails_has_never_been(launching, call: str, case: Case):
+    fails_everywhere(model_of(case), call, torch.OutOfMemoryError, 3, 13)
+
+
+@interpreted
+@pytest.mark.product("step-turbo")
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("call", ["first", "long", "short", "step", "planned"])
+def test_an_interrupt_between_launches(launching, call: str, case: Case):
+    """A step whose launches are planned has nothing kept for it: its cache is refused, in words."""
+    model, left = model_of(case), [0]
+
+    def interrupt() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    launching(interrupt)
+    cuts, tokens = ([70, 1], 1) if call == "planned" else CALLS[call]
+    base, ids = fed(model, cuts), new(model, sum(cuts), tokens)
+    want = model(ids, past_key_values=copy.deepcopy(base)).logits
+    for launch in (1, 2, 3):
+        cache, left[0] = copy.deepcopy(base), launch
+        with pytest.raises(KeyboardInterrupt):
+            model(ids, past_key_values=cache)
+        if call == "planned":
+            with pytest.raises(UnsupportedError, match=r"interrupted.*cache\.reset\(\)"):
+                model(ids, past_key_values=cache)
+        else:
+            assert torch.equal(model(ids, past_key_values=cache).logits, want)
