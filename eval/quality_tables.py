@@ -1,4 +1,4 @@
-"""Tables of quality and size: what each setting loses and keeps, from `quality-*`, `recipes` and `bits.json`."""
+"""Tables of quality and size: what settings lose and keep, by `quality-*`, `recipes`, `key-scales` and `bits.json`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,17 @@ def recipes_table(results: Path) -> str:
         ]
         parts.append(markdown(header, rows))
     return "\n\n".join(parts) or "Not measured yet."
+
+
+def key_scales_table(results: Path) -> str:
+    """KL of KIVI's keys alone, by what single keys are divided by."""
+    rows = [row for result in load(results, "key-scales") for row in result["rows"]]
+    kinds = list(dict.fromkeys(row["scale"] for row in rows))
+    lines: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        lines.setdefault((row["model"], row["bits"]), []).append(f"{row['kl']:.5f} ({row['se']:.5f})")
+    found = [[model, str(bits), *figures] for (model, bits), figures in lines.items()]
+    return markdown(["model", "bits of K", *kinds], found) if rows else "Not measured yet."
 
 
 def quality_table(results: Path) -> str:

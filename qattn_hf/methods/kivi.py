@@ -26,6 +26,7 @@ class Kivi(WindowedMethod):
         Measured("kivi:bits=4", "quality compare bits tune"),
         Measured("kivi:bits=2", "quality compare bits"),
         Measured("kivi:bits=2,group_size=128,residual_length=32", "quality bits tune decode"),
+        Measured("kivi:bits=2,group_size=128,residual_length=32,token_norm=true", "decode"),
         Measured("kivi:bits=4,group_size=128", "decode"),
         Measured("kivi", "trees-decode"),
     )

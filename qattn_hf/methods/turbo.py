@@ -37,7 +37,9 @@ class Turbo(WindowedMethod):
         Measured("turbo:sink_num=3", "bits decode"),
         Measured("turbo:sink_num=3,sink_window=8", "quality", record="turbo_sink"),
         Measured("turbo:bits=mixed,sink_num=3,sink_window=8", "quality tune", record="turbo_sink"),
+        Measured("turbo:rotate_k=hadamard,v_scale=token", "quality decode", record="turbo_rotated"),
         Measured("turbo_sink", "compare"),
+        Measured("turbo_rotated", "compare"),
         Measured("turbo_sink_k4v2", "compare"),
     )
 

@@ -58,7 +58,7 @@ def test_open_tokens_are_attended_to_as_without(method: str, sides: tuple[str, .
 
 @pytest.mark.parametrize("case", [("turbo", {"smooth_k": True}), ("sinkq", {"sink_skip_layers": 0})], ids=case_id)
 def test_a_rotation_beside_smoothing_and_sinks(case: tuple[str, dict]):
-    """A mean turns with its keys and norms do not change: errors stay of the size that they have without."""
+    """A mean turns with its keys, and a small key stays small: errors stay of the size that they have without."""
     q, k, v = random_qkv(1, 400, dim=64)
     k[:, :, 0] *= 0.1
     exact = attention_fp64(q, k, v)
