@@ -38,6 +38,7 @@ KNOWN = (
     "prefill",
     "generate",
     "throughput",
+    "requests",
     "first-call",
 )
 TRAINED = KNOWN[1:7]  # what trained models show: they need the yardstick's folder

@@ -51,6 +51,7 @@ def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: P
         "prefill": [("speed-prefill", bench("prefill", *prefilled, *options))],
         "generate": [("speed-generate", bench("generate", "--way", "all", *options))],
         "throughput": [("speed-throughput", bench("throughput", *options))],
+        "requests": [("speed-requests", bench("requests", *options))],
         "first-call": [("speed-first-call", bench("first-call", *first_calls))],
     }
     if yardstick is not None:

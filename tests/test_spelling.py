@@ -27,6 +27,7 @@ COMMANDS = {
     "bench generate": ("--way", "turbo eagre"),
     "bench first-call": ("--device", "none"),
     "bench throughput": ("--device", "none"),
+    "bench requests": ("--device", "none"),
     "warm": ("./missing",),
     "serve": ("./missing",),
     "cache build": ("./missing", "--text", __file__, "--output", "prefix.safetensors"),

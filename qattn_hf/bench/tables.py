@@ -106,12 +106,23 @@ def throughput_table(rows: list[Row]) -> Table:
     return ["KV, GiB", "context", "way", "rows", "ms a token", "tokens a second"], lines
 
 
+def requests_table(rows: list[Row]) -> Table:
+    """Requests held at once over pools of the same bytes, and tokens of answers a second."""
+    lines = []
+    for (kv_mib, requests), found in by_point(rows, "kv_mib", "requests").items():
+        for row in found:
+            figures = [_figure(row, "held", ".0f"), _figure(row, "seconds", ".1f"), _figure(row, "tokens_per_s", ".0f")]
+            lines.append([f"{kv_mib / 1024:g}", str(requests), row["way"], *figures])
+    return ["KV, GiB", "requests", "way", "held at once", "seconds", "tokens a second"], lines
+
+
 TABLES = {
     "decode": decode_table,
     "prefill": prefill_table,
     "generate": generate_table,
     "first-call": first_call_table,
     "throughput": throughput_table,
+    "requests": requests_table,
 }
 
 

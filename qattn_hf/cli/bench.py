@@ -166,6 +166,26 @@ def throughput(
     show(measured.rows(points, recipes, bench_model(None, quick, where), where), as_json, output, None)
 
 
+@bench.command("requests")
+def requests(
+    method: Annotated[list[str] | None, methods_option(DEFAULT_OF_THROUGHPUT)] = None,
+    quick: QuickOption = False,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+) -> None:
+    """256 requests of mixed lengths by continuous batching, over packed pages and transformers' own of the same bytes.
+
+    Example: qattn bench requests --method turbo
+    """
+    from qattn_hf.bench import requests as measured
+    from qattn_hf.recipe import find_recipes
+
+    recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
+    points = chosen_points(measured, quick, where, None, None)
+    show(measured.rows(points, recipes, bench_model(None, quick, where), where), as_json, output, None)
+
+
 def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
     """The ways of `--way`; without it the default ones, with `all` every one."""
     from qattn_hf.bench.ways import default_ways

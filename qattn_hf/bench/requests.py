@@ -1,0 +1,115 @@
+"""Many requests of mixed lengths by continuous batching, each way over a pool of the same bytes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from qattn_hf.bench.timing import attempt, release
+from qattn_hf.bench.ways import Way, all_ways
+from qattn_hf.continuous.cache import mean_page_bytes
+from qattn_hf.continuous.manager import layouts
+from qattn_hf.continuous.pages import row_bytes
+from qattn_hf.heads import head_sizes
+from qattn_hf.recipe import Recipe
+
+STOCK = "model precision, sdpa"
+PAGE = 64  # tokens of a page in model precision, as of most methods
+ROWS = 4  # what requests have beside their pages takes at most one part of the memory in so many
+
+
+class Point(NamedTuple):
+    """What is asked: `requests` prompts of up to `longest` tokens, each with an answer of up to an eighth of that, over
+    `kv_mib` MiB. Lengths are drawn evenly by their logarithm from a sixteenth on, the same for each way."""
+
+    kv_mib: int
+    requests: int
+    longest: int
+
+
+FULL = [Point(8 * 1024, 256, 4096)]
+QUICK = [Point(1024, 64, 1024)]
+TINY = [Point(1, 6, 128)]
+
+
+def rows(
+    loads: Iterable[Point], recipes: dict[str, Recipe], model: PreTrainedModel, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Answer all requests of each load, and yield one row for each load and way.
+
+    Args:
+        recipes: packed pages by name. model: not patched. device: of the model.
+
+    Yields:
+        `way`, the load, `blocks` of `page_tokens` and `kv_bytes` of the pool, the most `held` requests, `seconds`, and
+        `tokens_per_s` of answers; or `error`.
+    """
+    known = all_ways(recipes, device)
+    for load in loads:
+        shape = {"bench": "requests", "device": device.type, **load._asdict()}
+        measured = {STOCK: partial(_stock, model, load)}
+        measured |= {name: partial(_packed, model, known[f"{name} eager"], load) for name in recipes}
+        for name, timed in measured.items():
+            ours = name != STOCK
+            yield {**shape, "way": name, "packed": ours, **attempt(timed, ours=ours)}
+            release(device)
+
+
+def _stock(model: PreTrainedModel, load: Point) -> dict[str, Any]:
+    text = model.config.get_text_config(decoder=True)
+    sizes = [head_sizes(model.config, i) for i in range(text.num_hidden_layers)]
+    block = sum(size.kv * (size.dim + size.v_dim) for size in sizes) * PAGE * model.dtype.itemsize
+    return _answered(model, load, PAGE, block, 0)
+
+
+def _packed(model: PreTrainedModel, way: Way, load: Point) -> dict[str, Any]:
+    with way.prepared(model):
+        found = layouts(model)
+        block, row = mean_page_bytes(found) * len(found), sum(map(row_bytes, found))
+        impl = " and ".join(sorted({layout.spec.impl for layout in found}))
+        return {"impl": impl, **_answered(model, load, found[0].spec.window.block, block, row)}
+
+
+def _answered(model: PreTrainedModel, load: Point, page: int, block_bytes: int, row: int) -> dict[str, Any]:
+    """Figures of one run over blocks of `page` tokens, and a row of so many bytes for each request."""
+    from transformers import ContinuousBatchingConfig
+
+    room = load.kv_mib * 2**20
+    slots = min(load.requests, room // (ROWS * row)) if row else load.requests
+    blocks = (room - slots * row) // block_bytes - 2  # two are transformers' own
+    pool = {"page_size": page, "num_blocks": blocks, "max_requests_per_batch": slots, "allow_block_sharing": False}
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=load.longest // 8)
+    asked = _asked(load, model.config.get_text_config(decoder=True).vocab_size)
+    with model.continuous_batching_context_manager(
+        generation, continuous_batching_config=ContinuousBatchingConfig(**pool)
+    ) as manager:
+        began, held, left = time.perf_counter(), 0, len(asked)
+        for ids, new in asked:
+            manager.add_request(ids, max_new_tokens=new)
+        while left:
+            done = manager.get_result(timeout=0.05)
+            if done is not None and done.error is not None:
+                raise RuntimeError(done.error)
+            left -= done is not None
+            held = max(held, len(manager.batch_processor.scheduler.active_requests))
+        seconds = time.perf_counter() - began
+    tokens = sum(new for _, new in asked)
+    figures = {"page_tokens": page, "blocks": blocks, "kv_bytes": (blocks + 2) * block_bytes + slots * row}
+    return {**figures, "held": held, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
+
+
+def _asked(load: Point, vocabulary: int) -> list[tuple[list[int], int]]:
+    """Prompts, and how many tokens each answer has."""
+    rng = random.Random(0)
+
+    def length(most: int) -> int:
+        return max(1, round(most * 2 ** -rng.uniform(0, 4)))
+
+    prompts = [[rng.randrange(vocabulary) for _ in range(length(load.longest))] for _ in range(load.requests)]
+    return [(prompt, length(load.longest // 8)) for prompt in prompts]
