@@ -191,7 +191,10 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """Called by assisted generation before roll-backs; nothing to do, the ring keeps `crop_horizon` tokens."""
 
     def offload(self) -> None:
-        raise UnsupportedError("a packed cache does not offload yet; make it without offloading")
+        raise UnsupportedError(
+            "a packed cache does not offload yet: make it without offloading; between calls cache.save(path) keeps "
+            "it in a file, and QAttnCache.load brings it back"
+        )
 
     prefetch = offload
 

@@ -114,12 +114,17 @@ class WindowLayer(QAttnLayer):
     # Inside
 
     def _drop_front(self) -> int:
-        """Move the blocks that are still needed to the front; returns the slots then used, for which it waits."""
-        self.torn, torn = True, self.torn
-        count = left_behind(self.state, self.spec.window, self.spec.sliding_window)
-        drop_front(self.state, self.tensor_specs(), count)
-        self.torn, self._used = torn, self._slots_used()
-        return self._used
+        """Move the blocks that are still needed to the front; returns the slots then used, for which it waits. If that
+        fails, all are where they were."""
+        assert self.arena is not None
+        count, kept = left_behind(self.state, self.spec.window, self.spec.sliding_window), self.arena.clone()
+        try:
+            drop_front(self.state, self.tensor_specs(), count)
+            self._used = used = self._slots_used()
+        except BaseException:
+            self.arena.copy_(kept)
+            raise
+        return used
 
     def _attend_long(
         self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores

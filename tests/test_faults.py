@@ -8,12 +8,14 @@ import pytest
 import torch
 from failing import Failing
 from helpers import Case, case_id, random_ids, same_state, tiny_llama
+from transformers import MistralConfig, MistralForCausalLM
 
 from qattn_hf import QAttnCache, patch
+from qattn_hf.window_layer import WindowLayer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-IDS = random_ids(2, 300)
+IDS = random_ids(2, 950)
 CASES: list[Case] = [
     ("turbo", {}),
     ("kivi", {"bits": 2, "group_size": 32, "residual_length": 32}),
@@ -24,6 +26,7 @@ CASES: list[Case] = [
 # grows, a long call, one of so few tokens that each is written as a step
 CALLS = {"first": ([], 70), "step": ([70], 1), "closes": ([100, 27], 1), "grows": ([128], 1), "long": ([70, 1], 90),
          "short": ([70], 5)}  # fmt: skip
+WINDOWED = {"moves": ([380], 30), "moves by a step": ([380, 4], 1), "over a copy": ([380], 500)}
 
 
 def new(model: Any, start: int, tokens: int) -> torch.Tensor:
@@ -40,7 +43,7 @@ def fed(model: Any, cuts: list[int]) -> QAttnCache:
 
 def fails_everywhere(model: Any, call: str, error: type[BaseException], first: int, step: int) -> None:
     """The call fails at its allocation `first` and at each `step`th behind it, over one cache, until none is left."""
-    cuts, tokens = CALLS[call]
+    cuts, tokens = {**CALLS, **WINDOWED}[call]
     start, at, out = sum(cuts), first, None
     cache, twin = fed(model, cuts), fed(model, cuts)
     while out is None:
@@ -68,6 +71,20 @@ def fails_everywhere(model: Any, call: str, error: type[BaseException], first: i
 def test_a_call_that_fails_has_never_been(case: Case, call: str, error: type[BaseException]):
     model = patch(tiny_llama(), case[0], impl="reference", **case[1])
     fails_everywhere(model, call, error, len(error.__name__), 131)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", ["first", "step", "long", *WINDOWED])
+def test_a_packed_window_is_put_back_too(call: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+    """Of a call so long that it runs over a copy, and where blocks move to the front."""
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    torch.manual_seed(0)
+    model: Any = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=48)).eval()
+    patch(model, "turbo", sliding="packed", crop_horizon=32, impl="reference")
+    moved, move = [], WindowLayer._drop_front
+    monkeypatch.setattr(WindowLayer, "_drop_front", lambda layer: moved.append(layer) or move(layer))
+    fails_everywhere(model, call, error, len(error.__name__), 131)
+    assert bool(moved) == (call in WINDOWED)
 
 
 @pytest.mark.slow

@@ -167,6 +167,17 @@ def test_another_patch_leaves_the_cache_its_method():
     assert "kivi" in str(report(model))
 
 
+def test_offloading_is_refused():
+    model = patch(tiny_llama(), "turbo")
+    cache = model(IDS[:, :70]).past_key_values
+    for call in (lambda: cache.offload(0), lambda: model.generate(IDS, cache_implementation="offloaded", **GREEDY)):
+        with pytest.raises(
+            UnsupportedError, match=r"does not offload yet.*cache\.save\(path\)|='offloaded' asks for anot"
+        ):
+            call()
+    assert int(cache.get_seq_length()) == 70
+
+
 COPIES: dict[str, Callable[[QAttnCache], QAttnCache]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
