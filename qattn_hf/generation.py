@@ -79,7 +79,8 @@ def prepare_cache(
         cache = model_kwargs["past_key_values"] = model._qattn.new_cache()
     else:
         check_cache(cache, len(model._qattn.specs))
-        cache.check_whole()
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
+        cache.check_whole(layers)
         cache._is_user_defined = True
         last.record(cache)
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
