@@ -22,7 +22,7 @@ setup: $(VENV)/.ready ## Create the environment in .venv (the other targets do i
 demo: $(VENV)/.ready ## Answer the same prompts in full precision and through a packed cache (ARGS="--method int8")
 	@$(VENV)/bin/qattn demo $(ARGS)
 
-test: $(VENV)/.ready ## Run the first tier of tests, about five minutes (ARGS="-k cache" for some)
+test: $(VENV)/.ready ## Run the first tier of tests, about six minutes (ARGS="-k cache" for some)
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.ready ## Run the other tests (exit code 5 of pytest: ARGS chose none of these)

@@ -1,4 +1,4 @@
-"""Tables of `qattn compare` and `qattn tune`, from `eval/results/compare-*.json` and `tune-*.json`."""
+"""Tables of `qattn compare` and `qattn tune`: `eval/results/compare-*.json`, `draft-acceptance.json`, `tune-*.json`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from recorded import load, markdown
 
+SIDES = ("model", "draft", "both")
 READING = ("model", "rows", "tokens", "scored_from", "at_tokens")  # rows with these alike stand in one table
 
 
@@ -39,3 +40,13 @@ def tune_table(results: Path) -> str:
             rows.append([row["model"], row["method"], row["on"], predicted, f"{row['kl']:.6f}{error}", *bits])
     header = ["model", "recipe", "on", "predicted KL", "KL", "bits, closed", "bits, all"]
     return markdown(header, rows) if rows else "Not measured yet."
+
+
+def drafts_table(results: Path) -> str:
+    """Share of a draft's tokens that a model accepts, and tokens of each of its calls, by which of them is packed."""
+    rows = [row for result in load(results, "draft-acceptance") for row in result["rows"]]
+    lines = []
+    for row in rows:
+        shown = (f"{row['accepted'][s]:.3f}, {row['per_call'][s]:.2f}" if s in row["accepted"] else "" for s in SIDES)
+        lines.append([f"`{row['method']}`" if "draft" in row["accepted"] else row["method"], *shown])
+    return markdown(["cache", *(f"{side} packed" for side in SIDES)], lines) if lines else "Not measured yet."

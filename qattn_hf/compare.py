@@ -10,6 +10,7 @@
 Each name is documented where it is defined: `help(compare.compare)`.
 """
 
+from qattn_hf.fidelity.acceptance import compare_drafts, print_drafts
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.picture import draw
 from qattn_hf.fidelity.rollout import Choice, compare_rollouts, print_rollouts
@@ -23,12 +24,14 @@ __all__ = [
     "Reading",
     "Size",
     "compare",
+    "compare_drafts",
     "compare_rollouts",
     "draw",
     "find_recipe",
     "find_recipes",
     "made_text",
     "parted",
+    "print_drafts",
     "print_rollouts",
     "print_table",
     "read_as",

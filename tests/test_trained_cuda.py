@@ -43,9 +43,9 @@ class Compared:
     errors: list[tuple[int, float, float]] = field(default_factory=list)
     states: set[str] = field(default_factory=set)
 
-    def __call__(self, query, key, value, span, state, spec, scores, past):
+    def __call__(self, query, key, value, span, state, spec, scores, past, table):
         copy, other = ({name: tensor.clone() for name, tensor in state.items()} for _ in range(2))
-        out, lse = self.kernels(query, key, value, span, state, spec, scores, past)
+        out, lse = self.kernels(query, key, value, span, state, spec, scores, past, table)
         want, _ = reference_step(query, key, value, span, copy, spec, scores)
         decode = spec.compute.decode if spec.compute.decode_levels < 127 else "model"
         floats = replace(spec, compute=replace(spec.compute, pv="model", decode=decode))

@@ -26,6 +26,9 @@ RolloutOption = Annotated[
 TemperatureOption = Annotated[
     float, typer.Option("--temperature", min=0.0, help="Of --rollout: 0 is greedy, else sampled by a fixed seed.")
 ]
+DraftOption = Annotated[
+    str | None, typer.Option("--draft", help="Folder or hub name of a draft model: how much of it is accepted.")
+]
 AtTokensOption = Annotated[int, typer.Option("--at-tokens", min=1, help="Context for which bits are counted.")]
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
@@ -43,6 +46,7 @@ def compare(
     batch: BatchOption = 4,
     rollout: RolloutOption = 0,
     temperature: TemperatureOption = 0.0,
+    draft: DraftOption = None,
     at_tokens: AtTokensOption = 4096,
     dtype: DtypeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON row a method in place of the table.")] = False,
@@ -52,19 +56,15 @@ def compare(
 ) -> None:
     """Compare methods with full precision on a text, without labels, everything read through the packed cache.
 
-    With --rollout each cache writes on after the rows, and full precision judges what it wrote.
+    With --rollout each cache writes on after the rows, and full precision judges what it wrote; with --draft beside
+    it, a draft model guesses what is written.
 
     Example: qattn compare --method turbo --method kivi:bits=2 --text book.txt --picture fidelity.png
     """
     from qattn_hf import compare as fidelity
     from qattn_hf.recipe import find_recipes
 
-    if rollout and picture is not None:
-        raise typer.BadParameter("--picture draws what was read, not --rollout: leave one of them out")
-    if picture is not None:
-        from qattn_hf.bench.picture import need_matplotlib
-
-        need_matplotlib("--picture")  # before the work, not after it
+    check_options(rollout, temperature, draft, picture)
     recipes = find_recipes(method or DEFAULT)
     name, lm, tokenizer = load(model, device)
     recipes = {spelling: for_family(recipe, lm) for spelling, recipe in recipes.items()}
@@ -73,7 +73,10 @@ def compare(
     content = fidelity.made_text(8 * rows * tokens) if text is None else text.read_text(encoding="utf-8")
     ids = fidelity.rows_of(tokenizer, content, rows, tokens)
     with status_line() as progress:
-        if rollout:
+        if draft is not None:
+            drafts = load(draft, device).model.to(lm.dtype)
+            compared = fidelity.compare_drafts(lm, drafts, recipes, ids, rollout, batch=batch, progress=progress)
+        elif rollout:
             choice = fidelity.Choice(temperature)
             compared = fidelity.compare_rollouts(
                 lm, recipes, ids, rollout, choice, batch=batch, dtype=own_dtype, progress=progress
@@ -86,11 +89,24 @@ def compare(
         for row in compared:
             print(json.dumps(row))
     else:
-        (fidelity.print_rollouts if rollout else fidelity.print_table)(compared)
+        show = fidelity.print_rollouts if rollout else fidelity.print_table
+        (show if draft is None else fidelity.print_drafts)(compared)
     if output is not None:
         write_rows(compared, output)
     if picture is not None:
         fidelity.draw(compared, picture, f"{short_name(name)}: {rows} rows of {tokens} tokens")
+
+
+def check_options(rollout: int, temperature: float, draft: str | None, picture: Path | None) -> None:
+    """Refuse options that do not go together, before a model is loaded; so a picture without matplotlib."""
+    if draft is not None and (not rollout or temperature):
+        raise typer.BadParameter("--draft guesses what --rollout N writes, greedily: give N, and no --temperature")
+    if rollout and picture is not None:
+        raise typer.BadParameter("--picture draws what was read, not --rollout: leave one of them out")
+    if picture is not None:
+        from qattn_hf.bench.picture import need_matplotlib
+
+        need_matplotlib("--picture")
 
 
 def measured_in(model: Any, dtype: str) -> Any:

@@ -122,7 +122,7 @@ def compare_rollouts(
         QAttnError: a recipe packed nothing, prompt and continuation are longer than the model's context, `tokens` is
             too small, or the model is patched.
     """
-    _check(model, prompts.shape[1], tokens)
+    check_rollout(model, prompts.shape[1], tokens)
     recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
     figures: dict[str, list[Tokens]] = {name: [] for name in recipes}
     own: list[torch.Tensor] = []
@@ -185,7 +185,12 @@ def through(
     return written
 
 
-def _check(model: PreTrainedModel, prompt: int, tokens: int) -> None:
+def check_rollout(model: PreTrainedModel, prompt: int, tokens: int) -> None:
+    """Refuse a patched model, and texts that are too short or too long for it.
+
+    Raises:
+        QAttnError: naming which.
+    """
     if hasattr(model, "_qattn"):
         raise QAttnError("the model is patched, and full precision is what caches are compared with: unpatch(model)")
     if tokens < PARTS:
