@@ -277,8 +277,9 @@ def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
         begin = block_at(program.pages, program.b, 0, program.capacity, C)
         s, _ = _packed_scores(K, program, blocks, first, 0, begin, SCORES, K_BITS, C)
         known, own = known_mass(s, threshold, C), (blocks.begin == 0).to(tl.float32)
+    page = block_at(program.pages, program.b, blocks.begin, program.capacity, C)
     for block in tl.range(blocks.begin, blocks.end, num_stages=STAGES):
-        at = block_at(program.pages, program.b, block, program.capacity, C)
+        at = page if C.PAGED else block
         s, count = _packed_scores(K, program, blocks, first, block, at, SCORES, K_BITS, C)
         w, alpha, beta, m = weigh(s, sums.m, threshold, C)
         l, acc = sums.l, sums.acc
@@ -296,6 +297,8 @@ def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
         else:
             acc, total = VALUES(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
         sums = Sums(m, l * alpha + total * beta, acc)
+        if C.PAGED:  # a block ahead: a load whose address was loaded in the same turn is not pipelined as far
+            page = block_at(program.pages, program.b, block + 1, program.capacity, C)
     return sums, skips
 
 
