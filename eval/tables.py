@@ -36,6 +36,7 @@ from speed_tables import (
     windows_table,
 )
 from task_tables import scores_table, tasks_table
+from transformers_tables import own_tests_table
 from type_tables import types_table
 
 from qattn_hf.methods import list_methods
@@ -94,6 +95,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "families": families_table,
     "types": types_table,
     "known-types": known_table,
+    "own-tests": own_tests_table,
     "report": report_example,
     "kernels": kernels_table,
     "quality": quality_table,

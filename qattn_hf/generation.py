@@ -53,18 +53,11 @@ def prepare_cache(
     """Override of `_prepare_cache_for_generation`: a packed cache of the capacity that `generate` will need.
 
     Raises:
-        UnsupportedError: another kind of cache is asked for, or none; a prompt mask that is not left padding; more
-            tokens than a sliding window shows.
+        UnsupportedError: another kind of cache is asked for; the checkpoint says that there is none; a prompt mask that
+            is not left padding; more tokens than a sliding window shows.
     """
-    implementation, default = generation_config.cache_implementation, model.generation_config.cache_implementation
-    if implementation is not None and implementation != default:
-        raise UnsupportedError(
-            f"cache_implementation={implementation!r} asks for another cache than the patched model's: leave it out, "
-            "or unpatch(model)"
-        )
+    _check_asked(model, generation_config)
     generation_config.cache_implementation = None  # of this call: what the checkpoint has is for stock caches
-    if generation_config.use_cache is False:
-        raise UnsupportedError("a patched model generates through its cache: use_cache=True, or unpatch(model)")
     drafted = _drafted(generation_config, generation_mode)
     if drafted:
         _check_rolls_back(model._qattn)
@@ -73,6 +66,8 @@ def prepare_cache(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 2:
         check_prompt_mask(mask, generation_config)
+    if generation_config.use_cache is False:
+        return  # each call makes a cache of its own and drops it
     cache, last = model_kwargs.get("past_key_values"), model._qattn.last
     last.skip_next(False)
     if cache is None:
@@ -94,6 +89,22 @@ def prepare_cache(
         cache.raise_horizon(drafted)
     if not generation_config.is_assistant:  # an assistant's cache serves many short calls: it grows instead
         model._qattn.pool.allocate(cache.plan, max_cache_length + drafted)
+
+
+def _check_asked(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
+    """Refuse another kind of cache, and a checkpoint that says there is none: its user would wait without a reason."""
+    implementation, default = generation_config.cache_implementation, model.generation_config.cache_implementation
+    if implementation is not None and implementation != default:
+        raise UnsupportedError(
+            f"cache_implementation={implementation!r} asks for another cache than the patched model's: leave it out, "
+            "or unpatch(model)"
+        )
+    if generation_config.use_cache is False and model.generation_config.use_cache is False:
+        raise UnsupportedError(
+            "this checkpoint's generation_config has use_cache=False, as is usual after training: pass use_cache=True "
+            "to generate through the packed cache, or set model.generation_config.use_cache = None to call "
+            "generate(use_cache=False)"
+        )
 
 
 def prepare_stock_cache(

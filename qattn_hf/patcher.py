@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from qattn_hf.supported_models import check_full, check_model, check_parts, chec
 from qattn_hf.tensor_parallel import shard_of
 from qattn_hf.window import narrowest
 
+log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
 Selected = list[tuple[PretrainedConfig, str | None]]
 
@@ -83,6 +85,9 @@ def patch(
     hooks.install(model, patched)
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
+    named = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
+    if chosen.settings.packs() and named is not None:
+        log.warning("cache_implementation=%r in the model's generation_config is not used: the packed cache is", named)
     if not patched.packed:
         warnings.warn(f"nothing is packed: every layer is the model's own, with {own[0]}", stacklevel=2)
     return model

@@ -61,7 +61,13 @@ def random_qkv(rows: int, tokens: int, seed: int = 0, dim: int = 32) -> tuple[to
 
 
 def feed(
-    layer: QAttnLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: list[int], first: int = 0
+    layer: QAttnLayer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cuts: list[int],
+    first: int = 0,
+    scores: Scores | None = None,
 ) -> torch.Tensor:
     """Send tokens through a layer in calls that end at `cuts`; the first `first` columns of row 0 are padding."""
     out, start = [], 0
@@ -70,7 +76,7 @@ def feed(
         padding = min(max(first - start, 0), end - start)
         span[0, 0], span[0, 1] = padding, end - start - padding
         handle, _ = layer.update(k[:, :, start:end], v[:, :, start:end])
-        out.append(layer.attend(q[:, :, start:end], handle, span, Scores(q.shape[-1] ** -0.5))[0])
+        out.append(layer.attend(q[:, :, start:end], handle, span, scores or Scores(q.shape[-1] ** -0.5))[0])
         start = end
     return torch.cat(out, 2)
 

@@ -59,6 +59,17 @@ def test_generate_of_a_checkpoint_whose_config_says_use_cache_false():
     assert torch.equal(model.generate(IDS, use_cache=True, **GREEDY), want)
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}, {"do_sample": True}], ids=str)
+def test_generate_without_a_cache_computes_each_step_anew(settings):
+    model, answers = patch(tiny_llama(), "none"), []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        out = model.generate(IDS, **{**GREEDY, **settings}, use_cache=use_cache, return_dict_in_generate=True)
+        answers.append(out.sequences)
+        assert (out.past_key_values is not None) == use_cache
+    assert torch.equal(*answers)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"use_cache": False}], ids=str)
 def test_trainer_evaluates_a_patched_model(sizes, tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in IDS]
@@ -74,11 +85,14 @@ def test_trainer_evaluates_a_patched_model(sizes, tmp_path):
 
 
 @pytest.mark.parametrize("named", ["static", "offloaded", "quantized"])
-def test_checkpoint_that_names_a_cache_of_its_own(named):
+def test_checkpoint_that_names_a_cache_of_its_own(named, caplog):
     """Only who asks for another cache in a call is refused; the checkpoint's stays as it was."""
     model = tiny_llama()
     want = patch(model, "turbo").generate(IDS, **GREEDY)
+    assert not caplog.messages
     model.generation_config.cache_implementation = named
+    patch(model, "turbo")
+    assert f"cache_implementation='{named}'" in caplog.text and "is not used" in caplog.text
     got = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
     assert torch.equal(got.sequences, want) and isinstance(got.past_key_values, QAttnCache)
     cache = model(IDS[:, :-1]).past_key_values

@@ -1,7 +1,12 @@
-"""Calls that fail: the cache is as it was before, and the next call gives what it gives without the failure."""
+"""Calls that fail: the cache is as it was before, and the next call gives what it gives without the failure.
+
+`QATTN_FAULTS=every` fails at each allocation and at each of the first launches, which takes half an hour; without it,
+at some of them.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ from qattn_hf.window_layer import WindowLayer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
+EVERY = os.environ.get("QATTN_FAULTS") == "every"
 IDS = random_ids(2, 950)
 CASES: list[Case] = [
     ("turbo", {}),
@@ -56,7 +62,7 @@ def fails_everywhere(model: Any, call: str, error: type[BaseException], first: i
             assert [int(layer.get_seq_length()) for layer in cache.layers] == [start] * 2
             assert all(not start or layer.state["length"].tolist() == [start] * 2 for layer in cache.layers)
             at += step
-    assert at > first + 5 * step
+    assert at > first + 2 * step
     assert torch.equal(out.logits, model(new(model, start, tokens), past_key_values=twin).logits)
     for end in (1, 40):
         more = new(model, start + tokens, end)
@@ -90,6 +96,6 @@ def test_a_packed_window_is_put_back_too(call: str, error: type[BaseException], 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_at_every_allocation(case: Case, call: str):
+def test_at_many_allocations(case: Case, call: str):
     model = patch(tiny_llama(), case[0], impl="reference", **case[1])
-    fails_everywhere(model, call, torch.OutOfMemoryError, 1, 1)
+    fails_everywhere(model, call, torch.OutOfMemoryError, 1, 1 if EVERY else 17)

@@ -18,10 +18,12 @@ from helpers import Case, case_id, feed, tiny_llama
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from transformers import PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
-from qattn_hf import QAttnCache, list_methods, patch
+from qattn_hf import QAttnCache, UnsupportedError, list_methods, patch
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.model_layer import ModelLayer
+from qattn_kernels.layer.scores import Scores
 
 EXAMPLES = os.environ.get("QATTN_HISTORIES")
 MOST_ROWS, MOST_TOKENS, VOCABULARY = 4, 400, 50
@@ -32,11 +34,16 @@ KINDS: list[Case] = [("turbo", {}), ("kivi", {"bits": 2}), ("sinkq", {}), ("int8
 LIKE_THEM: list[Case] = [("turbo", {"bits": "mixed"}), *((x, {}) for x in list_methods() if (x, {}) not in KINDS)]
 
 
-def read(cache: QAttnCache, ids: torch.Tensor) -> torch.Tensor:
-    """Feed tokens `[B, T]` to every layer of a cache in one call; the last layer's output."""
+def read(cache: QAttnCache, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Feed tokens `[B, T]` to every layer of a cache in one call: outputs, or keys and values of the model's layers."""
     q, k, v = TABLE[:, ids].transpose(2, 3)
+    out: list[torch.Tensor] = []
     for layer in cache.layers:
-        out = feed(layer, q, k, v, [ids.shape[1]])
+        if isinstance(layer, ModelLayer):
+            out += layer.update(k, v)
+        else:
+            scores = Scores(DIM**-0.5, window=getattr(layer.spec, "sliding_window", 0))
+            out.append(feed(layer, q, k, v, [ids.shape[1]], scores=scores))
     return out
 
 
@@ -69,7 +76,7 @@ class Conversation(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def crop(self, share: float) -> None:
-        kept = max(1, self.longest - self.cache.layers[0].spec.window.horizon)
+        kept = max(1, self.longest - self.cache.packed[0].spec.window.horizon)
         drop = int(share * max(0, self.rows.shape[1] - kept))
         self.cache.crop(-drop)
         self.rows = self.rows[:, : self.rows.shape[1] - drop]
@@ -125,8 +132,21 @@ class Conversation(RuleBasedStateMachine):
             assert [int(layer.get_seq_length()) for layer in cache.layers] == [rows.shape[1]] * len(cache.layers)
             cache.check_whole()
             step = torch.arange(len(rows)).view(-1, 1)
-            assert torch.equal(read(cache, step), read(fresh, step))
-            assert all(stored(a) == stored(b) for a, b in zip(cache.layers, fresh.layers, strict=True))
+            assert all(map(torch.equal, read(cache, step), read(fresh, step)))
+            pairs = zip(cache.layers, fresh.layers, strict=True)
+            assert all(stored(a) == stored(b) for a, b in pairs if type(a) is QAttnLayer)
+
+
+class MixedConversation(Conversation):
+    """A cache with sliding windows, which may refuse to be cropped: then nothing was changed."""
+
+    @rule(share=st.floats(0, 1))
+    def crop(self, share: float) -> None:
+        before = self.rows
+        try:
+            super().crop(share)
+        except UnsupportedError:
+            assert self.rows is before
 
 
 def stored(layer: QAttnLayer) -> dict[str, list]:
@@ -142,17 +162,30 @@ def stored(layer: QAttnLayer) -> dict[str, list]:
     return {name: tensor.tolist() for name, tensor in (numbers | codes).items()}
 
 
-@pytest.mark.product("turbo")
-@pytest.mark.parametrize("case", [*KINDS, *LIKE_THEM], ids=case_id)
-def test_a_cache_is_what_its_rows_are(case, tmp_path):
-    class Played(Conversation):
-        model = patch(tiny_llama(), case[0], **case[1])
-        folder = tmp_path
+def play(kind: type[Conversation], patched: PreTrainedModel, kept: Path, examples: int) -> None:
+    class Played(kind):
+        model, folder = patched, kept
 
     quick = settings(
-        max_examples=int(EXAMPLES or (100 if case in KINDS else 20)),
-        stateful_step_count=10, deadline=None, derandomize=True, database=None,
+        max_examples=int(EXAMPLES or examples), stateful_step_count=10, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     with torch.no_grad():
         run_state_machine_as_test(Played, settings=quick)
+
+
+@pytest.mark.product("turbo")
+@pytest.mark.parametrize("case", [*KINDS, *LIKE_THEM], ids=case_id)
+def test_a_cache_is_what_its_rows_are(case, tmp_path):
+    play(Conversation, patch(tiny_llama(), case[0], **case[1]), tmp_path, 100 if case in KINDS else 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sliding", ["packed", "model"])
+@pytest.mark.parametrize("case", [("turbo", {}), ("kivi", {"bits": 2})], ids=case_id)
+def test_windows_beside_full_attention(case, sliding, tmp_path):
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    kinds = ["full_attention", "sliding_attention"] * 2
+    config = Gemma2Config(**sizes, head_dim=DIM, num_hidden_layers=4, layer_types=kinds, sliding_window=20)
+    model = patch(Gemma2ForCausalLM(config).eval(), case[0], sliding=sliding, **case[1])
+    play(MixedConversation, model, tmp_path, 30)

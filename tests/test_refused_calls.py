@@ -56,7 +56,6 @@ GENERATE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"past_key_values": DynamicCache()}, OWN),
     ({"cache_implementation": "static"}, ("cache_implementation='static'", "leave it out", "unpatch(model)")),
     ({"output_attentions": True, "return_dict_in_generate": True}, ATTENTIONS),
-    ({"use_cache": False}, NO_CACHE),
     ({"attention_mask": ones(TOKENS, 9)}, ("row 0", "zeros between real tokens", "on the left")),
     ({"attention_mask": ones(TOKENS, TOKENS - 1)}, ("on the left",)),
     ({"attention_mask": ones(TOKENS, *range(TOKENS))}, ("row 0", "no real token", "leave that row out")),
