@@ -38,7 +38,6 @@ RESTART = torch.cat([torch.arange(40), torch.arange(TOKENS - 40)])[None]
 CAUSAL = torch.ones(1, 1, TOKENS, TOKENS).tril()
 OWN = ("DynamicCache", "QAttnCache.for_model(model)")
 ATTENTIONS = ("output_attentions", "unpatch(model)")
-NO_CACHE = ("use_cache=True", "unpatch(model)")
 FORWARD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"past_key_values": DynamicCache()}, OWN),
     ({"past_key_values": ()}, ("tuple", OWN[1])),
