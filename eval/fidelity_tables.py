@@ -1,4 +1,4 @@
-"""Tables of `qattn compare` and `qattn tune`: `eval/results/compare-*.json`, `draft-acceptance.json`, `tune-*.json`."""
+"""Tables of `qattn compare` and `qattn tune`: compare-, draft-acceptance, rollout- and tune- of `eval/results/`."""
 
 from __future__ import annotations
 
@@ -50,3 +50,15 @@ def drafts_table(results: Path) -> str:
         shown = (f"{row['accepted'][s]:.3f}, {row['per_call'][s]:.2f}" if s in row["accepted"] else "" for s in SIDES)
         lines.append([f"`{row['method']}`" if "draft" in row["accepted"] else row["method"], *shown])
     return markdown(["cache", *(f"{side} packed" for side in SIDES)], lines) if lines else "Not measured yet."
+
+
+def rollouts_table(results: Path) -> str:
+    """What models wrote through each cache, judged by full precision."""
+    lines = []
+    for row in (row for result in load(results, "rollout-") for row in result["rows"]):
+        parts = ", ".join(f"{kl:.4f}" for kl in row["kl_parts"])
+        figures = [f"{row['kl']:.4f} ({row['kl_se']:.4f})", parts, f"{row['same_top1']:.3f}"]
+        figures += [f"{row['first_divergence']:.0f}", f"{row['ppl']:.2f}", f"{row['effective_bits']:.2f}"]
+        lines.append([row["model"], f"`{row['method']}`", *figures])
+    header = ["model", "method", "KL (SE)", "KL of each quarter", "same first choice", "first divergence", "perplexity"]
+    return markdown([*header, "bits, closed"], lines) if lines else "Not measured yet."

@@ -7,6 +7,7 @@ import torch
 from helpers import random_ids
 from test_model_layers import MODELS, tiny
 
+from qattn_hf import patch, report
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.inspection import inspect
@@ -48,10 +49,18 @@ def test_compare_and_inspect_name_the_packed_layers(family: str, capsys):
     assert [found.layer for found in inspect(model, recipe, ids[:1])] == packed
 
 
-def test_tune_needs_full_attention_in_all_layers():
-    reading, recipes = read_as(random_ids(1, TOKENS)), find_recipes(["turbo"])
-    with pytest.raises(UnsupportedError, match="sliding_attention in layers"):
-        tune(tiny("gemma2"), recipes, reading, reading, Budget(bits=5.0))
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("gemma4_text", marks=pytest.mark.slow), "falcon_h1"])
+def test_tune_chooses_for_packed_layers(family: str):
+    """Heads and settings go to these; `patch` takes the recipe, and the others stay the model's own."""
+    model, ids = tiny(family), random_ids(4, TOKENS)
+    packed = [i for i, packed in enumerate(MODELS[family][1]) if packed]
+    candidates = find_recipes(["turbo:bits=mixed", "int8"])
+    found = tune(model, candidates, read_as(ids[:2]), read_as(ids[2:]), Budget(bits=12.0, at_tokens=512))
+    assert [option.layer for option in found.chosen] == packed
+    assert {row["layer"] for row in found.trials} == set(packed)
+    assert found.measured["effective_bits_total"] <= 12.0
+    rows = report(patch(model, recipe=found.recipe)(ids).past_key_values).to_dict()["layers"]
+    assert [row["method"] != "model" for row in rows] == [i in packed for i in range(len(rows))]
 
 
 def test_packed_windows_are_refused():

@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_llama
+from helpers import random_ids, tiny_llama
 from refusals import refused
 from small_configs import small_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qattn_hf import QAttnCache, RecipeError, UnsupportedError, patch, report, unpatch
 from qattn_hf.check import check
+from qattn_hf.fidelity.compare import compare
+from qattn_hf.fidelity.inspection import inspect
+from qattn_hf.fidelity.texts import read_as
+from qattn_hf.fidelity.tune import Budget, tune
 from qattn_hf.latent import absorb, expand, latent_modules
 from qattn_hf.patcher import attending
+from qattn_hf.recipe import find_recipes
 from qattn_kernels.layer.scores import Scores
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -201,3 +206,14 @@ def test_attention_over_stock_caches_is_refused():
 
     model = tiny()
     refused(lambda: observe(model), UnsupportedError, "latent attention (MLA)", "stock cache")
+
+
+def test_what_watches_keys_and_values_is_refused():
+    reading, recipes = read_as(random_ids(1, 150)), find_recipes(["int8"])
+    for call in (
+        lambda: compare(tiny(), recipes, reading),
+        lambda: inspect(tiny(), recipes["int8"], reading.ids),
+        lambda: tune(tiny(), recipes, reading, reading, Budget(bits=12.0)),
+    ):
+        with pytest.raises(UnsupportedError, match="latent attention"):
+            call()

@@ -145,12 +145,18 @@ def test_a_budget_is_one_number_above_zero(budget: dict[str, float]):
         Budget(**budget)
 
 
+def options_of(names: list[str]) -> list[Option]:
+    """The first candidate for two layers, the second for the third."""
+    return [Option(layer, names[i], (), (), 1, 0.0) for layer, i in enumerate((0, 0, 1))]
+
+
 def test_the_recipe_gives_each_layer_its_option(tmp_path):
     """Lists of heads for the common candidate, entries for the others, and settings that they must not inherit."""
     names = ["turbo:bits=mixed", "turbo:bits=mixed,sink_num=3", "turbo:bits=2,smooth_k=true", "kivi:bits=4"]
     candidates = find_recipes(names)
     chosen = [(1, (0,), (0, 1)), (1, (), ()), (0, (1,), ()), (2, (), ()), (3, (), ()), (1, (0, 1), (0,))]
-    recipe = recipe_of([Option(names[i], k, v, 1, 0.0) for i, k, v in chosen], candidates)
+    options = [Option(layer, names[i], k, v, 1, 0.0) for layer, (i, k, v) in enumerate(chosen)]
+    recipe = recipe_of(options, candidates, len(chosen))
     path = tmp_path / "tuned.yaml"
     path.write_text(recipe.as_yaml(), encoding="utf-8")
     specs = load_recipe(path).layer_specs(tiny_llama(num_hidden_layers=6).config)
@@ -167,7 +173,7 @@ def test_the_recipe_gives_each_layer_its_option(tmp_path):
 
 def test_entries_say_again_what_their_bits_would_cover(tmp_path):
     names = ["turbo:bits=2,k_bits=4", "turbo:bits=mixed,n_h=1,k_bits=4"]
-    recipe = recipe_of([Option(names[i], (), (), 1, 0.0) for i in (0, 0, 1)], find_recipes(names))
+    recipe = recipe_of(options_of(names), find_recipes(names), 3)
     path = tmp_path / "tuned.yaml"
     path.write_text(recipe.as_yaml(), encoding="utf-8")
     specs = load_recipe(path).layer_specs(tiny_llama(num_hidden_layers=3).config)
@@ -177,7 +183,7 @@ def test_entries_say_again_what_their_bits_would_cover(tmp_path):
 @pytest.mark.parametrize("base", ["sage2:granularity=token", "sage2:bits=4,smooth_q=none", "sage2:bits=4"])
 def test_entries_leave_out_what_their_version_covers(base: str):
     names = [base, "sage2:version=1"]
-    recipe = recipe_of([Option(names[i], (), (), 1, 0.0) for i in (0, 0, 1)], find_recipes(names))
+    recipe = recipe_of(options_of(names), find_recipes(names), 3)
     config = tiny_llama(num_hidden_layers=3).config
     alone = [found.layer_specs(config) for found in find_recipes(names).values()]
     assert recipe.layer_specs(config) == [alone[0][0], alone[0][1], alone[1][2]]

@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from qattn_hf import model_attention
+from qattn_hf import latent, model_attention
 from qattn_hf.attention import refuse_arguments, scores_of
 from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import UnsupportedError
@@ -75,8 +75,9 @@ def packed_layers(model: PreTrainedModel) -> list[int]:
     """Indices of the layers that `patch` packs, in order; the others are the model's own.
 
     Raises:
-        UnsupportedError: there are none.
+        UnsupportedError: there are none, or they have latent attention.
     """
+    latent.check_stock(model)
     packed = [i for i, own in enumerate(model_layers(model.config)) if own is None]
     if not packed:
         raise UnsupportedError(f"{model.config.model_type}: every layer is the model's own, so nothing can be measured")

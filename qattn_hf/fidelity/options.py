@@ -19,12 +19,14 @@ class Option:
     """One way to pack one layer.
 
     Attributes:
+        layer: its index in the model.
         candidate: name of the recipe.
         k_low, v_low: 2-bit heads of K and of V, if the candidate chooses heads.
         n_bytes: bytes of the layer's tensors.
         kl: expected KL to full precision, in nats a token.
     """
 
+    layer: int
     candidate: str
     k_low: Heads
     v_low: Heads
@@ -49,10 +51,10 @@ def settings_with(recipe: Recipe, lows: list[tuple[Heads, Heads]]) -> Method:
 
 @dataclass(frozen=True)
 class Shape:
-    """Number of layers and KV heads of a model."""
+    """Number of layers of a model, and KV heads of each packed one by its index."""
 
     layers: int
-    heads: int
+    heads: dict[int, int]
 
     def spec(self, recipe: Recipe, layer: int, k_low: Heads = (), v_low: Heads = ()) -> LayerSpec:
         """Spec of one layer by a candidate, with these 2-bit heads if it chooses heads; `impl` is `reference`."""
@@ -61,7 +63,7 @@ class Shape:
             lows: list[tuple[Heads, Heads]] = [((), ())] * self.layers
             lows[layer] = (k_low, v_low)
             settings = settings_with(recipe, lows)
-        return settings.layer_spec(layer, self.layers, self.heads)
+        return settings.layer_spec(layer, self.layers, self.heads[layer])
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Find a recipe for one model within a budget of bits or of KL: what `qattn tune` does.
 
+Layers that are the model's own stay as they are; layers, bytes and bits below are those of the packed ones.
+
 1. Screening. All candidates shadow a model in full precision (`compare.ShadowCaches`). In each layer, a candidate is
    dropped if another one needs no more bytes and has no larger error of the attention output; one that chooses heads
    also if a smaller one that does is nearly as good.
@@ -17,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +29,7 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.budget import Plan, plans, within_bytes, within_kl
 from qattn_hf.fidelity.compare import Progress, Row, ShadowCaches, compare, full_logits
 from qattn_hf.fidelity.metrics import pareto
-from qattn_hf.fidelity.observe import observed
+from qattn_hf.fidelity.observe import observed, packed_layers
 from qattn_hf.fidelity.options import HeadLosses, Option, Shape, by_head
 from qattn_hf.fidelity.sensitivity import Trial, losses
 from qattn_hf.fidelity.sizes import layer_bytes, values_of
@@ -34,7 +37,6 @@ from qattn_hf.fidelity.texts import Reading
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.recipe import Recipe
 from qattn_hf.reporting import report
-from qattn_hf.supported_models import check_full
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
@@ -76,7 +78,7 @@ class Tuned:
         predicted: sum of the layers' KLs, in nats a token.
         measured: row of `compare` for the recipe, on the rows that it was tuned on.
         checked: rows of `compare` on other rows: the recipe's, then those of the references.
-        chosen: the option chosen for each layer.
+        chosen: the option chosen for each packed layer.
         trials: one row a trial: `layer`, `candidate`, `kl` with the rest of the model in full precision, and `side` and
             `head` of the one 2-bit head (empty: no head has 2 bits).
     """
@@ -110,25 +112,26 @@ class Tuner:
     ):
         if several := [name for name, recipe in candidates.items() if recipe.choices]:
             raise QAttnError(f"{several[0]} has settings by layers; a candidate is one for any layer: leave out layers")
-        check_full(model)
         self.model, self.candidates, self.reading, self.progress = model, candidates, reading, progress
         self.at_tokens, self.dtype = at_tokens, dtype
-        self.geometries: list[Geometry] = []
-        self.specs: dict[str, list[LayerSpec]] = {}
+        self.layers = packed_layers(model)
+        self.geometries: dict[int, Geometry] = {}
+        self.specs: dict[str, list[Any]] = {}
         self.trials: list[Row] = []
 
     def screen(self) -> list[list[str]]:
-        """Names of the candidates to try in each layer."""
+        """Names of the candidates to try in each packed layer."""
         self.progress("screening candidates")
         shadows = ShadowCaches(self.model, self.candidates, self.reading.first)
         with observed(self.model, shadows):
             full_logits(self.model, self.reading.ids, self.reading)
         caches = shadows.caches
         self._check_packed(caches)
-        self.geometries = [layer.geometry for layer in next(iter(caches.values())).layers]
+        any_cache = next(iter(caches.values()))
+        self.geometries = {i: any_cache.layers[i].geometry for i in self.layers}
         self.specs = {name: [layer.spec for layer in cache.layers] for name, cache in caches.items()}
-        self.shape = Shape(len(self.geometries), self.geometries[0].heads)
-        return [self._candidates_of(i, shadows) for i in range(self.shape.layers)]
+        self.shape = Shape(len(any_cache.layers), {i: geometry.heads for i, geometry in self.geometries.items()})
+        return [self._candidates_of(i, shadows) for i in self.layers]
 
     def _check_packed(self, caches: dict[str, QAttnCache]) -> None:
         """Refuse a candidate that leaves many tokens of a short row open: it would lose more in a long context."""
@@ -159,13 +162,13 @@ class Tuner:
         return layer_bytes(spec, self.geometries[layer], self.at_tokens, self.dtype)
 
     def options(self, candidates: list[list[str]]) -> list[list[Option]]:
-        """Try the candidates of each layer; returns the options of each layer, with bytes and expected KL."""
+        """Try the candidates of each packed layer; returns the options of each, with bytes and expected KL."""
         trials: list[Trial] = []
         keys: list[tuple[int, str, str, int]] = []  # layer, candidate, side, head; no side: no head at 2 bits
-        for layer, names in enumerate(candidates):
+        for layer, names in zip(self.layers, candidates, strict=True):
             for name in names:
                 recipe = self.candidates[name]
-                for side, head in [("", 0), *((s, h) for s in "kv" for h in range(self.shape.heads))]:
+                for side, head in [("", 0), *((s, h) for s in "kv" for h in range(self.shape.heads[layer]))]:
                     if side and not by_head(recipe):
                         break
                     lows = {f"{s}_low": (head,) if s == side else () for s in "kv"}
@@ -178,25 +181,26 @@ class Tuner:
             loss_of[key] = loss
             self.trials.append({**dict(zip(("layer", "candidate", "side", "head"), key, strict=True)), "kl": loss})
             self.progress(f"trials: {len(loss_of)} of {len(trials)}")
-        return [[o for name in names for o in self._options(i, name, loss_of)] for i, names in enumerate(candidates)]
+        by_layer = zip(self.layers, candidates, strict=True)
+        return [[o for name in names for o in self._options(i, name, loss_of)] for i, names in by_layer]
 
     def _options(self, layer: int, name: str, loss_of: dict[tuple[int, str, str, int], float]) -> list[Option]:
         recipe, none = self.candidates[name], loss_of[layer, name, "", 0]
         if not by_head(recipe):
-            return [Option(name, (), (), self.bytes_of(self.specs[name][layer], layer), none)]
-        k, v = ([loss_of[layer, name, side, head] for head in range(self.shape.heads)] for side in "kv")
+            return [Option(layer, name, (), (), self.bytes_of(self.specs[name][layer], layer), none)]
+        k, v = ([loss_of[layer, name, side, head] for head in range(self.shape.heads[layer])] for side in "kv")
         sizes: dict[tuple[int, int], int] = {}  # which heads have 2 bits does not matter to bytes
         options = []
         for k_low, v_low, kl in HeadLosses(none, k, v).combinations():
             counts = len(k_low), len(v_low)
             if counts not in sizes:
                 sizes[counts] = self.bytes_of(self.shape.spec(recipe, layer, k_low, v_low), layer)
-            options.append(Option(name, k_low, v_low, sizes[counts], kl))
+            options.append(Option(layer, name, k_low, v_low, sizes[counts], kl))
         return options
 
     def values(self) -> int:
-        """Number of cached values of one row of `at_tokens` tokens, over all layers."""
-        return sum(values_of(geometry, self.at_tokens) for geometry in self.geometries)
+        """Number of cached values of one row of `at_tokens` tokens, over all packed layers."""
+        return sum(values_of(geometry, self.at_tokens) for geometry in self.geometries.values())
 
 
 def tune(
@@ -225,7 +229,7 @@ def tune(
 
     Raises:
         QAttnError: no choice of candidates meets the budget; rows too short to judge a candidate by; a candidate with
-            `layers`; a model with other layers than full attention.
+            `layers`; a model none of whose layers are packed, or with packed sliding windows.
     """
     dtype = dtype or model.dtype
     tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, progress)
@@ -236,7 +240,7 @@ def tune(
         return [of_layer[i] for of_layer, i in zip(options, plan.picks, strict=True)]
 
     def measured(plan: Plan) -> tuple[Recipe, Row]:
-        recipe = recipe_of(chosen(plan), candidates)
+        recipe = recipe_of(chosen(plan), candidates, tuner.shape.layers)
         return recipe, compare(
             model, {"tuned": recipe}, reading, at_tokens=budget.at_tokens, dtype=dtype, progress=progress
         )[0]

@@ -1,4 +1,4 @@
-"""Convert options chosen for every layer to one recipe: the most frequent one, and the others under `layers`."""
+"""Convert options chosen for packed layers to one recipe: the most frequent one, and the others under `layers`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from qattn_hf.fidelity.options import Option, by_head, settings_with
+from qattn_hf.fidelity.options import Heads, Option, by_head, settings_with
 from qattn_hf.methods import Method
 from qattn_hf.recipe import Recipe, find_recipe
 
 
-def recipe_of(options: Sequence[Option], candidates: dict[str, Recipe]) -> Recipe:
-    """The recipe that gives each layer its option; it uses no defaults of the model's family, as it was measured."""
-    lows = [(option.k_low, option.v_low) for option in options]
+def recipe_of(options: Sequence[Option], candidates: dict[str, Recipe], count: int) -> Recipe:
+    """The recipe that gives packed layers their options; it uses no defaults of the model's family, as was measured.
+
+    Args:
+        options: one for each packed layer. candidates: recipes by name.
+        count: layers of the model. Those without an option are its own, and have empty lists of heads.
+    """
+    lows: list[tuple[Heads, Heads]] = [((), ())] * count
+    for option in options:
+        lows[option.layer] = (option.k_low, option.v_low)
     wanted = {
         name: settings_with(recipe, lows) if by_head(recipe) else recipe.settings
         for name, recipe in candidates.items()
@@ -26,9 +33,9 @@ def recipe_of(options: Sequence[Option], candidates: dict[str, Recipe]) -> Recip
     common = max(wanted, key=lambda name: (ranked[name], by_head(candidates[name])))
     base = wanted[common]
     layers: dict[str, list[int]] = {}
-    for i, option in enumerate(options):
+    for option in options:
         if option.candidate != common:
-            layers.setdefault(option.candidate, []).append(i)
+            layers.setdefault(option.candidate, []).append(option.layer)
     entries = {ranges(where): changes(base, wanted[name]) for name, where in layers.items()}
     explicit = base.model_dump(exclude_unset=True)
     recipe = find_recipe(base.name(), None, {**explicit, **({"layers": entries} if entries else {})})
