@@ -63,10 +63,26 @@ def test_tune_chooses_for_packed_layers(family: str):
     assert [row["method"] != "model" for row in rows] == [i in packed for i in range(len(rows))]
 
 
-def test_packed_windows_are_refused():
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_compare_measures_packed_windows(family: str):
+    """Layer by layer and end to end, past the window; their bytes are those of the ring, whatever the context."""
+    model, reading = tiny(family), read_as(random_ids(2, TOKENS), steps=3)
+    names = ["none:sliding=packed", "turbo:bits=2,sliding=packed", "turbo:bits=2"]
+    exact, coarse, own = compare(model, find_recipes(names), reading, at_tokens=1024)
+    packed = [i for i, packed in enumerate(MODELS[family][1]) if packed]
+    assert [layer["layer"] for layer in own["layers"]] == packed
+    for row in (exact, coarse):
+        assert [layer["layer"] for layer in row["layers"]] == list(range(len(MODELS[family][1])))
+    assert exact["kl"] < 1e-6 < coarse["kl"] and exact["attention"]["worst"]["relative_l1"] < 1e-5
+    longer = compare(model, find_recipes(names[1:]), reading, at_tokens=2048)
+    grown = [more["kv_bytes"] - row["kv_bytes"] for more, row in zip(longer, (coarse, own), strict=True)]
+    assert grown[0] == grown[1] > 0
+
+
+def test_tune_and_inspect_refuse_packed_windows():
     reading, recipes = read_as(random_ids(1, TOKENS)), find_recipes(["int8:sliding=packed"])
     with pytest.raises(UnsupportedError, match="leave out sliding='packed'"):
-        compare(tiny("gemma2"), recipes, reading)
+        tune(tiny("gemma2"), recipes, reading, reading, Budget(bits=12.0))
     with pytest.raises(UnsupportedError, match="leave out sliding='packed'"):
         inspect(tiny("gemma2"), recipes["int8:sliding=packed"], reading.ids)
 

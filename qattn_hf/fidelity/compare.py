@@ -23,9 +23,10 @@ from qattn_hf.chunks import feed
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.metrics import AttentionSums, Tokens, over_layers, pareto, text_figures, token_figures
-from qattn_hf.fidelity.observe import Call, check_observed, observed, packed_layers
+from qattn_hf.fidelity.observe import Call, observed, packed_layers, packed_windows
 from qattn_hf.fidelity.sizes import size_of
 from qattn_hf.fidelity.texts import Reading
+from qattn_hf.layer import QAttnLayer
 from qattn_hf.patcher import patch, unpatch
 from qattn_hf.recipe import Recipe
 from qattn_hf.reporting import report
@@ -43,24 +44,29 @@ class ShadowCaches:
 
     Attributes:
         caches: one packed cache a recipe, by name.
+        windows: layers that are packed sliding windows in any of them.
         sums: errors of attention outputs by recipe and packed layer.
     """
 
     def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int):
         self.model, self.recipes, self.first = model, recipes, first
         self.renew()
-        for cache in self.caches.values():
-            check_observed(model, cache)
-        self.sums = {name: {i: AttentionSums() for i in packed_layers(model)} for name in recipes}
+        packed = packed_layers(model)
+        windows = {name: packed_windows(cache) for name, cache in self.caches.items()}
+        self.windows = {i for found in windows.values() for i in found}
+        self.sums = {name: {i: AttentionSums() for i in sorted([*packed, *windows[name]])} for name in recipes}
 
     def renew(self) -> None:
         """Make empty caches, for other rows; the sums continue."""
         self.caches = {name: QAttnCache.for_model(self.model, recipe=recipe) for name, recipe in self.recipes.items()}
 
     def __call__(self, call: Call) -> None:
-        skip = max(0, self.first - (call.keys.shape[2] - call.query.shape[2]))
         for name, cache in self.caches.items():
-            out = call.packed_out(cache.layers[call.layer])
+            layer = cache.layers[call.layer]
+            if not isinstance(layer, QAttnLayer):
+                continue  # a window that this recipe leaves to the model
+            skip = max(0, self.first - int(layer.get_seq_length()))
+            out = call.packed_out(layer)
             if skip < out.shape[1]:
                 self.sums[name][call.layer].add(call.out[:, skip:], out[:, skip:])
 
@@ -99,7 +105,7 @@ def compare(
         group = f"rows {i * reading.batch + 1} to {i * reading.batch + len(ids)}"
         progress(f"{group}: full precision, layer by layer")
         shadows.renew()
-        with observed(model, shadows):
+        with observed(model, shadows, shadows.windows):
             full = full_logits(model, ids, reading)
         for name, recipe in recipes.items():
             progress(f"{group}: {name}")

@@ -85,7 +85,7 @@ def inspect(model: PreTrainedModel, recipe: Recipe, ids: torch.Tensor) -> list[I
     if ids.shape[0] != 1:
         raise QAttnError(f"{ids.shape[0]} rows: inspect looks at one")
     cache, recorder = QAttnCache.for_model(model, recipe=recipe), Recorder(packed_layers(model), ids.shape[1])
-    check_observed(model, cache)
+    check_observed(cache)
     with observed(model, lambda call: recorder.record(call, cache.layers[call.layer])):
         for _ in feed(model, ids.to(device_of(model)), cuts(ids.shape[1], CHUNK)):
             pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import hides, model_layers
 from qattn_hf.patcher import attending
 from qattn_hf.stock_cache import stock_attention
+from qattn_hf.window_layer import WindowLayer
 from qattn_kernels.layer.scores import Scores
 
 NAME = "qattn_observed"
@@ -30,7 +31,8 @@ class Call(NamedTuple):
     Attributes:
         layer: index of the layer.
         query: `[B, Hq, T, D]`, after the rotary embedding, as keys are.
-        keys, values: `[B, Hkv, S, D]`, all of the model's own cache, the new tokens last.
+        keys, values: `[B, Hkv, S, D]`, all that the model's own cache gave, the new tokens last; of a sliding window
+            those that it shows.
         scores: softmax scale, soft cap and learned sinks.
         out: `[B, T, Hq, Dv]`, output of the attention in full precision.
     """
@@ -61,10 +63,12 @@ Observer = Callable[[Call], torch.Tensor | None]
 
 
 class Watch(NamedTuple):
-    """What is observed: calls of the layers in `packed`; the others keep the attention `own`, None without others."""
+    """What is observed: calls of the layers in `packed`, which have full attention, and of those in `windows`. All but
+    `packed` compute by the attention `own`, None without others."""
 
     observer: Observer
     packed: frozenset[int]
+    windows: frozenset[int]
     own: str | None
 
 
@@ -72,7 +76,7 @@ _watch: ContextVar[Watch] = ContextVar("qattn_watch")
 
 
 def packed_layers(model: PreTrainedModel) -> list[int]:
-    """Indices of the layers that `patch` packs, in order; the others are the model's own.
+    """Indices of the layers that `patch` packs, in order, sliding windows left out.
 
     Raises:
         UnsupportedError: there are none, or they have latent attention.
@@ -84,24 +88,30 @@ def packed_layers(model: PreTrainedModel) -> list[int]:
     return packed
 
 
-def check_observed(model: PreTrainedModel, cache: QAttnCache) -> None:
-    """Refuse a cache that packs more than the layers that are observed.
+def packed_windows(cache: QAttnCache) -> list[int]:
+    """Indices of a cache's layers that are packed sliding windows."""
+    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, WindowLayer)]
+
+
+def check_observed(cache: QAttnCache) -> None:
+    """Refuse a cache that packs more than layers of full attention.
 
     Raises:
         UnsupportedError: its recipe packs sliding windows.
     """
-    if len(cache.packed) > len(packed_layers(model)):
-        raise UnsupportedError("packed sliding windows cannot be measured here: leave out sliding='packed'")
+    if packed_windows(cache):
+        raise UnsupportedError("packed sliding windows cannot be looked at here: leave out sliding='packed'")
 
 
 @contextmanager
-def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
+def observed(model: PreTrainedModel, observer: Observer, windows: Iterable[int] = ()) -> Iterator[None]:
     """Context in which `observer` gets every attention call of the layers that `patch` packs; a tensor that it returns
     replaces the output. Layers that are the model's own compute as they do.
 
     Args:
         model: not patched. It reads through transformers' own cache, rows without padding.
         observer: called with a `Call`; returns `[B, T, Hq, Dv]` or None.
+        windows: indices of layers with a sliding window whose calls it gets too.
 
     Raises:
         UnsupportedError: a model whose attention cannot be replaced, or none of whose layers would be packed.
@@ -112,7 +122,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     own = model_attention.check_implementation(text._attn_implementation) if mixed else None
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    token = _watch.set(Watch(observer, frozenset(packed), own))
+    token = _watch.set(Watch(observer, frozenset(packed), frozenset(windows), own))
     try:
         with attending(model, NAME, full=False):
             yield
@@ -139,12 +149,16 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    watch = _watch.get()
-    if watch.own is not None and module.layer_idx not in watch.packed:
+    watch, layer, out, window = _watch.get(), module.layer_idx, None, None
+    if watch.own is not None and layer not in watch.packed:
         function = model_attention.function_of(watch.own, module)
-        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    refuse_arguments(module, dropout, is_causal, kwargs, "this measurement")
+        out = function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)[0]
+        if layer not in watch.windows:
+            return out, None
+        window = kwargs.get("sliding_window")
+    refuse_arguments(module, dropout, is_causal, kwargs, "this measurement", window)
     scores = scores_of(query, scaling, kwargs)
-    out = stock_attention(module, query, key, value, attention_mask, scores)
-    replacement = watch.observer(Call(module.layer_idx, query, key, value, scores, out))
+    if out is None:
+        out = stock_attention(module, query, key, value, attention_mask, scores)
+    replacement = watch.observer(Call(layer, query, key, value, scores, out))
     return out if replacement is None else replacement.to(out.dtype).contiguous(), None

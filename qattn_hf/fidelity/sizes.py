@@ -20,7 +20,7 @@ class Size(NamedTuple):
 
     Attributes:
         kv_bytes: bytes of all tensors.
-        values: number of cached keys and values.
+        values: number of cached keys and values; of a sliding window those that a query sees.
         effective_bits: bits of a value in closed blocks, mean over layers; None where no block is closed.
     """
 
@@ -49,9 +49,10 @@ def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
     filled = QAttnCache([layer.spec for layer in cache.packed], cache.recipe, tokens)
     for layer, like in zip(filled.layers, cache.packed, strict=True):
         _initialize(layer, like.geometry, dtype, "cpu")
-        fill(layer, tokens)
+        fill(layer, min(tokens, layer.capacity))  # a window's capacity is what it needs
     data = report(filled).to_dict()
-    values = sum(values_of(layer.geometry, tokens) for layer in cache.packed)
+    shown = [getattr(layer.spec, "sliding_window", tokens) for layer in cache.packed]
+    values = sum(values_of(layer.geometry, min(tokens, n)) for layer, n in zip(cache.packed, shown, strict=True))
     return Size(data["kv_bytes"], values, data["effective_bits"])
 
 

@@ -29,7 +29,7 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.budget import Plan, plans, within_bytes, within_kl
 from qattn_hf.fidelity.compare import Progress, Row, ShadowCaches, compare, full_logits
 from qattn_hf.fidelity.metrics import pareto
-from qattn_hf.fidelity.observe import observed, packed_layers
+from qattn_hf.fidelity.observe import check_observed, observed, packed_layers
 from qattn_hf.fidelity.options import HeadLosses, Option, Shape, by_head
 from qattn_hf.fidelity.sensitivity import Trial, losses
 from qattn_hf.fidelity.sizes import layer_bytes, values_of
@@ -123,9 +123,11 @@ class Tuner:
         """Names of the candidates to try in each packed layer."""
         self.progress("screening candidates")
         shadows = ShadowCaches(self.model, self.candidates, self.reading.first)
+        caches = shadows.caches
+        for cache in caches.values():
+            check_observed(cache)
         with observed(self.model, shadows):
             full_logits(self.model, self.reading.ids, self.reading)
-        caches = shadows.caches
         self._check_packed(caches)
         any_cache = next(iter(caches.values()))
         self.geometries = {i: any_cache.layers[i].geometry for i in self.layers}
