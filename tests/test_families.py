@@ -248,7 +248,9 @@ def test_a_recipe_keeps_what_its_first_model_made_of_it(tmp_path):
 
 
 def test_a_tuned_recipe_is_what_was_measured():
-    made = recipe_of([Option(layer, "int8", (), (), 0, 0.0) for layer in range(2)], {"int8": find_recipe("int8", None, {})})
+    made = recipe_of(
+        [Option(layer, "int8", (), (), 0, 0.0) for layer in range(2)], {"int8": find_recipe("int8", None, {})}, 2
+    )
     assert not patch(tiny("qwen2"), recipe=made)._qattn.recipe.settings.smooth_k
 
 
