@@ -33,7 +33,7 @@ class Point(NamedTuple):
     longest: int
 
 
-FULL = [Point(8 * 1024, 256, 4096)]
+FULL = [Point(4 * 1024, 256, 2048)]
 QUICK = [Point(1024, 64, 1024)]
 TINY = [Point(1, 6, 128)]
 
