@@ -1,4 +1,5 @@
-"""Tables of quality and size: what settings lose and keep, by `quality-*`, `recipes`, `key-scales` and `bits.json`."""
+"""Tables of quality and size: what settings lose and keep, by `quality-*`, `recipes`, `key-scales`, `rotations` and
+`bits.json`."""
 
 from __future__ import annotations
 
@@ -64,13 +65,25 @@ def recipes_table(results: Path) -> str:
 
 def key_scales_table(results: Path) -> str:
     """KL of KIVI's keys alone, by what single keys are divided by."""
-    rows = [row for result in load(results, "key-scales") for row in result["rows"]]
-    kinds = list(dict.fromkeys(row["scale"] for row in rows))
-    lines: dict[tuple[str, int], list[str]] = {}
+    return _by_kind(results, "key-scales", {"model": "model", "bits of K": "bits"}, "scale")
+
+
+def rotations_table(results: Path) -> str:
+    """KL of keys or values alone, by what they are multiplied by before they get codes."""
+    header = {"model": "model", "side": "side", "store": "store", "bits": "bits"}
+    return _by_kind(results, "rotations", header, "rotation")
+
+
+def _by_kind(results: Path, record: str, header: dict[str, str], kind: str) -> str:
+    """KL and its standard error, a column a `kind`, a line for what the keys of `header` have in a row."""
+    rows = [row for result in load(results, record) for row in result["rows"]]
+    kinds = list(dict.fromkeys(row[kind] for row in rows))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        lines.setdefault((row["model"], row["bits"]), []).append(f"{row['kl']:.5f} ({row['se']:.5f})")
-    found = [[model, str(bits), *figures] for (model, bits), figures in lines.items()]
-    return markdown(["model", "bits of K", *kinds], found) if rows else "Not measured yet."
+        figures = lines.setdefault(tuple(str(row[key]) for key in header.values()), {})
+        figures[row[kind]] = f"{row['kl']:.5f} ({row['se']:.5f})"
+    found = [[*line, *(figures.get(name, "") for name in kinds)] for line, figures in lines.items()]
+    return markdown([*header, *kinds], found) if rows else "Not measured yet."
 
 
 def quality_table(results: Path) -> str:

@@ -25,7 +25,7 @@ from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
 from overview_table import generate_overview, overview_table, settings_table, throughput_overview
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
-from quality_tables import bits_table, claimed_table, key_scales_table, quality_table, recipes_table
+from quality_tables import bits_table, claimed_table, key_scales_table, quality_table, recipes_table, rotations_table
 from recorded import Result, conditions, load, markdown
 from speed_tables import (
     heads_table,
@@ -46,7 +46,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # The records that a page of results is made of, by the start of their names.
 PAGES = {
     "overview": ("compare-embedded-model", "speed-"),
-    "quality": ("compare-", "draft-acceptance", "key-scales", "quality-", "recipes", "rollout-", "tune-"),
+    "quality": ("compare-", "draft-acceptance", "key-scales", "quality-", "recipes", "rollout-", "rotations", "tune-"),
     "tasks": ("tasks-",),
     "papers": ("paper-", "table-"),
     "speed": ("speed-",),
@@ -101,6 +101,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "quality": quality_table,
     "recipes": recipes_table,
     "key-scales": key_scales_table,
+    "rotations": rotations_table,
     "bits": bits_table,
     "claimed": claimed_table,
     "int-flash": int_flash_table,
