@@ -14,7 +14,7 @@ from qattn_hf.continuous.batch import Held, batches
 from qattn_hf.continuous.pages import (
     ALIGNMENT,
     PagedLayer,
-    Rows,
+    Steps,
     by_block,
     bytes_of,
     page_bytes,
@@ -59,6 +59,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.held: dict[str, int] = {}  # row of each request
         self.new: set[str] = set()  # requests whose row nothing has been written to
         self.to_copy: list[tuple[int, int]] = []  # rows of forked requests
+        self.ended: set[int] = set()  # rows of requests that are gone: steps of others would still read their blocks
 
     def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any) -> None:
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
@@ -87,11 +88,13 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
-        self.held.pop(request_id, None)
+        if request_id in self.held:
+            self.ended.add(self.held.pop(request_id))
         self.new.discard(request_id)
 
     def free_all_requests(self) -> None:
         super().free_all_requests()
+        self.ended.update(self.held.values())
         self.held.clear()
         self.new.clear()
 
@@ -100,8 +103,17 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.to_copy.append((self.held[source_request_id], slot))
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
 
+    def clear_rows(self) -> None:
+        """Empty the rows of requests that ended, on the stream of the forward."""
+        if self.ended:
+            slots = torch.tensor(sorted(self.ended), device=self.device)
+            for layer in self.layers.values():
+                layer.clear_rows(slots)
+            self.ended.clear()
+
     def copy_rows(self) -> None:
-        """Copy the rows of requests that were forked, which must be done on the stream of the forward."""
+        """Copy the rows of requests that were forked, on the stream of the forward."""
+        self.clear_rows()
         for source, target in self.to_copy:
             for layer in self.layers.values():
                 layer.copy_row(source, target)
@@ -220,10 +232,11 @@ class PagedCache(PagedAttentionCache):
         self.__dict__.pop("batch", None)
 
     @cached_property
-    def batch(self) -> list[Rows]:
+    def batch(self) -> list[Steps]:
         """The requests of this forward in calls of layers; made in the forward, on its stream."""
+        self.allocator.clear_rows()
         in_place = all(layer.in_place for layer in self.allocator.layers.values())
-        return batches(self.requests, [layout.spec for layout in self.layouts], self.device, in_place)
+        return batches(self.requests, [layout.spec for layout in self.layouts], self.device, self.slots, in_place)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
@@ -236,12 +249,13 @@ class PagedCache(PagedAttentionCache):
         Returns:
             `[1, N, Hq, Dv]`.
         """
-        out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        columns = query.shape[2]
+        out = query.new_zeros(1, columns + 1, query.shape[1], value.shape[-1])  # the last is of rows without a token
         paged = self.allocator.layers[layer]
         for rows in self.batch:
             q, k, v = (x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in (query, key, value))
-            out[0, rows.columns] = paged.attend(rows, q, k, v, scores).transpose(1, 2)
-        return out
+            out[0, rows.targets] = paged.attend(rows, q, k, v, scores).transpose(1, 2)
+        return out[:, :columns]
 
 
 def in_words(figures: dict[str, Any]) -> str:

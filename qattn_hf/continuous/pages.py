@@ -12,7 +12,7 @@ from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.state import layer_tensors, row_tensors
 from qattn_kernels.layout import State, TensorSpec
 from qattn_kernels.step.operator import attend
-from qattn_kernels.step.paged import attend_pages, reads_pages
+from qattn_kernels.step.paged import Pages, attend_pages, reads_pages
 
 LENGTHS = ("length", "open_start", "longest", "ring_from")  # row positions where whole blocks end and nothing is open
 RESERVED = 1  # pages that are no request's: short rows of a batch point there
@@ -67,27 +67,40 @@ def row_bytes(layout: Layout) -> int:
 
 
 @dataclass
-class Rows:
-    """Some requests of a forward that one call of a layer serves: their rows, and which pages they read and write.
+class Steps:
+    """Requests of a forward with one token each, which one call of a layer serves over the pages where they lie.
+
+    The call has the first R rows of a layer. Among these may be rows without a token: they read any column, their span
+    is 0, and their target is the column behind the forward's last.
 
     Attributes:
-        columns: int64 `[R, T]`, columns of the forward that hold each request's tokens.
-        span: int32 `[R, 2]`, as the operator takes it: 0 and T.
-        slots: int64 `[R]`, rows of the layers. first_slot: the first, where they follow one another; else None.
+        columns: int64 `[R, T]`, columns of the forward that hold each row's tokens; of a step, T is 1.
+        targets: int64 `[R, T]`, columns that take what is found for them.
+        span: int32 `[R, 2]`, as the operator takes it: 0 and the row's tokens.
         table: int32 `[R, NB]`, page of each block; `RESERVED - 1` behind a request's last.
+    """
+
+    columns: torch.Tensor
+    targets: torch.Tensor
+    span: torch.Tensor
+    table: torch.Tensor
+
+
+@dataclass
+class Rows(Steps):
+    """Requests that one call of a layer serves over an arena of their own, into which their pages are copied.
+
+    Attributes:
+        slots: int64 `[R]`, their rows of the layer.
         written: int64 `[3, N]`: row, block and page of those that the call may change.
         past: an upper bound of the blocks that any row has closed.
         begins: for one request that has no row yet: tokens of the pages that it begins with, those of a shared prefix.
     """
 
-    columns: torch.Tensor
-    span: torch.Tensor
     slots: torch.Tensor
-    first_slot: int | None
-    table: torch.Tensor
     written: torch.Tensor
     past: int
-    begins: int | None = None
+    begins: int | None
 
 
 class PagedLayer:
@@ -96,20 +109,32 @@ class PagedLayer:
     Args:
         layout: of the layer; its rows and blocks are of no account.
         memory: uint8, room for `pages` pages of this layer, zeros. slots: requests that may be held at once.
+
+    Attributes:
+        name: says what lies where in its memory; layers with one name share launch plans.
     """
 
     def __init__(self, layout: Layout, memory: torch.Tensor, pages: int, slots: int):
-        self.layout = layout
+        self.layout, self.slots = layout, slots
         self._paged, self._row = by_block(resized(layout, 1, pages)), by_row(resized(layout, slots, 1))
-        self.pages = _carved(self._paged, memory)
-        self.in_place = reads_pages(layout.spec, layout.geometry.heads)
         # what no row has of its own, and nobody asks of requests: `columns_seen`, `padded`
-        self._shared = {
-            name: torch.zeros(x.shape, dtype=x.dtype, device=memory.device)
-            for name, x in layer_tensors(*layout).items()
-            if x.batch_dim is None
-        }
-        self.rows = _carved(self._row, torch.zeros(bytes_of(self._row), dtype=torch.uint8, device=memory.device))
+        shared = {name: x for name, x in layer_tensors(*layout).items() if x.batch_dim is None}
+        rows = torch.zeros(bytes_of(shared | self._row), dtype=torch.uint8, device=memory.device)
+        found = _carved(shared | self._row, rows)
+        self.pages, self.rows = _carved(self._paged, memory), {name: found[name] for name in self._row}
+        self._shared = {name: found[name] for name in shared}
+        self.in_place = reads_pages(layout.spec, layout.geometry.heads)
+        self.name = f"{pages} {slots} {layout.encode()}"
+        self._memory = Pages(memory, rows, self.state, layout.spec, self.name)
+
+    def state(self, count: int) -> State:
+        """The state tensors of all pages and of the first so many rows."""
+        return self.pages | {name: tensor[:count] for name, tensor in self.rows.items()} | self._shared
+
+    def clear_rows(self, slots: torch.Tensor) -> None:
+        """Let rows, int64 `[N]`, hold no tokens."""
+        for name in (*LENGTHS, "closed"):
+            self.rows[name].index_fill_(0, slots, 0)
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy what a request has beside its pages."""
@@ -124,11 +149,9 @@ class PagedLayer:
             self.pages[name].index_copy_(block, target, self.pages[name].index_select(block, source))
 
     def attend(
-        self, rows: Rows, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+        self, rows: Steps, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """Write the tokens of these requests into their pages and attend.
-
-        Kernels of calls of one token read pages where they lie. All else runs over an arena of the requests' own.
 
         Args:
             query: `[R, Hq, T, D]`. key, value: `[R, Hkv, T, D]`.
@@ -136,23 +159,13 @@ class PagedLayer:
         Returns:
             `[R, Hq, T, Dv]`.
         """
-        if not (self.in_place and query.shape[2] == 1 and rows.begins is None):
-            arena, layout = self.gather(rows)
-            sizes = scores.scale, scores.softcap, scores.window, scores.sinks
-            where = arena, layout.encode(), layout.geometry.blocks
-            out, _ = attend(query, key, value, rows.span, *where, *sizes, rows.past)
-            self.scatter(rows, arena, layout)
-            return out
-        first, count = rows.first_slot, len(rows.slots)
-        if first is None:
-            own = {name: tensor.index_select(0, rows.slots) for name, tensor in self.rows.items()}
-        else:
-            own = {name: tensor[first : first + count] for name, tensor in self.rows.items()}
-        state = self.pages | own | self._shared
-        out = attend_pages(query, key, value, rows.span, state, rows.table, self.layout.spec, scores)
-        if first is None:
-            for name, tensor in self.rows.items():
-                tensor.index_copy_(0, rows.slots, own[name])
+        if not isinstance(rows, Rows):
+            return attend_pages(query, key, value, rows.span, rows.table, self._memory, scores)
+        arena, layout = self.gather(rows)
+        sizes = scores.scale, scores.softcap, scores.window, scores.sinks
+        where = arena, layout.encode(), layout.geometry.blocks
+        out, _ = attend(query, key, value, rows.span, *where, *sizes, rows.past)
+        self.scatter(rows, arena, layout)
         return out
 
     def gather(self, rows: Rows) -> tuple[torch.Tensor, Layout]:
@@ -160,6 +173,8 @@ class PagedLayer:
         count, blocks = rows.table.shape
         layout = resized(self.layout, count, blocks)
         arena = torch.zeros(places(layout)[1], dtype=torch.uint8, device=rows.table.device)
+        if rows.begins == 0:
+            return arena, layout
         state = views(arena, layout)
         if rows.begins is None:
             for name, tensor in self.rows.items():
@@ -169,7 +184,7 @@ class PagedLayer:
                 state[name].fill_(rows.begins)
             state["closed"].fill_(rows.begins // self.layout.spec.window.block)
             for name, values in settled(self.layout).items():
-                state[name].copy_(torch.tensor(values) if rows.begins else torch.zeros(len(values)))
+                state[name].copy_(torch.tensor(values))
         for name, spec in self._paged.items():
             found = _pages_first(self.pages[name], spec)[rows.table.long()]
             _rows_first(state[name], spec).copy_(found)

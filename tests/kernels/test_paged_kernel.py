@@ -11,6 +11,7 @@ from helpers import DEVICE, Case, case_id, make_layer, random_qkv
 from qattn_hf.continuous.batch import Held, batches
 from qattn_hf.continuous.pages import PagedLayer, by_block, bytes_of, resized
 from qattn_hf.layer import QAttnLayer
+from qattn_kernels.launch import plan
 from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import Geometry
@@ -45,10 +46,10 @@ def test_steps_over_pages_are_those_over_arenas(case: Case):
         qkv = [random_qkv(1, count, seed + row, DIM) for row, count in zip(rows, tokens, strict=True)]
         qkv = [tuple(x.to(device) for x in parts) for parts in qkv]
         columns = [torch.cat(parts, 2) for parts in zip(*qkv, strict=True)]
-        out = torch.zeros_like(columns[0])
-        for call in batches(requests, [spec], device, in_place=True):
+        out = columns[0].new_zeros(*columns[0].shape[:2], columns[0].shape[2] + 1, DIM)
+        for call in batches(requests, [spec], device, paged.slots, in_place=True):
             q, k, v = (x[0].transpose(0, 1)[call.columns].transpose(1, 2) for x in columns)
-            out[0].transpose(0, 1)[call.columns] = paged.attend(call, q, k, v, Scores(0.25)).transpose(1, 2)
+            out[0].transpose(0, 1)[call.targets] = paged.attend(call, q, k, v, Scores(0.25)).transpose(1, 2)
         begin = 0
         for row, (q, k, v), count in zip(rows, qkv, tokens, strict=True):
             span = torch.tensor([[0, count]], dtype=torch.int32, device=device)
@@ -62,9 +63,11 @@ def test_steps_over_pages_are_those_over_arenas(case: Case):
     for step in range(3):
         forward([0, 1, 2, 3], [1] * 4, 100 + 10 * step)
     forward([0, 1, 3], [1] * 3, 200)
+    mine = [found for (what, _), found in plan._plans.items() if what[0] == paged.name]
+    assert mine and None not in mine, "steps over pages are launched from plans"
     for row, layer in enumerate(layers):
         held = Held(slots[row], past[row], 1, order[row :: len(LENGTHS)][: -(-past[row] // block)], False)
-        (call,) = batches([held], [spec], device)
+        (call,) = batches([held], [spec], device, paged.slots)
         arena, where = paged.gather(call)
         layer._grow(where.geometry.blocks)
         mine = QAttnLayer(spec)

@@ -70,6 +70,9 @@ def row_before(STATE, SPANS, span_stride, b, NB, C: tl.constexpr):
     state = RowState(*STATE)
     length, closed, open_start = tl.load(state.length + b), tl.load(state.closed + b), tl.load(state.open_start + b)
     first, count = tl.load(SPANS + b * span_stride), tl.load(SPANS + b * span_stride + 1)
-    count = tl.minimum(count, (NB - closed) * C.BLOCK - (length - open_start))
+    room = (NB - closed) * C.BLOCK - (length - open_start)
+    if C.PAGED:  # rows without a token may hold more blocks than the tables of a call
+        room = tl.maximum(room, 0)
+    count = tl.minimum(count, room)
     ready = tl.maximum(length + count - open_start - C.RESIDUAL, 0)
     return Row(length, closed, open_start, ready // C.SPAN * (C.SPAN // C.BLOCK), first, count)

@@ -190,15 +190,17 @@ def _mapped(change: Callable[[Any], Any], value: Any, kind: type = Pointer) -> A
     return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
 
 
-def _plan(recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor]) -> Plan:
-    """The plan of a recorded call, whose input 0 is the arena.
+def _plan(
+    recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor], arenas: int
+) -> Plan:
+    """The plan of a recorded call, whose first inputs are `arenas`.
 
     Raises:
         Unplannable: it did more than allocate and launch, or an argument belongs to none of its tensors.
     """
     if recorder.foreign is not None:
         raise Unplannable(f"it calls {recorder.foreign}")
-    spans = [(x.data_ptr(), x.nbytes if i == 0 else 1, i, 0) for i, x in enumerate(inputs) if x is not None]
+    spans = [(x.data_ptr(), x.nbytes if i < arenas else 1, i, 0) for i, x in enumerate(inputs) if x is not None]
     if len({start for start, *_ in spans}) < len(spans):
         raise Unplannable("inputs share an address")
     returned = {x.data_ptr(): i for i, x in enumerate(results, len(inputs))}
@@ -233,30 +235,34 @@ _plans: dict[Hashable, Plan | None] = {}
 
 
 def planned(
-    key: Hashable, inputs: Sequence[torch.Tensor | None], compute: Callable[[], Sequence[torch.Tensor]]
+    key: Hashable,
+    inputs: Sequence[torch.Tensor | None],
+    compute: Callable[[], Sequence[torch.Tensor]],
+    arenas: int = 1,
 ) -> Sequence[torch.Tensor]:
     """Results of `compute()`: launched from the plan of an earlier call, if there is one.
 
     Args:
         key: all that the launches depend on, but for addresses: shapes, strides, dtypes, device, settings.
         inputs: the tensors that `compute` reads and writes. The first, the layer's arena, keeps its address.
+        arenas: how many of the first inputs are memory of which kernels take views.
         compute: does nothing on the device but allocate and `launch`; if it does more, each call computes anew.
     """
     key = key, tuple([0 if x is None else x.data_ptr() % 16 for x in inputs])  # kernels are compiled for aligned loads
     plan = _plans.get(key)
     if plan is not None:
         return plan.run(inputs)
-    return compute() if key in _plans else _record(key, inputs, compute)
+    return compute() if key in _plans else _record(key, inputs, compute, arenas)
 
 
 def _record(
-    key: Hashable, inputs: Sequence[torch.Tensor | None], compute: Callable[[], Sequence[torch.Tensor]]
+    key: Hashable, inputs: Sequence[torch.Tensor | None], compute: Callable[[], Sequence[torch.Tensor]], arenas: int
 ) -> Sequence[torch.Tensor]:
     results, recorder = recorded(compute)
     if len(_plans) >= PLANS:
         _plans.clear()
     try:
-        _plans[key] = _plan(recorder, inputs, results)
+        _plans[key] = _plan(recorder, inputs, results, arenas)
     except Unplannable as reason:
         log.debug("no launch plan for this call: %s", reason)
         _plans[key] = None
