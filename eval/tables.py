@@ -124,6 +124,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "prefill": partial(speed_table, bench="prefill"),
     "generate": partial(speed_table, bench="generate"),
     "throughput": partial(speed_table, bench="throughput"),
+    "requests": partial(speed_table, bench="requests"),
+    "pieces": partial(speed_table, bench="pieces"),
     "compile": partial(speed_table, bench="compile"),
     "first-call": partial(speed_table, bench="first-call"),
     "api": api_table,
