@@ -103,6 +103,7 @@ def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> 
         table=_table(requests, blocks, device),
         slots=torch.tensor([held.slot for held in requests], device=device),
         written=torch.tensor(written, device=device).view(-1, 3).T,
+        first=written[0][1] if len(call) == 1 else None,
         past=max(-(-held.past // block) for held in requests),
         begins=requests[0].past if requests[0].new else None,
     )

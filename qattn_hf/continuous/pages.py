@@ -92,13 +92,15 @@ class Rows(Steps):
 
     Attributes:
         slots: int64 `[R]`, their rows of the layer.
-        written: int64 `[3, N]`: row, block and page of those that the call may change.
+        written: int64 `[3, N]`: row, block and page of those that the call may change. first: the first such block of
+            one request, whose others follow; else None.
         past: an upper bound of the blocks that any row has closed.
         begins: for one request that has no row yet: tokens of the pages that it begins with, those of a shared prefix.
     """
 
     slots: torch.Tensor
     written: torch.Tensor
+    first: int | None
     past: int
     begins: int | None
 
@@ -124,7 +126,8 @@ class PagedLayer:
         self.pages, self.rows = _carved(self._paged, memory), {name: found[name] for name in self._row}
         self._shared = {name: found[name] for name in shared}
         self.in_place = reads_pages(layout.spec, layout.geometry.heads)
-        self.name = f"{pages} {slots} {layout.encode()}"
+        self._text = layout.encode()
+        self.name = f"{pages} {slots} {self._text}"
         self._memory = Pages(memory, rows, self.state, layout.spec, self.name)
 
     def state(self, count: int) -> State:
@@ -163,7 +166,7 @@ class PagedLayer:
             return attend_pages(query, key, value, rows.span, rows.table, self._memory, scores)
         arena, layout = self.gather(rows)
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
-        where = arena, layout.encode(), layout.geometry.blocks
+        where = arena, self._text, layout.geometry.blocks
         out, _ = attend(query, key, value, rows.span, *where, *sizes, rows.past)
         self.scatter(rows, arena, layout)
         return out
@@ -197,7 +200,12 @@ class PagedLayer:
             tensor.index_copy_(0, rows.slots, state[name])
         row, block, page = rows.written
         for name, spec in self._paged.items():
-            _pages_first(self.pages[name], spec)[page] = _rows_first(state[name], spec)[row, block]
+            if rows.first is None:
+                _pages_first(self.pages[name], spec)[page] = _rows_first(state[name], spec)[row, block]
+            else:  # the same in one launch
+                assert spec.block_dim is not None
+                changed = state[name].narrow(spec.block_dim, rows.first, len(page))
+                self.pages[name].index_copy_(spec.block_dim, page, changed)
 
 
 def _pages_first(pages: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
