@@ -138,12 +138,15 @@ def fill(text: str, results: Path) -> str:
 
     Raises:
         KeyError: a marker names a table that nobody makes.
+        ValueError: a table has no end, so that what follows would go with it.
     """
 
     def table(match: re.Match[str]) -> str:
+        if "<!-- table:" in match["old"]:
+            raise ValueError(f"table:{match['name']} has no <!-- /table --> before the next table")
         return f"{match['begin']}\n{TABLES[match['name']](results)}\n{match['end']}"
 
-    pattern = r"(?P<begin><!-- table:(?P<name>[\w-]+) -->)\n.*?(?P<end>(?: *# )?<!-- /table -->)"
+    pattern = r"(?P<begin><!-- table:(?P<name>[\w-]+) -->)\n(?P<old>.*?)(?P<end>(?: *# )?<!-- /table -->)"
     return re.sub(pattern, table, text, flags=re.DOTALL)
 
 

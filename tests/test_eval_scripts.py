@@ -125,6 +125,11 @@ def test_tables_without_results_say_so(tmp_path):
     assert tables.fill(README, tmp_path).count("Not measured yet.") == 3
 
 
+def test_a_table_without_an_end_takes_nothing_with_it(tmp_path):
+    with pytest.raises(ValueError, match="table:quality has no"):
+        tables.fill("<!-- table:quality -->\nprose\n<!-- table:claimed -->\n<!-- /table -->", tmp_path)
+
+
 def test_scores_stand_beside_full_precision_first(tmp_path):
     (tmp_path / "results").mkdir()
     head = {"date": "2030-01-02", "device": "GPU", "versions": {"torch": "9.9"}}
