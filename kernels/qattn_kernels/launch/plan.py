@@ -191,7 +191,7 @@ def _mapped(change: Callable[[Any], Any], value: Any, kind: type = Pointer) -> A
 
 
 def _plan(
-    recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor], arenas: int
+    recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor], arenas: int = 1
 ) -> Plan:
     """The plan of a recorded call, whose first inputs are `arenas`.
 
