@@ -59,6 +59,7 @@ def rollouts_table(results: Path) -> str:
         parts = ", ".join(f"{kl:.4f}" for kl in row["kl_parts"])
         figures = [f"{row['kl']:.4f} ({row['kl_se']:.4f})", parts, f"{row['same_top1']:.3f}"]
         figures += [f"{row['first_divergence']:.0f}", f"{row['ppl']:.2f}", f"{row['effective_bits']:.2f}"]
-        lines.append([row["model"], f"`{row['method']}`", *figures])
-    header = ["model", "method", "KL (SE)", "KL of each quarter", "same first choice", "first divergence", "perplexity"]
-    return markdown([*header, "bits, closed"], lines) if lines else "Not measured yet."
+        how = f"sampled, {row['temperature']:g}" if row["temperature"] else "greedy"
+        lines.append([row["model"], how, f"`{row['method']}`", *figures])
+    header = ["model", "tokens", "method", "KL (SE)", "KL of each quarter", "same first choice", "first divergence"]
+    return markdown([*header, "perplexity", "bits, closed"], lines) if lines else "Not measured yet."

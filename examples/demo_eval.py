@@ -97,12 +97,32 @@ def learned_sinks(path: Path, ids: torch.Tensor, device: str) -> list[dict]:
     ]
 
 
+@torch.inference_mode()
+def key_biases(path: Path, ids: torch.Tensor, device: str) -> list[dict]:
+    """By layer, before RoPE: each KV head's largest bias of a channel of its keys, and the median of the channels'
+    standard deviations over `ids`."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    keys: dict[int, torch.Tensor] = {}
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.k_proj.register_forward_hook(lambda _module, _inputs, out, i=i: keys.update({i: out}))
+    model(ids.to(device))
+    heads = [out.unflatten(-1, (-1, model.config.head_dim)).flatten(0, 1) for out in keys.values()]  # [B * T, Hkv, D]
+    biases = [layer.self_attn.k_proj.bias.view(-1, model.config.head_dim) for layer in model.model.layers]
+    return [
+        {
+            "bias": [round(m, 3) for m in bias.abs().amax(-1).tolist()],
+            "varies": [round(m, 3) for m in head.std(0).median(-1).values.tolist()],
+        }
+        for bias, head in zip(biases, heads, strict=True)
+    ]
+
+
 def evaluate(path: Path, heldout: str, prompts: int, seed: int, device: str, measured: Callable) -> dict:
-    """Every score of the saved model, its bf16 weights computed in fp32; `measured` is one of the two above."""
+    """Every score of the saved model, its bf16 weights computed in fp32; `measured` is one of the three above."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(path)
     rows = text_rows(tokenizer, heldout, 64, 1536)
     characters = len(tokenizer.decode(rows[:, 1:].flatten())) / rows[:, 1:].numel()
     scores: dict = {f"sums_{s}_shot": score_sums(model, tokenizer, prompts, s, f"{seed}/sums{s}") for s in (0, 4)}
     scores |= {f"recall_{n}": score_recall(model, tokenizer, prompts, n, f"{seed}/recall{n}") for n in (10, 40)}
-    return scores | score_prose(model, rows, characters) | {"sinks": measured(path, rows[:4, :1024], device)}
+    return scores | score_prose(model, rows, characters) | {measured.__name__: measured(path, rows[:4, :1024], device)}

@@ -81,12 +81,15 @@ def sink_hinge(q: Tensor, k: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Attention(nn.Module):
+    biased = False  # queries, keys and values
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.head_dim, inner = config.head_dim, config.num_attention_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
+        kv_inner = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=self.biased)
+        self.k_proj = nn.Linear(config.hidden_size, kv_inner, bias=self.biased)
+        self.v_proj = nn.Linear(config.hidden_size, kv_inner, bias=self.biased)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,9 +113,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, attention: type[Attention]):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.self_attn, self.mlp = attention(config), MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -126,14 +129,16 @@ class TrainLlama(nn.Module):
     """Llama with the sink hinge in its loss; parameters are named as in `LlamaForCausalLM`."""
 
     compiled = True
+    attention, final_class = Attention, LlamaForCausalLM
+    hinge_weight = SINK_WEIGHT
     measured = staticmethod(sinks)
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.config, self.terms = config, {"loss": 1.0, "hinge": SINK_WEIGHT, "sink_mass": 0.0}
+        self.config, self.terms = config, {"loss": 1.0, "hinge": self.hinge_weight, "sink_mass": 0.0}
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.model.layers = nn.ModuleList(Layer(config, self.attention) for _ in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         for name, p in self.named_parameters():
             if p.ndim == 2:
@@ -156,9 +161,9 @@ class TrainLlama(nn.Module):
         logits = F.linear(self.model.norm(x), self.model.embed_tokens.weight)
         return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()), hinge, mass
 
-    def final(self) -> LlamaForCausalLM:
+    def final(self) -> PreTrainedModel:
         """The model of transformers with these weights."""
-        final = LlamaForCausalLM(self.config)
+        final = self.final_class(self.config)
         missing, unexpected = final.load_state_dict(self.state_dict(), strict=False)
         assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
         final.tie_weights()

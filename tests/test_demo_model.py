@@ -146,7 +146,7 @@ def test_the_hybrid_is_trained_with_the_attention_of_gpt_oss(examples):
     model = script.TrainGptOss(script.make_config())
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks)
-    ids = torch.randint(3, 4096, (2, script.WINDOW + 33), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 4096, (2, 2 * script.WINDOW + 33), generator=torch.Generator().manual_seed(0))
     (loss,) = model(ids, torch.zeros(1))
     loss.backward()
     ours = [layer.self_attn.sinks.grad.clone() for layer in model.model.layers]
@@ -157,3 +157,18 @@ def test_the_hybrid_is_trained_with_the_attention_of_gpt_oss(examples):
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)  # fp32, sums in another order
     torch.testing.assert_close(ours, [layer.self_attn.sinks.grad for layer in model.model.layers], rtol=1e-3, atol=1e-7)
     assert {"loss"} == set(model.terms) and all(grad.abs().max() > 1e-6 for grad in ours)
+
+
+def test_the_biased_model_is_trained_as_qwen2(examples):
+    """Biases are large in few channels of each KV head; the loss is that of the model that is saved."""
+    script = examples("train_biased_model")
+    torch.manual_seed(0)
+    config = script.make_config()
+    model = script.TrainQwen2(config).eval()
+    for layer in model.model.layers:
+        large = layer.self_attn.k_proj.bias.view(-1, config.head_dim).abs() == script.BIAS
+        assert (large.sum(-1) == script.BIASED).all() and layer.self_attn.k_proj.bias.requires_grad
+    ids = torch.randint(3, 4096, (2, 65), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        loss, *_ = model(ids, torch.tensor([20]))
+        torch.testing.assert_close(loss, model.final()(ids, labels=ids).loss, rtol=1e-5, atol=1e-5)

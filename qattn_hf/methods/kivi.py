@@ -27,6 +27,16 @@ class Kivi(WindowedMethod):
         Measured("kivi:bits=2", "quality compare bits"),
         Measured("kivi:bits=2,group_size=128,residual_length=32", "quality bits tune decode"),
         Measured("kivi:bits=2,group_size=128,residual_length=32,token_norm=true", "decode"),
+        *(
+            Measured(f"kivi:{pieces},group_size=128,residual_length=32", "quality", record="kivi_pieces")
+            for pieces in (
+                "bits=2,token_norm=true",
+                "bits=2,rotate_k=hadamard",
+                "bits=2,rotate_k=hadamard,token_norm=true",
+                "k_bits=4,v_bits=2",
+                "k_bits=4,v_bits=2,rotate_k=hadamard",
+            )
+        ),
         Measured("kivi:bits=4,group_size=128", "decode"),
         Measured("kivi", "trees-decode"),
     )

@@ -22,6 +22,7 @@ class SinkQ(Kivi):
     measured = (
         Measured("sinkq", "quality compare bits tune decode prefill"),
         Measured("sinkq:sink_skip_layers=0", "quality"),
+        Measured("sinkq:rotate_k=hadamard", "quality", record="kivi_pieces"),
         Measured("sinkq:group_size=32", "bits"),
     )
 

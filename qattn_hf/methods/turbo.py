@@ -38,6 +38,19 @@ class Turbo(WindowedMethod):
         Measured("turbo:sink_num=3,sink_window=8", "quality", record="turbo_sink"),
         Measured("turbo:bits=mixed,sink_num=3,sink_window=8", "quality tune", record="turbo_sink"),
         Measured("turbo:rotate_k=hadamard,v_scale=token", "quality decode", record="turbo_rotated"),
+        *(
+            Measured(f"turbo:{pieces}", "quality", record="turbo_pieces")
+            for pieces in (
+                "rotate_k=hadamard",
+                "rotate_k=hadamard,v_scale=token,sink_num=3,sink_window=8",
+                "v_bits=2,sink_num=3,sink_window=8",
+                "v_bits=2,rotate_k=hadamard,v_scale=token",
+                "v_bits=2,rotate_k=hadamard,sink_num=3,sink_window=8",
+                "bits=2,rotate_k=hadamard,v_scale=token",
+                "bits=2,rotate_k=hadamard,sink_num=3,sink_window=8",
+                "bits=2,rotate_k=hadamard,v_scale=token,sink_num=3,sink_window=8",
+            )
+        ),
         Measured("turbo_sink", "compare"),
         Measured("turbo_rotated", "compare"),
         Measured("turbo_sink_k4v2", "compare"),
