@@ -111,8 +111,7 @@ def windowed(query: Tensor, key: Tensor, value: Tensor, sink: Tensor, window: in
 
 
 def all_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Every expert for every token, `[tokens, hidden]`: two of two are asked for. Transformers' gather of a bias for
-    each token costs seconds a step in its backward."""
+    """Every expert for every token, `[tokens, hidden]`: two of two are asked for, so none is gathered."""
     weights = torch.zeros_like(top_k_weights).scatter(1, top_k_index, top_k_weights)
     gate_up = hidden_states @ self.gate_up_proj + self.gate_up_proj_bias[:, None]  # [experts, tokens, 2 * intermediate]
     out = self._apply_gate(gate_up) @ self.down_proj + self.down_proj_bias[:, None]
