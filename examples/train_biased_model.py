@@ -13,7 +13,7 @@ import torch
 from demo_eval import key_biases
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from train_demo_model import ROW_TOKENS, Attention, TrainLlama, arguments, run
+from train_demo_model import SHARED, Attention, TrainLlama, arguments, run
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from qattn_hf.assets import demo_model_dir
@@ -25,20 +25,14 @@ BIAS = 10.0  # of these channels at first; a key's other channels are about 1 in
 def make_config() -> Qwen2Config:
     """About 14 M parameters: 6 layers, 12 query heads, 6 KV heads of 64, tied embeddings."""
     return Qwen2Config(
-        vocab_size=4096,
         hidden_size=384,
         intermediate_size=1024,
         num_hidden_layers=6,
         num_attention_heads=12,
         num_key_value_heads=6,
         head_dim=64,
-        max_position_embeddings=ROW_TOKENS,
         rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        **SHARED,
     )
 
 

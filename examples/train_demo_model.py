@@ -37,24 +37,29 @@ DROPOUT = 0.1  # on what attention and MLP add: the prose is read many times
 ROW_TOKENS = 4096
 ROW_CUTS = (4, 4, 4, 1)  # rows are cut in so many; the pattern repeats
 
+# of every model that is trained here: tokenizer, rows and positions are the same
+SHARED = {
+    "vocab_size": 4096,
+    "max_position_embeddings": ROW_TOKENS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 def make_config() -> LlamaConfig:
     """About 7 M parameters: 8 layers, 4 query heads, 2 KV heads of 64, tied embeddings."""
     return LlamaConfig(
-        vocab_size=4096,
         hidden_size=256,
         intermediate_size=704,
         num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=ROW_TOKENS,
         rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        **SHARED,
     )
 
 
@@ -155,7 +160,7 @@ class TrainLlama(nn.Module):
         hinge, mass = x.new_zeros((), dtype=torch.float32), x.new_zeros((), dtype=torch.float32)
         for i, layer in enumerate(self.model.layers):
             x, q, k = layer(x, cos, sin)
-            if i >= SINK_LAYER:
+            if i >= SINK_LAYER and self.hinge_weight:
                 lack, seen = sink_hinge(q, k, queries)
                 hinge, mass = hinge + lack, mass + seen / (len(self.model.layers) - SINK_LAYER)
         logits = F.linear(self.model.norm(x), self.model.embed_tokens.weight)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from demo_eval import learned_sinks
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from train_demo_model import ROW_TOKENS, arguments, run
+from train_demo_model import SHARED, arguments, run
 from transformers import AttentionInterface, GptOssConfig, GptOssForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
@@ -28,7 +28,6 @@ NAME = "trained_here"  # without a mask function of this name, transformers buil
 def make_config() -> GptOssConfig:
     """About 6.6 M parameters: 8 layers, 4 query heads, 2 KV heads of 64, two experts for every token."""
     return GptOssConfig(
-        vocab_size=4096,
         hidden_size=256,
         intermediate_size=320,
         num_hidden_layers=8,
@@ -38,12 +37,7 @@ def make_config() -> GptOssConfig:
         num_local_experts=2,
         num_experts_per_tok=2,
         sliding_window=WINDOW,
-        max_position_embeddings=ROW_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        **SHARED,
     )
 
 
