@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from qattn_hf import changes, saved
+from qattn_hf.budget_layer import BudgetLayer
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import capturing, device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
@@ -56,7 +57,8 @@ class QAttnCache(Cache):
         super().__init__(layers=[_new_layer(spec, max_cache_len, device_type) for spec in specs])
         self.recipe = recipe
         self.mixed = any(isinstance(layer, (ModelLayer, HybridLayer)) for layer in self.layers)
-        self.pool = None if self.mixed else pool  # what is the model's own has no fixed place in memory
+        budget = any(isinstance(layer, BudgetLayer) for layer in self.layers)
+        self.pool = None if self.mixed or budget else pool  # what changes its size has no fixed place in memory
         self._call: Call | None = None  # the call that runs, or was interrupted
         self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
         self.ran("eager")  # as a plain forward does

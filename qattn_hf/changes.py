@@ -1,4 +1,4 @@
-"""Changes that replace tensors of a layer: other rows, a larger ring, more blocks.
+"""Changes that replace tensors of a layer: other rows, a larger ring, more blocks, fewer bits.
 
 A change is computed whole (`Change`) before it is applied (`QAttnLayer.take`), which cannot fail. A cache computes the
 changes of all its layers first: where memory runs out or an argument is wrong, every layer is as it was.
@@ -15,8 +15,10 @@ import torch
 from qattn_hf.errors import QAttnError
 from qattn_kernels.layer.arena import Layout, empty_arena, places, views
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.ring import resized_ring
+from qattn_kernels.ops.repack.reference import repack
 
 if TYPE_CHECKING:
     from qattn_hf.layer import QAttnLayer
@@ -89,14 +91,25 @@ def with_horizon(layer: QAttnLayer, tokens: int) -> Change | None:
 
 def with_blocks(layer: QAttnLayer, blocks: int) -> Change:
     """The layer with capacity for `blocks` blocks, as many as it uses or more, and the same content."""
-    both = min(blocks, layer.blocks)
 
     def move(tensor: torch.Tensor, spec: TensorSpec, new: torch.Tensor) -> None:
-        if spec.block_dim is not None:
-            tensor, new = (x.narrow(spec.block_dim, 0, both) for x in (tensor, new))
+        if (dim := spec.block_dim) is not None:
+            both = min(tensor.shape[dim], new.shape[dim])
+            tensor, new = tensor.narrow(dim, 0, both), new.narrow(dim, 0, both)
         new.copy_(tensor)
 
     return _changed(layer, replace(layer.geometry, blocks=blocks), layer.spec, move)
+
+
+def repacked(layer: QAttnLayer, spec: LayerSpec, blocks: int) -> Change:
+    """The layer with capacity for `blocks` blocks, as many as it uses or more, in the fewer bits of `spec`."""
+    if spec == layer.spec:
+        return with_blocks(layer, blocks)
+    layout = Layout(replace(layer.geometry, blocks=blocks), spec)
+    with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+        arena = empty_arena(layout, layer.device)
+    repack(layer.state, layer.spec, views(arena, layout), spec, layer_tensors(*layout))
+    return Change(arena, layout.geometry, spec)
 
 
 def _changed(

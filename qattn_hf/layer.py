@@ -256,14 +256,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         if used is None or self.replayed_by_others or used + tokens > self.capacity:
             used = self._used = self._slots_used()
         if used + tokens > self.capacity:
-            if self.max_cache_len is not None:
-                raise CapacityError(
-                    f"the cache holds {self.capacity} tokens a row, {used} are taken and {tokens} more came; "
-                    "nothing was written. Use a larger max_cache_len, or none so that the cache grows"
-                )
-            blocks = self._blocks_for(used + tokens)
-            self._grow(with_room(blocks) if self.is_initialized else blocks)
-            self.planned = False
+            self._extend(used, tokens)
         self.own()
         return used
 
@@ -353,6 +346,17 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 "and what was generated since is wrong. Start from a fresh cache with a larger max_cache_len"
             )
         return slots
+
+    def _extend(self, used: int, tokens: int) -> None:
+        """Make room for `tokens` more columns than the `used` slots, for which the capacity is too small."""
+        if self.max_cache_len is not None:
+            raise CapacityError(
+                f"the cache holds {self.capacity} tokens a row, {used} are taken and {tokens} more came; "
+                "nothing was written. Use a larger max_cache_len, or none so that the cache grows"
+            )
+        blocks = self._blocks_for(used + tokens)
+        self._grow(with_room(blocks) if self.is_initialized else blocks)
+        self.planned = False
 
     def _grow(self, blocks: int) -> None:
         """Grow the arenas to `blocks`, with the old content; if memory runs out the layer is as it was."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from typing import Any
 
+UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 LONGEST_INTEGER = 128  # bits; Python writes no integer of more than 4,300 digits
 
 
@@ -39,6 +41,18 @@ def shown(value: Any, longest: int = 100) -> str:
 def named(value: Any, longest: int = 100) -> str:
     """A text without quotes if it is short and printable; else its `repr`, as `shown` has it."""
     return value if isinstance(value, str) and value.isprintable() and len(value) <= longest else shown(value, longest)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `24GiB`, `80GB` or `24` (GiB).
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in UNITS:
+        raise ValueError(f"{shown(text)} is no size such as 24GiB, 80GB or 24 (GiB)")
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def size(n_bytes: float) -> str:

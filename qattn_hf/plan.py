@@ -30,6 +30,7 @@ from qattn_hf.heads import head_sizes
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.live_memory import LiveMemory
 from qattn_hf.long_prompts import chunk_of
+from qattn_hf.memory_budget import BudgetLayerSpec
 from qattn_hf.patcher import attending
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_kernels.layer.arena import Layout, rewritten_bytes
@@ -136,6 +137,8 @@ class Planner:
         recipe = method if isinstance(method, Recipe) else find_recipe(method, None, {})
         recipe = recipe.for_model(self.config)
         specs = recipe.layer_specs(self.config, "cuda")
+        if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
+            raise UnsupportedError("memory= says itself what the cache takes: plan the fewest bits without it")
         check_packs(recipe)
         by_kernels = [spec for spec in specs if isinstance(spec, LayerSpec) and spec.impl == "triton"]
         if len(by_kernels) < len(specs):

@@ -10,8 +10,8 @@ A recipe may choose otherwise for some layers, under the key `layers`:
 
 An entry of `layers` inherits the recipe's settings. With another method it inherits those that every method has, and
 that method's defaults for the rest. Settings that all layers must share (`recipe_settings.SHARED`: `decode`, `impl`,
-`crop_horizon`, `sliding`) belong to the recipe itself. Lists of heads, such as `k_low_heads`, are always lists for all
-layers.
+`crop_horizon`, `sliding`, `memory`) belong to the recipe itself. Lists of heads, such as `k_low_heads`, are always
+lists for all layers.
 
 Precedence, lowest first: the method's defaults, those of the model's family, the recipe, keywords of `patch`, an entry
 of `layers`. The higher one wins, also where it sets both sides (`bits`) and the lower one only one (`k_bits`):
@@ -39,6 +39,7 @@ from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import FamilyDefaults, find_family
 from qattn_hf.heads import head_sizes
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers
+from qattn_hf.memory_budget import shared
 from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, list_methods
 from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
@@ -143,7 +144,8 @@ class Recipe:
             spec = shard_spec(spec, heads, shard)
             reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, v_dim)
             spec = dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason))
-            return HybridLayerSpec(**vars(spec), states=states[i]) if states[i] else spec
+            of_layer = {field.name: getattr(spec, field.name) for field in dataclasses.fields(LayerSpec)}
+            return HybridLayerSpec(**of_layer, states=states[i]) if states[i] else spec
 
         for choice in self.choices:
             where = named(choice.where)
@@ -151,7 +153,7 @@ class Recipe:
                 raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
         try:
             kept = decide(own, config, self.settings.sliding, packed)
-            specs = [packed(i) if spec is None else spec for i, spec in enumerate(kept)]
+            specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(kept)])
         except UnsupportedError:
             raise
         except ValueError as error:

@@ -14,8 +14,9 @@ from qattn_hf.errors import RecipeError
 from qattn_hf.messages import named, shown
 from qattn_hf.methods import Method, get_method, list_methods
 
-# one decode step runs through all layers, a crop removes the same tokens from each, and all windows have one mask
-SHARED = ("decode", "impl", "crop_horizon", "sliding")
+# one decode step runs through all layers, a crop removes the same tokens from each, all windows have one mask, and
+# what memory there is they share
+SHARED = ("decode", "impl", "crop_horizon", "sliding", "memory")
 MOST_LAYERS = 4096  # that a recipe may name; models have some hundred
 FEW = 5  # mistakes that a message lists; it counts the others
 

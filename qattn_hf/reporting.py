@@ -6,7 +6,6 @@ import io
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -14,17 +13,11 @@ from transformers import PreTrainedModel
 from qattn_hf.cache import QAttnCache
 from qattn_hf.continuous.cache import in_words
 from qattn_hf.errors import QAttnError
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import window_of
 from qattn_hf.messages import cut, size
 from qattn_hf.model_layer import ModelLayer
 from qattn_hf.recipe import Recipe
-from qattn_kernels.layer.skip_counts import skip_counts_of
+from qattn_hf.report_rows import OWN, layer_row, own_row
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
-from qattn_kernels.layer.state import side_of
-from qattn_kernels.layer.support import no_triton, unsupported
-from qattn_kernels.ops.sink_pool.table import at_slots
-from qattn_kernels.reference.rows import bits_to_bool
 
 
 def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
@@ -40,9 +33,9 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
     if isinstance(model_or_cache, QAttnCache):
         cache = model_or_cache
         rows = [
-            _own_row(i, layer)
+            own_row(i, layer)
             if isinstance(layer, ModelLayer)
-            else _layer_row(i, layer, cache.recipe.settings_of(i).name())
+            else layer_row(i, layer, cache.recipe.settings_of(i).name())
             for i, layer in enumerate(cache.layers)
         ]
         specs = [layer.spec for layer in cache.packed]
@@ -59,132 +52,6 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
 def _impl(specs: list[LayerSpec]) -> str:
     """What computes the packed layers: `triton`, `reference`, or both where they differ; `model` if there is none."""
     return " and ".join(sorted({spec.impl for spec in specs})) or OWN
-
-
-def _own_row(index: int, layer: ModelLayer) -> dict[str, Any]:
-    """Row of a layer that is the model's own: nothing in it is packed."""
-    tensors = [tensor for tensor, _ in layer.state_tensors().values()]
-    n_bytes, values = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
-    dtypes = " and ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
-    return {
-        "layer": index,
-        "method": OWN,
-        "kind": layer.spec.kind,
-        "own": str(layer.spec),
-        "why": layer.spec.why,
-        "k_format": dtypes,
-        "v_format": dtypes,
-        "kernels": OWN,
-        "packed_tokens": 0,
-        "open_tokens": 0,
-        "bytes": n_bytes,
-        "bytes_full_precision": n_bytes,
-        "values": values,
-        "effective_bits_total": 8 * n_bytes / values if values else None,
-    }
-
-
-def _layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
-    spec = layer.spec
-    window = window_of(spec)
-    row: dict[str, Any] = {
-        "layer": index,
-        "method": method,
-        "kind": "full_attention" if window is None else "sliding_attention",
-        "window": window,
-        "k_format": spec.k.label,
-        "v_format": spec.v.label,
-        "kernels": spec.impl,
-        "prompt": layer.prompt_by,
-        "packed_tokens": 0,
-        "open_tokens": 0,
-        "bytes": 0,
-        "bytes_full_precision": 0,
-    }
-    if not layer.is_initialized:
-        return row
-    state, geo = layer.state, layer.geometry
-    values = geo.heads * (geo.k_dim + geo.v_dim)
-    lengths, closed = state["length"], int(state["block_len"].sum())
-    tokens = int((lengths if window is None else lengths.clamp(max=window)).sum())
-    opened = int((state["length"] - state["open_start"]).sum())
-    packed, opened = (closed, opened) if spec.k.windowed or spec.v.windowed else (closed + opened, 0)
-    row["bytes"] = sum(t.nbytes for t, _ in layer.state_tensors().values())
-    row |= {
-        "packed_tokens": packed,
-        "open_tokens": opened,
-        "bytes_full_precision": tokens * values * layer.dtype.itemsize,
-        "values": tokens * values,
-        "effective_bits": _block_bits(layer, values),
-        "effective_bits_total": 8 * row["bytes"] / (tokens * values) if tokens else None,
-        "capacity": layer.capacity,
-        "short_blocks": int(((state["block_len"] > 0) & (state["block_len"] < spec.window.block)).sum()),
-        "nonfinite": _nonfinite(layer),
-        "lost": int(state["overflow"].sum()),
-        "sinks": _sinks(layer),
-        "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
-        "bits_per_head": {side: _bits(layer, side) for side in "kv"},
-        "no_kernels": _why_reference(layer),
-        "latent": spec.latent,
-    }
-    return row | _skipped(layer)
-
-
-def _skipped(layer: QAttnLayer) -> dict[str, float]:
-    """Figures of sparse V over all decode steps since the layer was empty; none where it is off."""
-    if layer.spec.sparsity.tau == 0:
-        return {}
-    skip_counts = skip_counts_of(layer.state)
-    return {
-        "skip_rate": int(skip_counts.skipped.sum()) / max(1, int(skip_counts.read.sum())),
-        "dropped_mass": float(skip_counts.dropped.sum()) / max(1, int(skip_counts.queries.sum())),
-        "dropped_worst": float(skip_counts.worst.max()),
-    }
-
-
-def _in_pool(layer: QAttnLayer) -> torch.Tensor:
-    """Entries of the sink table whose token is kept out of the packed blocks: bool `[B, H, entries]`."""
-    return (layer.state["sink.born"] > 0) & (layer.state["sink.written"] == 0)
-
-
-def _sinks(layer: QAttnLayer) -> int:
-    """Number of tokens that the sink pool keeps out of the packed blocks, over all rows and heads."""
-    return int(_in_pool(layer).sum()) if layer.spec.sink_pool.num else 0
-
-
-def _nonfinite(layer: QAttnLayer) -> int:
-    """Number of tokens, over all rows, whose key or value is not finite in some KV head; they are masked there."""
-    masked = bits_to_bool(layer.state["dropped"]).flatten(2)
-    if layer.spec.sink_pool.num:  # sinks in the pool are masked in the blocks too
-        masked = masked & ~at_slots(_in_pool(layer), layer.state["sink.slot"], masked.shape[2])
-    return int(masked.any(1).sum())
-
-
-def _why_reference(layer: QAttnLayer) -> str | None:
-    """Why the reference computes a layer on a GPU; None where kernels do, and on a CPU."""
-    geo = layer.geometry
-    if layer.spec.impl != "reference" or layer.device.type != "cuda":
-        return None
-    reason = no_triton("cuda") or unsupported(layer.spec, geo.heads, geo.heads, geo.k_dim, geo.v_dim)
-    return reason or "the recipe or the model's query heads ask for the reference"
-
-
-def _block_bits(layer: QAttnLayer, values: int) -> float | None:
-    """Bits of a value in closed blocks, all tensors counted that grow with blocks; None before a block closes."""
-    state, block = layer.state, layer.spec.window.block
-    blocks, tokens = int((state["block_len"] > 0).sum()), int(state["block_len"].sum())
-    if tokens == 0:
-        return None
-    block_tensors = [state[name] for name, spec in layer.tensor_specs().items() if spec.block_dim is not None]
-    slot = sum(t.nbytes for t in block_tensors) / (layer.geometry.batch * layer.blocks * block)
-    return 8 * slot * block * blocks / (tokens * values)
-
-
-def _bits(layer: QAttnLayer, side: str) -> list[list[int]]:
-    """Bits of a code for each head, a list for each row; one list if all rows are equal."""
-    fmt = layer.spec.k if side == "k" else layer.spec.v
-    rows = fmt.bits_per_head(side_of(layer.state, side), layer.geometry.heads)
-    return rows[:1] if all(r == rows[0] for r in rows) else rows
 
 
 @dataclass(frozen=True)
@@ -235,7 +102,8 @@ class Report:
           requests share prefixes, and the most requests and blocks that were held.
         - `layers`: one row a layer, with these figures and the formats of keys and values. A layer that is the model's
           own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
-          window is not packed. A packed one has the tokens of its `window`, or None.
+          window is not packed. A packed one has the tokens of its `window`, or None, and `tokens_by_bits`: of a side
+          whose blocks differ, as `memory` makes them, the packed tokens by the bits of their codes.
         """
         settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
@@ -359,7 +227,10 @@ def _alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _format(row: dict[str, Any], side: str) -> str:
-    """Format and bits: `flashq 4`, head by head `flashq 4422`, or `row by row` where rows of the batch differ."""
+    """Format and bits: `flashq 4`, head by head `flashq 4422`, `flashq 8 and 4` where blocks differ, or `row by row`
+    where rows of the batch do."""
+    if tokens := row.get("tokens_by_bits", {}).get(side, {}):
+        return f"{row[side + '_format']} {' and '.join(str(bits) for bits in sorted(tokens, reverse=True))}"
     bits = row.get("bits_per_head", {}).get(side, [])
     if len(bits) != 1:
         return f"{row[side + '_format']} {'row by row' if bits else ''}".strip()
@@ -367,11 +238,18 @@ def _format(row: dict[str, Any], side: str) -> str:
     return f"{row[side + '_format']} " + (str(bits[0][0]) if len(distinct) == 1 else "".join(str(b) for b in bits[0]))
 
 
+def _by_bits(side: str, tokens: dict[int, int]) -> str:
+    """`V: 4 bits of 4096 tokens, 8 of 512`."""
+    (first, count), *others = sorted(tokens.items())
+    return f"{side.upper()}: {first} bits of {count} tokens" + "".join(f", {bits} of {n}" for bits, n in others)
+
+
 def _notes(row: dict[str, Any]) -> str:
     notes = [f"the model's own: {row['own']}"] if "own" in row else []
     notes += [f"not packed: {row['why']}"] if row.get("why") else []
     notes += [f"sliding window of {row['window']}"] if row.get("window") else []
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
+    notes += [_by_bits(side, tokens) for side, tokens in row.get("tokens_by_bits", {}).items() if len(tokens) > 1]
     notes += ["sinks kept out"] if row.get("sinks") else []
     notes += ["latent attention: V holds the latents, K the RoPE parts"] if row.get("latent") else []
     notes += [f"no kernels: {row['no_kernels']}"] if row.get("no_kernels") else []
@@ -380,7 +258,6 @@ def _notes(row: dict[str, Any]) -> str:
     return ", ".join(notes)
 
 
-OWN = "model"  # in place of a method's name, for layers that are the model's own
 MEANS = ("effective_bits", "skip_rate", "dropped_mass")
 PER_LAYER = ("layer", "sinks")  # fields of a row in which layers of one line may differ
 NOTES = {

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf import changes
 from qattn_hf._version import __version__
+from qattn_hf.budget_layer import BudgetLayer
 from qattn_hf.errors import LONGEST_MESSAGE, QAttnError, UnsupportedError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.model_layer import ModelLayer, host_state, restore, state_tensors
@@ -53,6 +54,11 @@ def save(cache: QAttnCache, path: str | Path, input_ids: torch.Tensor | None = N
             "from a pickle. Save the cache while its model is there"
         )
     _check_shard(model)
+    if any(isinstance(layer, BudgetLayer) for layer in cache.layers):
+        raise UnsupportedError(
+            "a cache with memory= is not saved: its bits are of this room and this call. Patch with bits= alone for a "
+            "prefix that others read"
+        )
     cache.check_whole()
     tokens = int(cache.get_seq_length())
     if not tokens:

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf.heads import head_sizes
 from qattn_hf.layer_kinds import ModelLayerSpec, window_of
+from qattn_hf.memory_budget import BudgetLayerSpec, all_stages
 from qattn_kernels.layer.spec import LayerSpec
 
 log = logging.getLogger(__name__)
@@ -35,9 +36,10 @@ def begin(
         says why it cannot.
     """
     fused = dict.fromkeys(
-        (spec, head_sizes(config, i))
+        (one, head_sizes(config, i))
         for i, spec in enumerate(specs)
         if isinstance(spec, LayerSpec) and spec.impl == "triton"
+        for one in (all_stages(spec) if isinstance(spec, BudgetLayerSpec) else (spec,))
     )
     if not fused:
         return []

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from qattn_hf import changes
+from qattn_hf.budget_layer import BudgetLayer
 from qattn_hf.device import capturing
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
 from qattn_hf.layer import QAttnLayer, with_room
 from qattn_hf.layer_kinds import WindowLayerSpec
+from qattn_hf.memory_budget import BudgetLayerSpec
 from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
@@ -154,6 +156,7 @@ class WindowLayer(QAttnLayer):
 
 def packed_layer(spec: LayerSpec, max_cache_len: int | None = None, device_type: str | None = None) -> QAttnLayer:
     """An empty packed layer of this spec; arguments as of `QAttnLayer`."""
-    kind: Any = WindowLayer if isinstance(spec, WindowLayerSpec) else QAttnLayer
+    kinds: Any = {WindowLayerSpec: WindowLayer, BudgetLayerSpec: BudgetLayer}
+    kind = kinds.get(type(spec), QAttnLayer)
     layer: QAttnLayer = kind(spec, max_cache_len, device_type)
     return layer

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from qattn_hf.continuous.cache import PagedCache
 from qattn_hf.continuous.transformers_api import ContinuousBatchingManager, check_version, continuous_api, with_names
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.memory_budget import BudgetLayerSpec
 from qattn_hf.patched import patch_of
 from qattn_hf.tensor_parallel import shard_of
 from qattn_kernels.layer.arena import Layout
@@ -90,6 +91,8 @@ def layouts(model: PreTrainedModel) -> list[Layout]:
         raise UnsupportedError("cache='model' packs nothing: unpatch(model), and transformers batches by itself")
     if shard_of(model).size > 1 or len({x.device for x in model.parameters()}) > 1:
         raise UnsupportedError("continuous batching of a model on several devices is not supported: use generate")
+    if any(isinstance(spec, BudgetLayerSpec) for spec in patched.specs):
+        raise UnsupportedError("memory= is of generate's caches; a pool of pages has a size of its own: leave it out")
     full = [spec for spec in patched.specs if type(spec) is LayerSpec and not spec.latent]
     if len(full) < len(patched.specs) or patched.sizes is None:
         raise UnsupportedError(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from qattn_hf.bench.layers import fill
+from qattn_hf.budget_layer import BudgetLayer
 from qattn_hf.cache import QAttnCache
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.reporting import report
@@ -48,7 +49,7 @@ def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
     """
     filled = QAttnCache([layer.spec for layer in cache.packed], cache.recipe, tokens)
     for layer, like in zip(filled.layers, cache.packed, strict=True):
-        _initialize(layer, like.geometry, dtype, "cpu")
+        _initialize(layer, like.geometry, dtype, "cpu", tokens)
         fill(layer, min(tokens, layer.capacity))  # a window's capacity is what it needs
     data = report(filled).to_dict()
     shown = [getattr(layer.spec, "sliding_window", tokens) for layer in cache.packed]
@@ -59,10 +60,12 @@ def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
 def layer_bytes(spec: LayerSpec, geometry: Geometry, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of one layer's tensors for one row of `tokens` tokens; counted on the meta device, without memory."""
     layer = packed_layer(spec, tokens)
-    _initialize(layer, geometry, dtype, "meta")
+    _initialize(layer, geometry, dtype, "meta", tokens)
     return sum(tensor.nbytes for tensor, _ in layer.state_tensors().values())
 
 
-def _initialize(layer: QAttnLayer, geometry: Geometry, dtype: torch.dtype, device: str) -> None:
+def _initialize(layer: QAttnLayer, geometry: Geometry, dtype: torch.dtype, device: str, tokens: int) -> None:
+    if isinstance(layer, BudgetLayer):
+        layer.reserve(tokens)  # else it would have the bits of an empty one
     dims = (geometry.k_dim, geometry.v_dim)
     layer.lazy_initialization(*(torch.empty(1, geometry.heads, 0, dim, dtype=dtype, device=device) for dim in dims))

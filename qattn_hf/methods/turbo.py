@@ -7,13 +7,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qattn_hf.messages import shown
+from qattn_hf.memory_budget import BudgetLayerSpec, at_stage
+from qattn_hf.messages import parse_size, shown
 from qattn_hf.methods.base import SMOOTH_K, Measured, WindowedMethod
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.flashq.reference import FlashQFormat
 from qattn_kernels.formats.flashq_token.reference import FlashQTokenFormat
 from qattn_kernels.formats.smoothed.reference import SmoothedFormat
-from qattn_kernels.layer.spec import Compute
+from qattn_kernels.layer.spec import Compute, LayerSpec
 from qattn_kernels.layout import Window
 
 Bits = Literal[4, 2, "mixed"]
@@ -28,6 +29,7 @@ class Turbo(WindowedMethod):
         {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3, "rotate_k": "hadamard", "rotate_v": "hadamard"},
         {"block_kv": 32, "buffer_size": 64, "p_scale": "tile", "smooth_k": True},
         {"compute": "model", "sparse_v_tau": 1e-3, "v_scale": "token"},
+        {"memory": "1GiB", "bits": 2, "rotate_k": "hadamard"},
     )
     measured = (
         Measured("turbo", "quality compare bits decode prefill"),
@@ -89,6 +91,11 @@ class Turbo(WindowedMethod):
         "values such as those of attention sinks need",
     )
     smooth_k: bool = Field(False, description=SMOOTH_K)
+    memory: int | str | None = Field(
+        None,
+        description="most that all packed layers may take, bytes or a text such as 12GiB: blocks begin with 8 bits, "
+        "and where room runs out the oldest get fewer, down to bits",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Turbo:
@@ -117,6 +124,28 @@ class Turbo(WindowedMethod):
         if self.n_h is not None and "mixed" not in (self._side_bits("k"), self._side_bits("v")):
             raise ValueError("n_h acts in bits='mixed' only")
         return self
+
+    @model_validator(mode="after")
+    def _budget_fits(self) -> Turbo:
+        if self.memory is None:
+            return self
+        if self._memory_bytes() < 1:
+            raise ValueError(f"memory={self.memory!r} is no size: give bytes, or a text such as 12GiB")
+        if "mixed" in (self._side_bits("k"), self._side_bits("v")):
+            raise ValueError("memory clashes with bits='mixed', where heads have different bits: take bits=4 or bits=2")
+        if self.sliding != "model" or self.sparse_v_tau:
+            raise ValueError("memory clashes with sparse_v_tau and with packed windows (sliding): leave them out")
+        return self
+
+    def _memory_bytes(self) -> int:
+        return parse_size(self.memory) if isinstance(self.memory, str) else self.memory or 0
+
+    def layer_spec(self, layer: int, layers: int, heads: int) -> LayerSpec:
+        spec = super().layer_spec(layer, layers, heads)
+        if self.memory is None:
+            return spec
+        k_bits, v_bits = (bits for side in "kv" if (bits := self._side_bits(side)) != "mixed")
+        return at_stage(BudgetLayerSpec(**vars(spec), memory=self._memory_bytes(), k_bits=k_bits, v_bits=v_bits), 0)
 
     def _side_bits(self, side: str) -> Bits:
         own = self.k_bits if side == "k" else self.v_bits

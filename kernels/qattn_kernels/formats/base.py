@@ -19,6 +19,14 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be dequantized without leaving INT8
 
 
+class Span(NamedTuple):
+    """Blocks of a row, from `first` to before `end`, whose codes have `bits`."""
+
+    bits: int
+    first: int
+    end: int
+
+
 class Operand(NamedTuple):
     """Keys or values in the form that a product takes: `x * scale[..., None] + mean` are the numbers.
 
@@ -158,6 +166,30 @@ class Format:
     def mixed(self) -> bool:
         """Whether heads have different bits."""
         return False
+
+    @property
+    def ages(self) -> bool:
+        """Whether a row's first blocks may have half the bits of the others."""
+        return False
+
+    def spans(self, blocks: int) -> list[Span]:
+        """The runs of a row's `blocks` blocks whose codes have as many bits, of a format that `ages`."""
+        raise NotImplementedError
+
+    def with_bits(self, bits: int, aged: int | None) -> Format:
+        """This format with blocks of so many bits, the first `aged` of a row with half as many; None: none ever."""
+        raise NotImplementedError
+
+    def recode(self, state: State, new: Format, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
+        """Write the codes of the blocks of `state` to `out` as `new` has them, this format with fewer bits.
+
+        Of the other tensors `out` holds those of `state` already.
+
+        Args:
+            keep: bool `[B, H, blocks, block]`, which tokens widen the range of their channels.
+            closed: bool `[B, blocks]`, which blocks hold tokens.
+        """
+        raise NotImplementedError
 
     @property
     def scale_group(self) -> str:

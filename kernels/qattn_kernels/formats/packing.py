@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import deinterleave, interleave, part_order, stack, unstack
+from qattn_kernels.jit.tile_order import deinterleave, interleave, part_order, stack, token_order, unstack
 
 
 @triton.jit
@@ -84,11 +84,14 @@ def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def read_codes(codes, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """int32 codes `[BLOCK, DP]` of block `at` as `write_codes` packed them, in the order of the tokens."""
+    """int32 codes `[BLOCK, DP]` of block `at` as `write_codes` packed them, in the order of the tokens; those of 8 bits
+    have a sign."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     if BITS == 3:
         low = _read_plane(codes, at, 2, 0, ROWS, SHUFFLED, VALUES, C)
         return low | _read_plane(codes, at, 1, C.BLOCK // 4, ROWS, SHUFFLED, VALUES, C) << 2
+    elif BITS == 8:
+        return _read_plane(codes, at, 8, 0, ROWS, SHUFFLED, VALUES, C).to(tl.int8).to(tl.int32)
     else:
         return _read_plane(codes, at, BITS, 0, ROWS, SHUFFLED, VALUES, C)
 
@@ -159,7 +162,12 @@ def _unpack2_pairs(left, right, HIGH: tl.constexpr, PLAIN: tl.constexpr):
 def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
     """Codes of the two halves of a block of values, `[DP, HALF]` each, channels in the order of `d`; of 2 bits those in
     the right half of either come as `_unpack2_pairs` says."""
-    if BITS == 4:
+    if BITS == 8:
+        HALF: tl.constexpr = C.BLOCK // 2
+        address = codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + tl.arange(0, HALF)[None, :]
+        inside = (d < C.D)[:, None]
+        return tl.load(address, mask=inside, other=0), tl.load(address + HALF, mask=inside, other=0)
+    elif BITS == 4:
         x = _packed(codes, at, d, 4, True, C)
         return _unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN)
     else:
@@ -174,6 +182,10 @@ def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
     """Products of the codes of a block with the INT8 pairs `x8`: `[BLOCK, Q]` in `token_order`."""
+    if BITS == 8:
+        t, d = token_order(C.BLOCK, C.PARTS), tl.arange(0, C.DP)
+        address = codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
+        return join_split(dot_split(tl.load(address, mask=(d < C.D)[None, :], other=0), x8))
     x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
     if BITS == 4:
         lo = join_split(dot_split(_unpack4(x, 0, C.PLAIN), x8))
@@ -194,8 +206,8 @@ def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
     """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`,
     channels in the order of `d`."""
     y_lo, y_hi = unstack(deinterleave(y, C.PARTS))
-    if BITS == 4:
-        lo, hi = half_values(codes, at, d, 4, C)
+    if BITS >= 4:
+        lo, hi = half_values(codes, at, d, BITS, C)
         o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
     else:
         # codes of odd quarters come four times as large

@@ -45,6 +45,10 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return "of sink pools the kernels know the one of the smallest keys, excluded, block by block"
     if pool.num and spec.window.span != spec.window.block:
         return "several blocks close together, and the kernels' sink pool competes with one"
+    if spec.k.core.ages and spec.v.core.ages:
+        return "both keys and values have blocks of two widths; the kernels know one side of them"
+    if spec.sparsity.tau and (spec.k.core.ages or spec.v.core.ages):
+        return "sparse V over blocks of two widths is the reference's"
     if spec.k.smoothed and (pool.num or spec.k.core.mixed):
         return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
     return _unsupported_formats(spec, k_dim) or _no_fp8(spec)

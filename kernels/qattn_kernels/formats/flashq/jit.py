@@ -18,9 +18,11 @@ from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_int8
 
 
 class Tensors(NamedTuple):
-    """One side's tensors, by the names of its state, and two numbers as `head_bits.number` reads them: `low` heads have
-    2 bits, and those of a recipe's list have a bit in `mask`."""
+    """One side's tensors, by the names of its state, and three numbers as `head_bits.number` reads them: `low` heads
+    have 2 bits, those of a recipe's list have a bit in `mask`, and the first `aged` blocks of a row have half as many
+    bits as the others."""
 
+    codes8: Any
     codes4: Any
     codes2: Any
     head_of: Any
@@ -31,6 +33,7 @@ class Tensors(NamedTuple):
     ring_scale: Any
     low: Any
     mask: Any
+    aged: Any
 
 
 LEVELS = tl.constexpr(119)
@@ -38,9 +41,21 @@ LEVELS = tl.constexpr(119)
 
 @lru_cache(maxsize=1024)
 def head_numbers(fmt: FlashQFormat, heads: int) -> dict[str, int]:
-    """`low` and `mask` of `Tensors`, as `head_bits.unspecialized` writes them."""
+    """`low`, `mask` and `aged` of `Tensors`, as `head_bits.unspecialized` writes them."""
     listed = sum(1 << head for head in fmt.low_heads or ())
-    return {"low": unspecialized(fmt.low(heads)), "mask": unspecialized(listed)}
+    numbers = {"low": fmt.low(heads), "mask": listed, "aged": fmt.aged or 0}
+    return {name: unspecialized(value) for name, value in numbers.items()}
+
+
+@triton.jit
+def codes_of(S, BITS: tl.constexpr):
+    """The codes of blocks or heads with so many bits."""
+    if BITS == 8:
+        return S.codes8
+    elif BITS == 4:
+        return S.codes4
+    else:
+        return S.codes2
 
 
 @triton.jit
@@ -104,6 +119,21 @@ def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _home(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Whether a block has the fewer bits of those that its side has, and its index among the blocks of its bits."""
+    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
+    if C.V_AGED if VALUES else C.K_AGED:
+        aged, head = number(S.aged), (b * C.H + h).to(tl.int64)
+        narrow = index < aged
+        return narrow, tl.where(narrow, head * aged, head * (NB - aged) - aged) + index
+    else:
+        wide = _wide(S, LOW, C)
+        narrow = place >= wide
+        head = tl.where(narrow, b * (C.H - wide) + place - wide, b * wide + place)
+        return narrow, head.to(tl.int64) * NB + index
+
+
+@triton.jit
 def _channel_scale(span, low, LOW: tl.constexpr):
     """Step of codes that span so many integers, `low` those of 2 bits; divisors that the compiler knows need no
     division."""
@@ -126,30 +156,52 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
 
 
 @triton.jit
-def put_codes(S, code, keep, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    """Second stage: quantizes `X1` of a full block to 4 or 2 bits a channel, in integers, and writes it."""
-    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
-    d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
-    levels = tl.where(place >= wide, 3, 15)
+def _store_ranges(S, at, channel_scale, zero_point, C: tl.constexpr):
+    """Step and zero point of the channels of block `at`."""
+    d = tl.arange(0, C.DP)
+    tl.store(S.channel_scale + at * C.D + d, channel_scale.to(tl.int8), mask=d < C.D)
+    tl.store(S.zero_point + at * C.D + d, zero_point.to(tl.int8), mask=d < C.D)
+
+
+@triton.jit
+def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, C: tl.constexpr):
+    """Codes from 0 to `levels` of `X1` `[BLOCK, DP]` of block `at`, whose steps and zero points are stored."""
     low = tl.min(tl.where(keep[:, None], code, 127.0), 0)
     high = tl.max(tl.where(keep[:, None], code, -127.0), 0)
     some = low <= high  # not if no token is kept
     low, high = tl.where(some, low, 0.0).to(tl.int32), tl.where(some, high, 0.0).to(tl.int32)
-    channel_scale = _channel_scale(high - low, place >= wide, LOW)
+    channel_scale = _channel_scale(high - low, narrow, LOW)
     zero_point = low + ((high - low - channel_scale * levels) >> 1)
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    tl.store(S.channel_scale + at * C.D + d, channel_scale.to(tl.int8), mask=d < C.D)
-    tl.store(S.zero_point + at * C.D + d, zero_point.to(tl.int8), mask=d < C.D)
+    _store_ranges(S, at, channel_scale, zero_point, C)
     zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
-    code = round_even(divide_whole(code - zero_point[None, :], channel_scale[None, :]))
-    code = tl.clamp(code, 0.0, levels.to(tl.float32)).to(tl.int32)
-    if LOW != ALL:
-        if place < wide:
-            write_codes(S.codes4, code, (b * wide + place).to(tl.int64) * NB + index, 4, False, VALUES, C)
-    if LOW != NONE:
-        if place >= wide:
-            at2 = (b * (C.H - wide) + place - wide).to(tl.int64) * NB + index
-            write_codes(S.codes2, code, at2, 2, False, VALUES, C)
+    coded = round_even(divide_whole(code - zero_point[None, :], channel_scale[None, :]))
+    return tl.clamp(coded, 0.0, levels.to(tl.float32)).to(tl.int32)
+
+
+@triton.jit
+def put_codes(S, code, keep, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+    """Second stage: quantizes `X1` of a full block to 4 or 2 bits a channel, in integers, and writes it; of 8 bits
+    there is none."""
+    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
+    AGED: tl.constexpr = C.V_AGED if VALUES else C.K_AGED
+    narrow, home = _home(S, b, h, index, NB, place, VALUES, C)
+    at = (b * C.H + h).to(tl.int64) * NB + index
+    if (C.V_BITS if VALUES else C.K_BITS) == 8:
+        if narrow:
+            if AGED:
+                coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, C)
+                write_codes(S.codes4, coded, home, 4, False, VALUES, C)
+        else:
+            _store_ranges(S, at, tl.full([C.DP], 1, tl.int8), tl.full([C.DP], 0, tl.int8), C)
+            write_codes(S.codes8, code.to(tl.int32), home, 8, False, VALUES, C)
+    else:
+        coded = _second_stage(S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, C)
+        if AGED or LOW != ALL:
+            if not narrow:
+                write_codes(S.codes4, coded, home, 4, False, VALUES, C)
+        if AGED or LOW != NONE:
+            if narrow:
+                write_codes(S.codes2, coded, home, 2, False, VALUES, C)
 
 
 @triton.jit
@@ -164,18 +216,20 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 def get_codes(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """Second stage dequantized: `X1` `[BLOCK, DP]` of a closed block."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
-    d, wide = tl.arange(0, C.DP), _wide(S, LOW, C)
+    AGED: tl.constexpr = C.V_AGED if VALUES else C.K_AGED
+    WIDE: tl.constexpr = 8 if (C.V_BITS if VALUES else C.K_BITS) == 8 else 4
+    d = tl.arange(0, C.DP)
     at = (b * C.H + h).to(tl.int64) * NB + index
     channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
     zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
+    narrow, home = _home(S, b, h, index, NB, place, VALUES, C)
     code = tl.full([C.BLOCK, C.DP], 0, tl.int32)
-    if LOW != ALL:
-        if place < wide:
-            code = read_codes(S.codes4, (b * wide + place).to(tl.int64) * NB + index, 4, False, VALUES, C)
-    if LOW != NONE:
-        if place >= wide:
-            at2 = (b * (C.H - wide) + place - wide).to(tl.int64) * NB + index
-            code = read_codes(S.codes2, at2, 2, False, VALUES, C)
+    if AGED or LOW != ALL:
+        if not narrow:
+            code = read_codes(codes_of(S, WIDE), home, WIDE, False, VALUES, C)
+    if AGED or LOW != NONE:
+        if narrow:
+            code = read_codes(codes_of(S, WIDE // 2), home, WIDE // 2, False, VALUES, C)
     return (code * channel_scale[None, :] + zero_point[None, :]).to(tl.int8)
 
 
@@ -197,7 +251,10 @@ def by_rows(x, C: tl.constexpr):
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     """Scales of channels go into the query, as shares of the largest that there can be: a maximum would cost a
     reduction a block, and INT8 pairs have bits to spare. The sum of zero points is one of integers, which a warp has an
-    instruction for."""
+    instruction for. Codes of 8 bits have neither."""
+    if BITS == 8:
+        x8 = split_int8(query.normalized * 256.0, C)
+        return code_scores(S.codes8, index, x8, 8, C) * (tl.load(S.scale + at) * query.scale)[None, :]
     d = tl.arange(0, C.DP)
     channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0)
     zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0)
@@ -207,21 +264,21 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     x8 = split_int8(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
     zero_point_sum = tl.sum((query.normalized * FINE).to(tl.int32) * zero_point.to(tl.int32)[:, None], 0)
     zero_point_sum = zero_point_sum.to(tl.float32) * query.scale
-    products = code_scores(S.codes4 if BITS == 4 else S.codes2, index, x8, BITS, C) * (s * LARGEST)
+    products = code_scores(codes_of(S, BITS), index, x8, BITS, C) * (s * LARGEST)
     return products * query.scale[None, :] + (zero_point_sum * (s * (1.0 / FINE)))[None, :]
 
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     """Scales of channels go into the sum, and a zero point is weighed with the sum of the weights: INT8 pairs leave so
-    little of these that their own sum serves as well as that of rounded ones."""
-    d = tl.arange(0, C.DP)
+    little of these that their own sum serves as well as that of rounded ones. Codes of 8 bits have neither."""
+    d, s, total = tl.arange(0, C.DP), tl.load(S.scale + at), tl.sum(p, 0)
+    o = code_values(codes_of(S, BITS), index, p * SPLIT_TOP, channels(C), BITS, C)
+    if BITS == 8:
+        return acc * alpha[None, :] + o * (beta * (s * (1.0 / 127.0)))[None, :], total
     channel_scale = by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
     zero_point = by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-    s = tl.load(S.scale + at)
-    o = code_values(S.codes4 if BITS == 4 else S.codes2, index, p * SPLIT_TOP, channels(C), BITS, C)
     o *= (channel_scale * (1.0 / 127.0))[:, None]
-    total = tl.sum(p, 0)
     return acc * alpha[None, :] + (o + total[None, :] * zero_point[:, None]) * (beta * s)[None, :], total
 
 

@@ -2,10 +2,14 @@
 
 TurboAttention section 3, Eq. 3, 4 and 7, Algorithms 1 and 2. Where the paper's forms differ from one another, the
 rounded scale with a centred zero point is used: its dequantized values always fit INT8.
+
+Blocks may also stay in the first stage (8 bits), and get their second one later (`ops.repack`): so a cache of a fixed
+size packs its oldest blocks further as tokens come. From 8 bits the codes are those of a block that got 4 bits at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,12 +21,14 @@ from qattn_kernels.formats.base import (
     Format,
     Low,
     Operand,
+    Span,
     int8_ring,
     int8_tokens,
     pack,
     unpack,
     write_rows,
 )
+from qattn_kernels.formats.flashq.priority import head_priority
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
@@ -45,8 +51,11 @@ def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Te
     Returns `code`, and of each channel INT8 `channel_scale` and `zero_point`: `X1` is dequantized as
     `code * channel_scale + zero_point`. In 4 bits a channel between -20 and 40 has `channel_scale = 4` and
     `zero_point = -20`; its 17 becomes code 9, which is read as 16. Tokens outside `keep` `[..., block]` do not widen
-    the range; in a block without any, the range is zero.
+    the range; in a block without any, the range is zero. Of 8 bits the code is `X1` itself, INT8.
     """
+    if bits == 8:
+        unit = x1.new_ones((*x1.shape[:-2], x1.shape[-1]))
+        return x1, unit, torch.zeros_like(unit)
     x1, levels = x1.int(), 2**bits - 1
     low = torch.where(keep[..., None], x1, 127).amin(-2)
     high = torch.where(keep[..., None], x1, -127).amax(-2)
@@ -57,39 +66,20 @@ def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Te
     return code.to(torch.uint8), scale.to(torch.int8), zero_point.to(torch.int8)
 
 
-def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kind: str) -> torch.Tensor:
-    """fp64 priority `[B, H]` of the heads of one block `X1` `[B, H, block, D]`; the lowest get 2 bits (section 3.2).
-
-    `scale` is `[B, H]`, or of each token `[B, H, block]`.
-
-    `priority` = gap of the head times the deviation of its channels' gaps; `min_max` and `variation` are its factors;
-    `entropy` of a 256-bin histogram; `random` ranks by a fixed shuffle.
-    """
-    if kind == "random":
-        order = torch.randperm(x1.shape[1], generator=torch.Generator().manual_seed(0))
-        return order.to(x1.device, torch.float64).expand(x1.shape[0], -1)
-    values = x1.double() * scale.double().view(*x1.shape[:2], -1, 1)
-    low = torch.where(keep[..., None], values, torch.inf).amin(-2)
-    high = torch.where(keep[..., None], values, -torch.inf).amax(-2)
-    gap = (high - low).nan_to_num(0.0, 0.0, 0.0)  # a block without a finite token has no gap
-    if kind == "entropy":
-        return _entropy(values, keep, low.amin(-1), high.amax(-1))
-    head_gap, deviation = (high.amax(-1) - low.amin(-1)).nan_to_num(0.0, 0.0, 0.0), gap.std(-1)
-    return {"priority": head_gap * deviation, "min_max": head_gap, "variation": deviation}[kind]
-
-
-def _entropy(values: torch.Tensor, keep: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    width = torch.where(high > low, high - low, 1.0)[..., None, None]
-    bins = ((values - low[..., None, None]) / width * 256).clamp(0, 255).nan_to_num(0.0).long()
-    weight = keep[..., None].expand_as(values).double()
-    counts = torch.zeros(*values.shape[:2], 256, dtype=torch.float64, device=values.device)
-    counts.scatter_add_(2, bins.flatten(2), weight.flatten(2))
-    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    return torch.special.entr(share).sum(-1)
-
-
 LISTED = 61  # heads that a recipe's list may name: kernels take it as bits of an integer
+RECODED = 2**22  # bytes of codes that `recode` takes at a time, to need little memory beside them
 PRIORITIES = ("priority", "min_max", "variation")  # kernels know them by their index
+
+
+def _pieces(old: list[Span], new: list[Span]) -> Iterator[tuple[Span, Span, slice, slice, slice]]:
+    """The runs of blocks that lie in one span of each list: both spans, and the run among a row's blocks, among those
+    of its old bits and among those of its new ones."""
+    for one in old:
+        for other in new:
+            first, end = max(one.first, other.first), min(one.end, other.end)
+            if first < end:
+                own, theirs = (slice(first - span.first, end - span.first) for span in (one, other))
+                yield one, other, slice(first, end), own, theirs
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,8 @@ class FlashQFormat(Format):
     """INT8 ring, 4- and 2-bit blocks.
 
     Attributes:
-        bits: 4, 2, or `mixed`: then `n_low` heads of the layer get 2 bits, the others 4.
+        bits: 8, 4, 2, or `mixed`: then `n_low` heads of the layer get 2 bits, the others 4.
+        aged: of 8 or 4 bits: the first `aged` blocks of each row have half as many; None: no block has.
         n_low: acts in `mixed` only.
         priority: how those heads are chosen when a row's first block closes (see `head_priority`).
         low_heads: their list, if a recipe fixes it for all rows; it wins over `priority`.
@@ -109,6 +100,7 @@ class FlashQFormat(Format):
     priority: str = "priority"
     low_heads: tuple[int, ...] | None = None
     buffer_scale: str = "token"
+    aged: int | None = None
 
     name = "flashq"
     windowed = True
@@ -117,6 +109,10 @@ class FlashQFormat(Format):
     @property
     def mixed(self) -> bool:
         return self.bits == "mixed"
+
+    @property
+    def ages(self) -> bool:
+        return self.aged is not None
 
     @property
     def least_heads(self) -> int:
@@ -133,7 +129,10 @@ class FlashQFormat(Format):
         return None
 
     def kernel_bits(self, heads: int) -> int:
-        return {0: 4, heads: 2}.get(self.low(heads), 0)
+        return 8 if self.bits == 8 else {0: 4, heads: 2}.get(self.low(heads), 0)
+
+    def tile_parts(self, heads: int) -> int:
+        return super().tile_parts(heads) if self.aged is None else 4 if self.bits == 4 else 2
 
     def low_kind(self, heads: int) -> Low:
         if not self.low(heads):
@@ -168,16 +167,33 @@ class FlashQFormat(Format):
         """How many of `heads` heads get 2 bits."""
         return self.n_low if self.bits == "mixed" else heads if self.bits == 2 else 0
 
+    def spans(self, blocks: int) -> list[Span]:
+        assert isinstance(self.bits, int)
+        aged = min(self.aged or 0, blocks)
+        young = Span(self.bits, aged, blocks)
+        return [Span(self.bits // 2, 0, aged), young] if aged else [young]
+
+    def with_bits(self, bits: int, aged: int | None) -> Format:
+        return replace(self, bits=bits, aged=aged)
+
+    def _held(self, heads: int, blocks: int) -> dict[int, tuple[int, int]]:
+        """How many heads have codes of so many bits, and how many blocks in each row."""
+        if self.mixed:
+            return {4: (heads - self.n_low, blocks), 2: (self.n_low, blocks)}
+        return {bits: (heads, end - first) for bits, first, end in self.spans(blocks)}
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         b, h, n = geo.batch, geo.heads, geo.blocks
 
-        def codes(heads: int, bits: int) -> TensorSpec:
-            tokens = window.block * bits // 8
-            return TensorSpec((b, heads, n, *((dim, tokens) if self.transposed else (tokens, dim))), torch.uint8, 0, 2)
+        held = self._held(h, n)
+
+        def codes(bits: int) -> TensorSpec:
+            heads, blocks = held.get(bits, (0, n))
+            tokens, dtype = window.block * bits // 8, torch.int8 if bits == 8 else torch.uint8
+            return TensorSpec((b, heads, blocks, *((dim, tokens) if self.transposed else (tokens, dim))), dtype, 0, 2)
 
         specs = {
-            "codes4": codes(h - self.low(h), 4),
-            "codes2": codes(self.low(h), 2),
+            **{f"codes{bits}": codes(bits) for bits in (8, 4, 2)},
             "head_of": TensorSpec((b, h), torch.int32),
             "channel_scale": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
             "zero_point": TensorSpec((b, h, n, dim), torch.int8, block_dim=2),
@@ -241,6 +257,16 @@ class FlashQFormat(Format):
     def write(self, state: State, block: Block) -> None:
         x1, scale = self.first_stage(block.tokens, block.keep)
         self._place_heads(state, x1, scale, block)
+        write_rows(state["scale"], block.index, block.write, scale)
+        if not self.mixed:
+            for bits, first, end in self.spans(state["scale"].shape[2]):
+                if end > first:
+                    inside = block.write & (first <= block.index) & (block.index < end)
+                    packed, *ranges = self._second(x1, block.keep, bits)
+                    write_rows(state[f"codes{bits}"], block.index.clamp(first, end - 1) - first, inside, packed)
+                    for name, values in zip(("channel_scale", "zero_point"), ranges, strict=True):
+                        write_rows(state[name], block.index, inside, values)
+            return
         head_of = state["head_of"].long()
         wide = state["codes4"].shape[1]
         scales, zero_points = [], []
@@ -248,9 +274,7 @@ class FlashQFormat(Format):
             if heads.shape[1] == 0:
                 continue
             rows = torch.arange(len(heads), device=heads.device)[:, None]
-            code, channel_scale, zero_point = stage_two(x1[rows, heads], block.keep[rows, heads], bits)
-            packed = pack(code, bits)
-            packed = packed.transpose(-1, -2) if self.transposed else packed
+            packed, channel_scale, zero_point = self._second(x1[rows, heads], block.keep[rows, heads], bits)
             write_rows(state[f"codes{bits}"], block.index, block.write, packed)
             scales.append(channel_scale)
             zero_points.append(zero_point)
@@ -258,7 +282,14 @@ class FlashQFormat(Format):
         for name, parts in (("channel_scale", scales), ("zero_point", zero_points)):
             values = torch.cat(parts, 1)
             write_rows(state[name], block.index, block.write, torch.empty_like(values).scatter_(1, by_head, values))
-        write_rows(state["scale"], block.index, block.write, scale)
+
+    def _packed(self, code: torch.Tensor, bits: int) -> torch.Tensor:
+        packed = pack(code, bits)
+        return packed.transpose(-1, -2) if self.transposed else packed
+
+    def _unpacked(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
+        codes = codes.transpose(-1, -2) if self.transposed else codes
+        return codes if bits == 8 else unpack(codes, bits)
 
     def _place_heads(self, state: State, x1: torch.Tensor, scale: torch.Tensor, block: Block) -> None:
         """When a row's first block closes: which head lives at which place of the arenas, 4-bit places first."""
@@ -278,21 +309,56 @@ class FlashQFormat(Format):
         state["head_of"].copy_(torch.where(first, places, state["head_of"]))
 
     def read(self, state: State, blocks: int) -> Operand:
-        codes = []
-        for bits in (4, 2):
-            packed = state[f"codes{bits}"][:, :, :blocks]
-            codes.append(unpack(packed.transpose(-1, -2) if self.transposed else packed, bits))
-        code = torch.cat([c for c in codes if c.shape[1]], 1)
-        if codes[0].shape[1] and codes[1].shape[1]:
-            place_of = state["head_of"].argsort(-1)
-            code = code[torch.arange(len(code), device=code.device)[:, None], place_of]
+        if self.mixed:
+            code = self._read_mixed(state, blocks)
+        else:
+            spans = [(bits, max(0, min(blocks, end) - first)) for bits, first, end in self.spans(blocks)]
+            parts = [self._unpacked(state[f"codes{bits}"][:, :, :count], bits) for bits, count in spans]
+            code = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
         channel_scale, zero_point, scale = (
             state[name][:, :, :blocks] for name in ("channel_scale", "zero_point", "scale")
         )
         x1 = code.to(torch.int16) * channel_scale[..., None, :] + zero_point[..., None, :]
         return self._operand(x1.to(torch.int8), scale)
 
+    def recode(self, state: State, new: Format, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
+        """Blocks whose bits change get their second stage from what they are read as, and so do channel scales and zero
+        points. From 8 bits these are what they would have been at once."""
+        n = keep.shape[2]
+        for old, young, run, own, theirs in _pieces(self.spans(n), new.spans(n)):
+            source, target = state[f"codes{old.bits}"][:, :, own], out[f"codes{young.bits}"][:, :, theirs]
+            if old.bits == young.bits:
+                target.copy_(source)
+                continue
+            parts = -(-source.numel() // RECODED)
+            ranges = [out[name][:, :, run] for name in ("channel_scale", "zero_point")]
+            there = closed[:, None, run, None]
+            split = (
+                x.tensor_split(min(parts, x.shape[2]), 2) for x in (source, target, *ranges, keep[:, :, run], there)
+            )
+            for codes, place, scale, zero_point, kept, used in zip(*split, strict=True):
+                x1 = self._unpacked(codes, old.bits).to(torch.int16) * scale[..., None, :] + zero_point[..., None, :]
+                coded, *found = self._second(x1, kept, young.bits)
+                place.copy_(torch.where(used[..., None], coded, 0))
+                scale.copy_(torch.where(used, found[0], 0))
+                zero_point.copy_(torch.where(used, found[1], 0))
+
+    def _second(self, x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+        """Packed codes, channel scales and zero points of `X1`."""
+        code, scale, zero_point = stage_two(x1, keep, bits)
+        return self._packed(code, bits), scale, zero_point
+
+    def _read_mixed(self, state: State, blocks: int) -> torch.Tensor:
+        codes = [self._unpacked(state[f"codes{bits}"][:, :, :blocks], bits) for bits in (4, 2)]
+        code = torch.cat([c for c in codes if c.shape[1]], 1)
+        if codes[0].shape[1] and codes[1].shape[1]:
+            place_of = state["head_of"].argsort(-1)
+            code = code[torch.arange(len(code), device=code.device)[:, None], place_of]
+        return code
+
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
+        if self.bits == 8:
+            return [[8] * heads for _ in state["head_of"]]
         wide = heads - self.low(heads)
         rows = []
         for places in state["head_of"].tolist():

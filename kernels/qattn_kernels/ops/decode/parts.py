@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.head_bits import ALL, NONE
+from qattn_kernels.formats.head_bits import ALL, NONE, number
 from qattn_kernels.jit.math import NOTHING
 from qattn_kernels.jit.rows import FOREVER, block_at, first_block, packed_since, slot_bits
 from qattn_kernels.jit.tile_order import token_order
@@ -303,6 +303,31 @@ def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
 
 
 @triton.jit
+def _aged_part(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+               STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """`packed_part` where a row's first blocks have half the bits of the others, of keys or of values."""
+    aged = number(K.aged) if C.K_AGED else number(V.aged)
+    later = program.capacity - aged
+    for young in tl.static_range(2):
+        begin = tl.maximum(blocks.begin, aged) if young else blocks.begin
+        end = blocks.end if young else tl.minimum(blocks.end, aged)
+        k, v = k_head * program.capacity, v_head * program.capacity
+        if C.K_AGED:
+            k = k_head * later - aged if young else k_head * aged
+        if C.V_AGED:
+            v = v_head * later - aged if young else v_head * aged
+        part = Blocks(
+            begin, end, blocks.pos, blocks.length, blocks.moved, blocks.k_mean_scores, blocks.limits, blocks.known
+        )
+        sums, skips = _packed_part(
+            K, V, program, part, FirstBlock(head, k, v), sums, skips, SCORES, VALUES,
+            C.K_BITS if young or not C.K_AGED else C.K_BITS // 2,
+            C.V_BITS if young or not C.V_AGED else C.V_BITS // 2, STAGES, C,
+        )  # fmt: skip
+    return sums, skips
+
+
+@triton.jit
 def packed_part(K, V, program, blocks, sums, skips, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr,
                 SCORES: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attention over packed blocks. Each pair of widths has a loop of its own: loads inside a branch are not
@@ -311,6 +336,8 @@ def packed_part(K, V, program, blocks, sums, skips, K_LOCATE: tl.constexpr, V_LO
     _, k_head, k_low = K_LOCATE(K, b, h, C.K_LOW, C)
     _, v_head, v_low = V_LOCATE(V, b, h, C.V_LOW, C)
     head = first_block(program.pages, b, h, capacity, C)
+    if C.K_AGED or C.V_AGED:
+        return _aged_part(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES, VALUES, STAGES, C)
     if C.PAGED:  # where heads have one width
         first = FirstBlock(head, head, head)
     else:

@@ -1,0 +1,36 @@
+"""Which heads get 2 bits: TurboAttention, section 3.2."""
+
+from __future__ import annotations
+
+import torch
+
+
+def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kind: str) -> torch.Tensor:
+    """fp64 priority `[B, H]` of the heads of one block `X1` `[B, H, block, D]`; the lowest get 2 bits (section 3.2).
+
+    `scale` is `[B, H]`, or of each token `[B, H, block]`.
+
+    `priority` = gap of the head times the deviation of its channels' gaps; `min_max` and `variation` are its factors;
+    `entropy` of a 256-bin histogram; `random` ranks by a fixed shuffle.
+    """
+    if kind == "random":
+        order = torch.randperm(x1.shape[1], generator=torch.Generator().manual_seed(0))
+        return order.to(x1.device, torch.float64).expand(x1.shape[0], -1)
+    values = x1.double() * scale.double().view(*x1.shape[:2], -1, 1)
+    low = torch.where(keep[..., None], values, torch.inf).amin(-2)
+    high = torch.where(keep[..., None], values, -torch.inf).amax(-2)
+    gap = (high - low).nan_to_num(0.0, 0.0, 0.0)  # a block without a finite token has no gap
+    if kind == "entropy":
+        return _entropy(values, keep, low.amin(-1), high.amax(-1))
+    head_gap, deviation = (high.amax(-1) - low.amin(-1)).nan_to_num(0.0, 0.0, 0.0), gap.std(-1)
+    return {"priority": head_gap * deviation, "min_max": head_gap, "variation": deviation}[kind]
+
+
+def _entropy(values: torch.Tensor, keep: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    width = torch.where(high > low, high - low, 1.0)[..., None, None]
+    bins = ((values - low[..., None, None]) / width * 256).clamp(0, 255).nan_to_num(0.0).long()
+    weight = keep[..., None].expand_as(values).double()
+    counts = torch.zeros(*values.shape[:2], 256, dtype=torch.float64, device=values.device)
+    counts.scatter_add_(2, bins.flatten(2), weight.flatten(2))
+    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return torch.special.entr(share).sum(-1)

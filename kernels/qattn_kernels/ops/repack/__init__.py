@@ -1,0 +1,1 @@
+"""Packed blocks of a layer in fewer bits."""

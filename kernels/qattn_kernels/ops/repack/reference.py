@@ -1,0 +1,36 @@
+"""A layer's state with fewer bits in its first blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import side_of
+from qattn_kernels.layout import State, TensorSpec
+from qattn_kernels.reference.rows import bits_to_bool
+
+
+def repack(state: State, old: LayerSpec, out: State, new: LayerSpec, tensors: dict[str, TensorSpec]) -> None:
+    """Copy a layer to one with other numbers of blocks and with fewer bits of their codes.
+
+    Args:
+        state, old: the state tensors of the layer and its spec.
+        out, new: those of the other one, whose formats have other bits (`Format.with_bits`); it has room for all
+            closed blocks.
+        tensors: shapes and roles of `out`.
+    """
+    for name, tensor in tensors.items():
+        dim, source, target = tensor.block_dim, state[name], out[name]
+        if name[2:7] == "codes":
+            continue
+        if dim is not None:
+            both = min(source.shape[dim], target.shape[dim])
+            source, target = source.narrow(dim, 0, both), target.narrow(dim, 0, both)
+        target.copy_(source)
+    blocks = min(state["block_len"].shape[1], out["block_len"].shape[1])
+    dropped, length = state["dropped"][:, :, :blocks], state["block_len"][:, None, :blocks, None]
+    there = torch.arange(old.window.block, device=dropped.device) < length
+    keep = there & ~bits_to_bool(dropped)
+    for side in "kv":
+        fmt, wanted = getattr(old, side).core, getattr(new, side).core
+        fmt.recode(side_of(state, side), wanted, side_of(out, side), keep, length[:, 0, :, 0] > 0)

@@ -1,0 +1,86 @@
+"""Blocks of 8 bits, and rows whose first blocks have fewer: kernels against the reference, codes bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import DEVICE, make_layer
+from test_fused_kernels import ROUNDING, Inputs, differing, error, feed, inputs
+
+from qattn_hf import changes
+from qattn_hf.budget_layer import BudgetLayer
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.memory_budget import BudgetLayerSpec, at_stage
+from qattn_hf.methods import get_method
+from qattn_kernels.layer.support import unsupported
+from qattn_kernels.step.kernels import fused_step
+from qattn_kernels.step.reference import reference_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU: too large for the interpreter")
+STAGES = [(0, 0), (0, 2), (1, 1), (2, 2), (3, 2), (4, 0)]  # K8V8, V8/4, K8/4, V4/2, K4/2, K2V2
+
+
+def layer_at(stage: int, aged: int, blocks: int = 6, **pieces) -> QAttnLayer:
+    spec = get_method("turbo")(bits=2, memory=10**9, **pieces).last_layer_spec(2)
+    assert isinstance(spec, BudgetLayerSpec)
+    return QAttnLayer(at_stage(spec, stage, aged), blocks * spec.window.block)
+
+
+def check(stage: int, aged: int, qkv: Inputs, cuts: list[int], blocks: int = 6, **pieces) -> None:
+    """State bit for bit and outputs of prompt and steps, over the widths of a stage; row 0 has padding."""
+    fused, reference = (layer_at(stage, aged, blocks, **pieces) for _ in range(2))
+    heads, group = qkv[1].shape[1], qkv[0].shape[1] // qkv[1].shape[1]
+    assert unsupported(fused.spec, heads, heads * group, qkv[1].shape[3], qkv[2].shape[3]) is None
+    outs = [feed(run, one, qkv, cuts, first=5) for run, one in ((fused_step, fused), (reference_step, reference))]
+    assert differing(fused, reference) == []
+    assert max(error(*pair) for pair in zip(*outs, strict=True)) < ROUNDING
+
+
+@pytest.mark.parametrize(("stage", "aged"), STAGES)
+def test_steps_over_blocks_of_two_widths(stage, aged):
+    check(stage, aged, inputs(2, 195), [150, 192, 193, 195])
+
+
+@pytest.mark.parametrize(("stage", "aged"), [(0, 1), (3, 1)])
+def test_prompt_behind_blocks_of_two_widths(stage, aged):
+    """The second call unpacks blocks of both widths; values have a scale a token."""
+    check(stage, aged, inputs(1, 200), [130, 199, 200], v_scale="token", smooth_k=stage == 0)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("stage", "aged"), [(0, 100), (1, 100), (2, 100), (3, 300), (4, 0)])
+@pytest.mark.parametrize("pieces", [{}, {"v_scale": "token"}, {"sink_num": 2}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_contexts_of_two_widths(stage, aged, pieces, dim):
+    check(stage, aged, inputs(2, 20_010, group=4, dim=dim), [20_000, 20_001, 20_010], 316, **pieces)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_long_context_stage_by_stage(dim):
+    """One layer of 32k tokens, packed again between its steps; the bits of each side only fall."""
+    fused, reference = (
+        BudgetLayer(replace(layer_at(0, 0).spec, impl=impl), 33_000) for impl in ("triton", "reference")
+    )
+    qkv = inputs(1, 32_008, group=4, dim=dim)
+    outs: list[list[torch.Tensor]] = [[], []]
+    for at, run, one in ((0, fused_step, fused), (1, reference_step, reference)):
+        outs[at] += feed(run, one, qkv, [32_000])
+        for n, (stage, aged) in enumerate([(0, 100), (1, 0), (1, 400), (2, 250), (3, 499), (4, 0)]):
+            one.take(changes.repacked(one, at_stage(one.spec, stage, aged), 516))
+            step = tuple(x[:, :, 32_000 + n : 32_001 + n] for x in qkv)
+            outs[at] += feed(run, one, step, [1])
+    assert differing(fused, reference) == []
+    assert max(error(*pair) for pair in zip(*outs, strict=True)) < ROUNDING
+
+
+def test_8_bits_err_as_little_as_int8():
+    """K8V8 has INT8 numbers with a scale a block, `int8` with a scale a token: errors of the same size."""
+    qkv = inputs(1, 192, kind="outlier")
+    exact = feed(reference_step, make_layer(("none", {})), qkv, [191, 192])[1]
+    found = feed(fused_step, layer_at(0, 0), qkv, [191, 192])[1]
+    other = feed(fused_step, make_layer(("int8", {})), qkv, [191, 192])[1]
+    assert error(found, exact) < 2 * error(other, exact)
