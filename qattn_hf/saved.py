@@ -31,6 +31,7 @@ from qattn_hf._version import __version__
 from qattn_hf.budget_layer import BudgetLayer
 from qattn_hf.errors import LONGEST_MESSAGE, QAttnError, UnsupportedError
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.memory_budget import at_stage
 from qattn_hf.model_layer import ModelLayer, host_state, restore, state_tensors
 from qattn_hf.tensor_parallel import ALL, shard_of
 from qattn_hf.writer import difference, identity, layer_devices
@@ -54,10 +55,10 @@ def save(cache: QAttnCache, path: str | Path, input_ids: torch.Tensor | None = N
             "from a pickle. Save the cache while its model is there"
         )
     _check_shard(model)
-    if any(isinstance(layer, BudgetLayer) for layer in cache.layers):
+    if any(isinstance(layer, BudgetLayer) and layer.spec != at_stage(layer.spec, 0) for layer in cache.layers):
         raise UnsupportedError(
-            "a cache with memory= is not saved: its bits are of this room and this call. Patch with bits= alone for a "
-            "prefix that others read"
+            "a cache whose blocks have fewer bits for want of room (memory=) is not saved: give it more, or patch with "
+            "bits= alone for a prefix that others read"
         )
     cache.check_whole()
     tokens = int(cache.get_seq_length())

@@ -20,6 +20,7 @@ NEEDED_WITH: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("impl", "decode", "cache", "family")  # how it runs, not what is computed
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+NAMES = {int: "integer", float: "number", str: "text"}
 
 
 def known(method: str, **settings: Any) -> bool:
@@ -67,7 +68,7 @@ def as_written(value: Any) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Allowed values of a setting in words: `4, 2, mixed`, `integer, 0 to 8`, `number, below 0`."""
+    """Allowed values of a setting in words: `4, 2, mixed`, `integer, 0 to 8`, `number, below 0`, `text`."""
     annotation = field.annotation
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     words = []
@@ -79,7 +80,7 @@ def allowed(field: FieldInfo) -> str:
         elif get_origin(part) is list:
             words.append("for each layer a list of heads")
         else:
-            words.append(", ".join(filter(None, [{int: "integer", float: "number"}[part], _bounds(field)])))
+            words.append(", ".join(filter(None, [NAMES[part], _bounds(field)])))
     return " or ".join(words)
 
 

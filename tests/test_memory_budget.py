@@ -275,8 +275,8 @@ def test_settings_that_do_not_go_together(wrong, words):
 
 
 def test_what_a_memory_is_not_for(tmp_path):
-    model = patch(tiny_llama(), "turbo", memory="1GiB")
-    cache = model.generate(IDS, return_dict_in_generate=True, max_new_tokens=2).past_key_values
+    model = patch(tiny_llama(), "turbo", memory=126_000, bits=2)
+    cache = model.generate(IDS, return_dict_in_generate=True, **GREEDY).past_key_values
     refused(lambda: cache.save(tmp_path / "x"), UnsupportedError, "memory=", "bits=")
     planner = Planner(tiny_llama().config, dtype=torch.float32)
     refused(lambda: planner.way("turbo:memory=1GiB"), UnsupportedError, "memory=")

@@ -31,6 +31,7 @@ VALUES: dict[str, Any] = {
     "n_h": 0,
     "k_low_heads": [[0]],
     "v_low_heads": [[0]],
+    "memory": "1GiB",
 }
 OF_SINKS = ("sink_window", "sink_skip_layers", "sink_select", "sink_exclude", "sink_prefill")
 BESIDE: dict[str, dict[str, Any]] = {
