@@ -54,7 +54,9 @@ def measured(model: PreTrainedModel, setting: str, reading: Reading, full: list[
     return {
         "kl": kl.mean().item(),
         "kl_end": kl[:, -reading.ids.shape[1] // 4 :].mean().item(),
-        "kv_bytes": data["kv_bytes"],
+        "kv_bytes": sum(
+            arena.nbytes for layer in cache.packed if (arena := layer.arena) is not None
+        ),  # as `memory` counts them
         "effective_bits": data["effective_bits"],
         "tokens_by_bits": data["layers"][0]["tokens_by_bits"],
     }
@@ -82,7 +84,7 @@ def quality(options: argparse.Namespace) -> None:
             rooms["halfway from 8 to 4 bits"] = sum(sizes[:2]) // 2
             rooms["halfway from 4 to 2 bits"] = (sizes[1] + sizes[3]) // 2
             for name, n_bytes in rooms.items():
-                row(name, f"bits=2,memory={n_bytes * (layers + 1) // layers + layers + 1}")
+                row(name, f"bits=2,memory={n_bytes * (layers + 1) // layers + layers}")
 
 
 class Watch:

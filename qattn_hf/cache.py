@@ -178,7 +178,8 @@ class QAttnCache(Cache):
         Returns:
             the same `Handle` twice, in place of keys and values; keys and values of a layer that is the model's own.
         """
-        if self.pool is not None and not self.layers[layer_idx].edits and not torch.compiler.is_compiling():
+        # compiled code must not read a count that changes with every call, which would compile it once more
+        if not torch.compiler.is_compiling() and self.pool is not None and not self.layers[layer_idx].edits:
             self._allocate(layer_idx, key_states, value_states)
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(key, Handle):

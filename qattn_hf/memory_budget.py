@@ -21,7 +21,7 @@ from qattn_kernels.layout import Geometry
 
 Spec = TypeVar("Spec")
 BEGIN = 8  # bits of new blocks
-SPARE = 16  # blocks get fewer bits for a part of so many more tokens than come, so that it happens seldom
+SPARE = 32  # blocks get fewer bits for one part in so many more than come, so that it happens seldom
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def arranged(spec: BudgetLayerSpec, geometry: Geometry, need: int, wish: int) ->
     """
     if (blocks := most_blocks(spec, geometry, wish)) >= need:
         return spec, blocks
-    for room in (need + need // SPARE + 1, need):
+    for room in (need + need // SPARE, need):
         for stage in range(stage_of(spec), len(stages(spec))):
             if (found := _aged(spec, stage, geometry, room)) is not None:
                 return found, most_blocks(found, geometry, max(wish, room))

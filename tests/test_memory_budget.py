@@ -19,7 +19,7 @@ from qattn_hf import CapacityError, QAttnCache, RecipeError, UnsupportedError, c
 from qattn_hf.budget_layer import BudgetLayer
 from qattn_hf.cuda_graph import graph
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.memory_budget import BudgetLayerSpec, all_stages, arranged, at_stage, stages
+from qattn_hf.memory_budget import SPARE, BudgetLayerSpec, all_stages, arranged, at_stage, stages
 from qattn_hf.methods import get_method
 from qattn_hf.plan import Planner
 from qattn_kernels.layer.arena import Layout, places
@@ -111,13 +111,13 @@ def test_an_arrangement_fits_and_has_no_more_aged_blocks_than_it_takes(memory, n
         return
     found, blocks = arranged(spec, geometry, need, max(need, wish))
     assert takes(found, blocks) <= memory and blocks >= need
-    assert blocks <= max(wish, need + need // 16 + 1)
+    assert blocks <= max(wish, need + need // SPARE)
     if found == all_stages(spec)[0]:
         return
     aged = (found.k.core.aged or 0) + (found.v.core.aged or 0)
     step = stages(spec).index((found.k.core.bits, found.v.core.bits))
-    fewer = at_stage(spec, step, aged - 1) if aged else at_stage(spec, step - 1, blocks)
-    assert takes(fewer, need + need // 16 + 1) > memory or takes(found, need + need // 16 + 1) > memory
+    fewer = at_stage(spec, step, aged - 1) if aged else at_stage(spec, step - 1, need + need // SPARE - 1)
+    assert takes(fewer, need + need // SPARE) > memory or takes(found, need + need // SPARE) > memory
 
 
 def test_a_layer_never_takes_more_than_its_memory_and_ends_in_the_fewest_bits():

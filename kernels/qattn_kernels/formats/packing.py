@@ -186,12 +186,13 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
         t, d = token_order(C.BLOCK, C.PARTS), tl.arange(0, C.DP)
         address = codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
         return join_split(dot_split(tl.load(address, mask=(d < C.D)[None, :], other=0), x8))
-    x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
-    if BITS == 4:
+    elif BITS == 4:
+        x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
         lo = join_split(dot_split(_unpack4(x, 0, C.PLAIN), x8))
         hi = join_split(dot_split(_unpack4(x, 1, C.PLAIN), x8))
         return interleave(stack(lo, hi), C.PARTS)
     else:
+        x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
         first = join_split(dot_split(_unpack2(x, 0, C.PLAIN), x8))
         second = join_split(dot_split(_unpack2(x, 1, C.PLAIN), x8)) * 0.25
         third = join_split(dot_split(_unpack2(x, 2, C.PLAIN), x8))

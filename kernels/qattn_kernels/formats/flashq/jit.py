@@ -252,34 +252,38 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     """Scales of channels go into the query, as shares of the largest that there can be: a maximum would cost a
     reduction a block, and INT8 pairs have bits to spare. The sum of zero points is one of integers, which a warp has an
     instruction for. Codes of 8 bits have neither."""
+    s = tl.load(S.scale + at)
     if BITS == 8:
         x8 = split_int8(query.normalized * 256.0, C)
-        return code_scores(S.codes8, index, x8, 8, C) * (tl.load(S.scale + at) * query.scale)[None, :]
-    d = tl.arange(0, C.DP)
-    channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0)
-    zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0)
-    s = tl.load(S.scale + at)
-    LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the scales of codes that span [-119, 119]
-    FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels stay in int32
-    x8 = split_int8(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
-    zero_point_sum = tl.sum((query.normalized * FINE).to(tl.int32) * zero_point.to(tl.int32)[:, None], 0)
-    zero_point_sum = zero_point_sum.to(tl.float32) * query.scale
-    products = code_scores(codes_of(S, BITS), index, x8, BITS, C) * (s * LARGEST)
-    return products * query.scale[None, :] + (zero_point_sum * (s * (1.0 / FINE)))[None, :]
+        return code_scores(S.codes8, index, x8, 8, C) * (s * query.scale)[None, :]
+    else:
+        d = tl.arange(0, C.DP)
+        channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0)
+        zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0)
+        LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the scales of codes that span [-119, 119]
+        FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels fit int32
+        x8 = split_int8(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
+        zero_point_sum = tl.sum((query.normalized * FINE).to(tl.int32) * zero_point.to(tl.int32)[:, None], 0)
+        zero_point_sum = zero_point_sum.to(tl.float32) * query.scale
+        products = code_scores(codes_of(S, BITS), index, x8, BITS, C) * (s * LARGEST)
+        return products * query.scale[None, :] + (zero_point_sum * (s * (1.0 / FINE)))[None, :]
 
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     """Scales of channels go into the sum, and a zero point is weighed with the sum of the weights: INT8 pairs leave so
     little of these that their own sum serves as well as that of rounded ones. Codes of 8 bits have neither."""
-    d, s, total = tl.arange(0, C.DP), tl.load(S.scale + at), tl.sum(p, 0)
-    o = code_values(codes_of(S, BITS), index, p * SPLIT_TOP, channels(C), BITS, C)
+    s, total = tl.load(S.scale + at), tl.sum(p, 0)
     if BITS == 8:
+        o = code_values(S.codes8, index, p * SPLIT_TOP, channels(C), 8, C)
         return acc * alpha[None, :] + o * (beta * (s * (1.0 / 127.0)))[None, :], total
-    channel_scale = by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-    zero_point = by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-    o *= (channel_scale * (1.0 / 127.0))[:, None]
-    return acc * alpha[None, :] + (o + total[None, :] * zero_point[:, None]) * (beta * s)[None, :], total
+    else:
+        d = tl.arange(0, C.DP)
+        channel_scale = by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+        zero_point = by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+        o = code_values(codes_of(S, BITS), index, p * SPLIT_TOP, channels(C), BITS, C)
+        o *= (channel_scale * (1.0 / 127.0))[:, None]
+        return acc * alpha[None, :] + (o + total[None, :] * zero_point[:, None]) * (beta * s)[None, :], total
 
 
 @triton.jit

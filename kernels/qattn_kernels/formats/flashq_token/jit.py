@@ -44,10 +44,11 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     top = tl.maximum(tl.max(w, 0), TINY)
     o = code_values(codes_of(S, BITS), index, w * (1.0 / top * SPLIT_TOP)[None, :], channels(C), BITS, C)
     if BITS == 8:
-        return acc * alpha[None, :] + o * (top * beta * (1.0 / 127.0))[None, :], tl.sum(p, 0)
-    channel_scale = by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-    zero_point = by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-    o = o * channel_scale[:, None] * (top * (1.0 / 127.0))[None, :] + tl.sum(w, 0)[None, :] * zero_point[:, None]
+        o *= (top * (1.0 / 127.0))[None, :]
+    else:
+        channel_scale = by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+        zero_point = by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+        o = o * channel_scale[:, None] * (top * (1.0 / 127.0))[None, :] + tl.sum(w, 0)[None, :] * zero_point[:, None]
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 

@@ -303,6 +303,30 @@ def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
 
 
 @triton.jit
+def _packed_parts(K, V, program, blocks, head, k_head, v_head, k_low, v_low, sums, skips, SCORES: tl.constexpr,
+                  VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """`packed_part` where all blocks of a head have as many bits."""
+    capacity = program.capacity
+    if C.PAGED:  # where heads have one width
+        first = FirstBlock(head, head, head)
+    else:
+        first = FirstBlock(head, k_head * capacity, v_head * capacity)
+    if C.K_LOW <= ALL and C.V_LOW <= ALL:
+        sums, skips = _packed_part(
+            K, V, program, blocks, first, sums, skips, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C
+        )
+    else:
+        for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
+            if (C.K_LOW > NONE if pair % 2 else C.K_LOW != ALL) and (C.V_LOW > NONE if pair // 2 else C.V_LOW != ALL):
+                if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
+                    sums, skips = _packed_part(
+                        K, V, program, blocks, first, sums, skips, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2,
+                        STAGES, C,
+                    )  # fmt: skip
+    return sums, skips
+
+
+@triton.jit
 def _aged_part(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
                STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` where a row's first blocks have half the bits of the others, of keys or of values."""
@@ -338,20 +362,7 @@ def packed_part(K, V, program, blocks, sums, skips, K_LOCATE: tl.constexpr, V_LO
     head = first_block(program.pages, b, h, capacity, C)
     if C.K_AGED or C.V_AGED:
         return _aged_part(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES, VALUES, STAGES, C)
-    if C.PAGED:  # where heads have one width
-        first = FirstBlock(head, head, head)
     else:
-        first = FirstBlock(head, k_head * capacity, v_head * capacity)
-    if C.K_LOW <= ALL and C.V_LOW <= ALL:
-        sums, skips = _packed_part(
-            K, V, program, blocks, first, sums, skips, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C
+        return _packed_parts(
+            K, V, program, blocks, head, k_head, v_head, k_low, v_low, sums, skips, SCORES, VALUES, STAGES, C
         )
-    else:
-        for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
-            if (C.K_LOW > NONE if pair % 2 else C.K_LOW != ALL) and (C.V_LOW > NONE if pair // 2 else C.V_LOW != ALL):
-                if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
-                    sums, skips = _packed_part(
-                        K, V, program, blocks, first, sums, skips, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2,
-                        STAGES, C,
-                    )  # fmt: skip
-    return sums, skips
