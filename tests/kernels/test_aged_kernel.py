@@ -51,14 +51,15 @@ def test_prompt_behind_blocks_of_two_widths(stage, aged):
 
 
 @needs_gpu
-@pytest.mark.parametrize(("stage", "aged"), [(0, 100), (1, 100), (2, 100), (3, 300), (4, 0)])
+@pytest.mark.parametrize(("stage", "aged"), [(0, 20), (1, 30), (2, 60), (3, 10), (4, 0)])
 @pytest.mark.parametrize("pieces", [{}, {"v_scale": "token"}, {"sink_num": 2}], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_contexts_of_two_widths(stage, aged, pieces, dim):
-    check(stage, aged, inputs(2, 20_010, group=4, dim=dim), [20_000, 20_001, 20_010], 316, **pieces)
+    check(stage, aged, inputs(2, 4_110, group=4, dim=dim), [2_000, 4_100, 4_101, 4_110], 66, **pieces)
 
 
 @needs_gpu
+@pytest.mark.xdist_group("memory")  # the reference holds all scores of a call
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_long_context_stage_by_stage(dim):
     """One layer of 32k tokens, packed again between its steps; the bits of each side only fall."""
@@ -68,7 +69,7 @@ def test_long_context_stage_by_stage(dim):
     qkv = inputs(1, 32_008, group=4, dim=dim)
     outs: list[list[torch.Tensor]] = [[], []]
     for at, run, one in ((0, fused_step, fused), (1, reference_step, reference)):
-        outs[at] += feed(run, one, qkv, [32_000])
+        outs[at] += feed(run, one, qkv, [*range(1_000, 32_001, 1_000)])
         for n, (stage, aged) in enumerate([(0, 100), (1, 0), (1, 400), (2, 250), (3, 499), (4, 0)]):
             one.take(changes.repacked(one, at_stage(one.spec, stage, aged), 516))
             step = tuple(x[:, :, 32_000 + n : 32_001 + n] for x in qkv)
