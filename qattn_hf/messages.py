@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import reprlib
 from typing import Any
 
-UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 LONGEST_INTEGER = 128  # bits; Python writes no integer of more than 4,300 digits
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
 
 DEFAULT = ("int8", "sage2", "turbo", "turboquant", "kivi", "sinkq")
+UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 
 
 def plan(
@@ -99,10 +100,10 @@ def bytes_of(text: str | None) -> int:
         if not torch.cuda.is_available():
             raise UsageError("there is no GPU here: say how large it is, such as --gpu-memory 24GiB")
         return torch.cuda.get_device_properties(0).total_memory
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise UsageError(f"--gpu-memory: {error}") from None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in UNITS:
+        raise UsageError(f"--gpu-memory {text}: a size such as 24GiB, 80GB or 24 (GiB)")
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def row_of(
