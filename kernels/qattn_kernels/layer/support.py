@@ -19,6 +19,7 @@ FP8_CAPABILITY = (8, 9)
 LATENT_DIMS = (16, 32, 64, 128, 256, 512)
 ROPE_DIMS = (16, 32, 64, 128)
 LATENT_BLOCK = 64 * 512
+LATENT_SHARED = 233472  # bytes of shared memory of a multiprocessor that latents of more than 128 channels need
 
 
 def no_triton(device_type: str) -> str | None:
@@ -59,6 +60,10 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
             return f"{what} of latent attention (MLA) have {dim} channels; the kernels know {', '.join(map(str, dims))}"
     if latent * spec.window.block > LATENT_BLOCK:
         return f"blocks have {spec.window.block} tokens, and of latents of {latent} channels the kernels hold fewer"
+    if latent > 128 and torch.cuda.is_available():
+        shared = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
+        if shared < LATENT_SHARED:
+            return f"latents of {latent} channels need {LATENT_SHARED} bytes of shared memory, and this GPU has {shared}"
     if spec.sparsity.tau > 0:
         return "sparse V over the latents of latent attention (MLA) is the reference's"
     if any(fmt.core.low_kind(heads) > Low.ALL for fmt in (spec.k, spec.v)):
