@@ -4,23 +4,19 @@ in fp16 cost. Without a GPU in Triton's interpreter: few heads, short contexts."
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
 from helpers import DEVICE, Case, case_id
+from latent_cases import INT8, TURBO, Sizes, differing, error, feed, inputs, make_layer, spec_of, step
 from small_configs import small_config
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import patch, report
 from qattn_hf.handle import Handle
-from qattn_hf.latent import layer_spec
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.methods import get_method
 from qattn_kernels.launch import plan
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.ops.crop.reference import crop
 from qattn_kernels.step import kernels
@@ -30,9 +26,6 @@ from qattn_kernels.step.warm import LayerShape, launches
 
 pytestmark = pytest.mark.gpu
 poisoned = pytest.mark.usefixtures("poison")
-ON_GPU = DEVICE == "cuda"
-INT8: Case = ("int8", {})
-TURBO: Case = ("turbo", {})
 CASES: list[Case] = [
     INT8,
     TURBO,
@@ -46,64 +39,6 @@ CASES: list[Case] = [
     ("fp8", {}),
     ("nf4", {}),
 ]
-
-
-class Sizes(NamedTuple):
-    """Channels of the latent and of the RoPE part, and query heads."""
-
-    latent: int = 64
-    rope: int = 16
-    heads: int = 4
-
-
-def spec_of(case: Case, impl: str = "reference") -> LayerSpec:
-    return replace(layer_spec(get_method(case[0])(**case[1]).last_layer_spec(1), case[0]), impl=impl)
-
-
-def make_layer(case: Case, capacity: int = 256, impl: str = "reference") -> QAttnLayer:
-    return QAttnLayer(spec_of(case, impl), capacity)
-
-
-def inputs(rows: int, tokens: int, sizes: Sizes = Sizes(), seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Absorbed queries, RoPE parts (K) and latents (V), with channels that stand out as in real ones."""
-    g = torch.Generator().manual_seed(seed)
-    q = torch.randn(rows, sizes.heads, tokens, sizes.latent + sizes.rope, generator=g)
-    k, v = (torch.randn(rows, 1, tokens, dim, generator=g) for dim in (sizes.rope, sizes.latent))
-    k[..., 3] *= 5
-    v[..., 5] += 4
-    return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE)
-
-
-def step(run, layer: QAttnLayer, qkv, start: int, end: int, padding: int = 0, scores: Scores | None = None):
-    """One call of columns `start` to `end`, of which row 0 has `padding` on the left: outputs and log-sum-exp."""
-    q, k, v = (x[:, :, start:end] for x in qkv)
-    if not layer.is_initialized:
-        layer.lazy_initialization(k, v)
-    span = torch.tensor([[0, end - start]] * len(q), dtype=torch.int32)
-    span[0] += torch.tensor([padding, -padding], dtype=torch.int32)
-    args = (q, k, v, span.to(DEVICE), layer.state, layer.spec, scores or Scores(q.shape[-1] ** -0.5))
-    return run(*args, *([layer.blocks] if run is fused_step else []))
-
-
-def feed(run, layer: QAttnLayer, qkv, cuts: list[int], first: int = 0, scores: Scores | None = None) -> list:
-    """Outputs of calls that end at `cuts`; row 0 begins with `first` columns of padding."""
-    out, start = [], 0
-    for end in cuts:
-        out += step(run, layer, qkv, start, end, min(max(first - start, 0), end - start), scores)
-        start = end
-    return out
-
-
-def differing(a: QAttnLayer, b: QAttnLayer) -> list[str]:
-    return [name for name in a.state if not torch.equal(a.state[name], b.state[name])]
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.double(), b.double()
-    if not torch.equal(a.isfinite(), b.isfinite()):
-        return math.inf
-    a, b = a[a.isfinite()], b[b.isfinite()]
-    return ((a - b).norm() / b.norm()).item()
 
 
 def check(case: Case, qkv, cuts: list[int], first: int = 0, scores: Scores | None = None) -> None:
@@ -266,7 +201,7 @@ def test_what_the_kernels_take(case: Case, sizes: tuple[int, int, int], reason: 
 
 @pytest.mark.parametrize("case", [INT8, TURBO], ids=case_id)
 def test_a_model_generates_through_the_kernels(case: Case):
-    """Interpreted without a GPU: prompt, steps and the end of a block, with padding, and logits near the reference's."""
+    """Interpreted without a GPU: a padded prompt, steps and the end of a block; logits near the reference's."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config("deepseek_v3"), dtype=torch.float32).eval().to(DEVICE)
     ids = torch.randint(3, 90, (2, 62), generator=torch.Generator().manual_seed(3)).to(DEVICE)

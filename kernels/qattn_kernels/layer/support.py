@@ -63,7 +63,7 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
     if latent > 128 and torch.cuda.is_available():
         shared = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
         if shared < LATENT_SHARED:
-            return f"latents of {latent} channels need {LATENT_SHARED} bytes of shared memory, and this GPU has {shared}"
+            return f"latents of {latent} channels need {LATENT_SHARED} bytes of shared memory; this GPU has {shared}"
     if spec.sparsity.tau > 0:
         return "sparse V over the latents of latent attention (MLA) is the reference's"
     if any(fmt.core.low_kind(heads) > Low.ALL for fmt in (spec.k, spec.v)):

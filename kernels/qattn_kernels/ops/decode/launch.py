@@ -40,8 +40,9 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
-    chunk = FEW_SPLITS if tuned.plan[1] <= FEW_SPLITS else MANY_SPLITS  # not of the capacity: sums must not depend on it
-    return merge(call, size, parts, stats, skip_counts, tuned.plan, chunk, 1 if chunk == FEW_SPLITS else 4)
+    few = tuned.plan[1] <= FEW_SPLITS  # not of the capacity: sums must not depend on it
+    chunk, warps = (FEW_SPLITS, 1) if few else (MANY_SPLITS, 4)
+    return merge(call, size, parts, stats, skip_counts, tuned.plan, chunk, warps)
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:

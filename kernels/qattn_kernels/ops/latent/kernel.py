@@ -1,11 +1,11 @@
-"""Latent attention (MLA) in Triton: a decode over packed blocks and the ring, split-KV as in `ops/decode/kernel.py`, and
-a prefill over unpacked keys and values; `ops/decode/reference.py` and `ops/prefill/reference.py` are the specification.
+"""Latent attention (MLA) in Triton: a decode over packed blocks and the ring, split-KV as in `ops/decode/kernel.py`,
+and a prefill over unpacked keys and values; `reference.py` of `ops/decode` and of `ops/prefill` are the specification.
 
 All query heads share the one latent of a token, which is in both products, so a program dequantizes a tile of latents
-once, for up to 64 queries. Codes are exact in 16 bits and enter the products as they are: the scale of a token goes into
-its score and, as a share of the largest so far, into its weight. In a model of 16 bits what has no codes is multiplied
-in its dtype; in a model of fp32 queries and tokens are divided by their largest number and multiplied in fp16, since
-tiles of fp32 do not fit shared memory.
+once, for up to 64 queries. Codes are exact in 16 bits and enter the products as they are: the scale of a token goes
+into its score and, as a share of the largest so far, into its weight. In a model of 16 bits what has no codes is
+multiplied in its dtype; in a model of fp32 queries and tokens are divided by their largest number and multiplied in
+fp16, since tiles of fp32 do not fit shared memory.
 
 Queries are rows, other than in `ops/decode/kernel.py`: tiles of tokens are then the second operand of both products,
 which Hopper's tensor cores read from shared memory, where one copy serves both. Queries are loaded a second time, as
@@ -47,8 +47,12 @@ TILE = tl.constexpr(64)  # slots of the unpacked keys and values at a time
 
 
 class Forms(NamedTuple):
-    """What kernels are compiled for beside their sizes: `K_CODES`, `V_CODES`: whether RoPE parts and latents have codes;
-    `WIDE`: whether the model's dtype is fp32."""
+    """What kernels are compiled for beside their sizes.
+
+    Attributes:
+        K_CODES, V_CODES: whether RoPE parts and latents have codes.
+        WIDE: whether the model's dtype is fp32.
+    """
 
     K_CODES: bool
     V_CODES: bool
@@ -71,8 +75,8 @@ class Queries(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some stored tokens, as the products take them: latents and RoPE parts `[TOKENS, DP]`, and fp32 `[TOKENS]` the scales
-    of those that were divided by some."""
+    """Some stored tokens, as the products take them: latents and RoPE parts `[TOKENS, DP]`, and fp32 `[TOKENS]` the
+    scales of those that were divided by some."""
 
     latent: Any
     latent_scale: Any
@@ -115,9 +119,9 @@ def _load_queries(Q, strides, b, n, row, real, scale, C: tl.constexpr):
     head, column = n % C.G, row.first + n // C.G
     at = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
     latents, ropes = Q + at[:, None] + d[None, :], Q + at[:, None] + V_C.D + r[None, :]
-    d, r = (d < V_C.D)[None, :], (r < C.D)[None, :]
-    latent, rope = tl.load(latents, mask=real[:, None] & d, other=0.0), tl.load(ropes, mask=real[:, None] & r, other=0.0)
-    latent, rope = latent.to(tl.float32), rope.to(tl.float32)
+    d, r, there = (d < V_C.D)[None, :], (r < C.D)[None, :], real[:, None]
+    latent = tl.load(latents, mask=there & d, other=0.0).to(tl.float32)
+    rope = tl.load(ropes, mask=there & r, other=0.0).to(tl.float32)
     nonfinite = broken(latent, 1) | broken(rope, 1)
     top = tl.maximum(tl.max(tl.abs(latent), 1), tl.max(tl.abs(rope), 1)) + TINY
     top = tl.where(nonfinite, 1.0, top)
@@ -148,8 +152,9 @@ def _tile(latent, latent_scale, rope, rope_scale, queries, F: tl.constexpr):
 def _nothing(F: tl.constexpr, C: tl.constexpr):
     """`Running` before the first tile."""
     V_C: tl.constexpr = C.V
+    acc, unit = tl.full([C.Q, V_C.DP], 0.0, tl.float32), TINY if F.V_CODES or F.WIDE else 1.0
     m, l = tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0.0, tl.float32)
-    return Running(m, l, tl.full([C.Q, V_C.DP], 0.0, tl.float32), tl.full([], TINY if F.V_CODES or F.WIDE else 1.0, tl.float32))
+    return Running(m, l, acc, tl.full([], unit, tl.float32))
 
 
 @triton.jit

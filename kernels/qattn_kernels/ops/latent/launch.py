@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-
 import torch
 
 from qattn_kernels.formats.contract import jit_of
@@ -30,8 +29,8 @@ class Config(NamedTuple):
 
 
 def _config(size: Sizes, forms: Forms) -> Config:
-    """By the registers that the sums take, and the shared memory that queries and a tile of latents do. One of fp32 fills
-    half of Hopper's before it is divided, so no second is in flight."""
+    """By the registers that the sums take, and the shared memory that queries and a tile of latents do. A tile of fp32
+    fills half of Hopper's before it is divided, so no second one is in flight."""
     wide = forms.WIDE and not forms.V_CODES
     return Config(8 if size.Q * size.V.DP >= 64 * 128 else 4, 1 if wide else 2, 1 if size.V.DP > 256 else 2)
 
@@ -76,6 +75,7 @@ def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tenso
     launch(
         latent_prefill_kernel, (-(-tokens * size.G // size.Q), batch),
         query, query.stride()[:3], call.rows, tensors(unpacked), lse if sinks is None else sinks, out, lse, tokens,
-        unpacked.pos.shape[1], scoring(call), sinks is not None, config.stages, forms, size, num_warps=config.warps, enable_fp_fusion=True,
+        unpacked.pos.shape[1], scoring(call), sinks is not None, config.stages, forms, size,
+        num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse
