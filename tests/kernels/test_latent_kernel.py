@@ -4,6 +4,7 @@ in fp16 cost. Without a GPU in Triton's interpreter: few heads, short contexts."
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,6 +198,14 @@ def test_what_the_kernels_take(case: Case, sizes: tuple[int, int, int], reason: 
     heads, rope, latent = sizes
     found = unsupported(spec_of(case), 1, heads, rope, latent)
     assert found is None if reason is None else reason in found
+
+
+def test_wide_latents_need_the_shared_memory_of_hopper(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    a100 = SimpleNamespace(shared_memory_per_multiprocessor=167936)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: a100)
+    assert "233472 bytes of shared memory; this GPU has 167936" in unsupported(spec_of(TURBO), 1, 16, 64, 512)
+    assert unsupported(spec_of(TURBO), 1, 16, 64, 128) is None
 
 
 @pytest.mark.parametrize("case", [INT8, TURBO], ids=case_id)

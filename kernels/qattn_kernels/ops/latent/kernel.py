@@ -160,10 +160,10 @@ def _nothing(F: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _part_scores(query, x, x_scale, queries, CODES: tl.constexpr, F: tl.constexpr):
     """Products of one part of the queries with the same of a tile."""
-    s = tl.dot(query, tl.trans(x)) * queries.scale
+    s = tl.dot(query, tl.trans(x))
     if F.WIDE:
         s = s * queries.top[:, None]
-    return s * x_scale[None, :] if CODES or F.WIDE else s
+    return s * (x_scale * queries.scale)[None, :] if CODES or F.WIDE else s * queries.scale
 
 
 @triton.jit
