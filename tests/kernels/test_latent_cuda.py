@@ -94,27 +94,25 @@ def test_replays_of_a_captured_step_are_eager_steps(case: Case, sizes: Sizes):
     """No sync and no allocation that a capture forbids, past the end of a block."""
     q, k, v = of_dtype(inputs(2, 200, sizes), torch.bfloat16)
     eager, captured = make_layer(case, 256, impl="triton"), make_layer(case, 256, impl="triton")
-    scores = Scores(q.shape[-1] ** -0.5)
+    spans = {n: torch.tensor([[0, n]] * 2, dtype=torch.int32).cuda() for n in (100, 1)}
 
     def call(layer: QAttnLayer, x: Inputs) -> torch.Tensor:
-        span = torch.tensor([[0, x[0].shape[2]]] * 2, dtype=torch.int32).cuda()
-        return attend(layer, x, span)
+        return layer.attend(x[0], Handle(layer, x[1], x[2]), spans[x[0].shape[2]], Scores(q.shape[-1] ** -0.5))[0]
 
-    def attend(layer: QAttnLayer, x: Inputs, span: torch.Tensor) -> torch.Tensor:
-        return layer.attend(x[0], Handle(layer, x[1], x[2]), span, scores)[0]
+    def part(start: int, end: int) -> Inputs:
+        return q[:, :, start:end].contiguous(), k[:, :, start:end].contiguous(), v[:, :, start:end].contiguous()
 
     for layer in (eager, captured):
         layer.lazy_initialization(k, v)
-        call(layer, (q[:, :, :100], k[:, :, :100], v[:, :, :100]))
-        call(layer, (q[:, :, 100:101], k[:, :, 100:101], v[:, :, 100:101]))  # compiles what a capture must not load
-    token = q[:, :, 101:102].clone(), k[:, :, 101:102].clone(), v[:, :, 101:102].clone()
-    span = torch.tensor([[0, 1]] * 2, dtype=torch.int32).cuda()
+        call(layer, part(0, 100))
+        call(layer, part(100, 101))  # compiles what a capture must not load
+    token = part(101, 102)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(captured, token, span)
+        out = call(captured, token)
     for t in range(101, 200):
-        new = q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1]
+        new = part(t, t + 1)
         for x, y in zip(token, new, strict=True):
             x.copy_(y)
         graph.replay()
