@@ -48,7 +48,15 @@ def begin(
     capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
     return warm(
         LayerShape(
-            spec, heads.query // shards, heads.kv // shards, heads.dim, dtype, device, capped, window_of(spec) or 0
+            spec,
+            heads.query // shards,
+            heads.kv // shards,
+            heads.dim,
+            dtype,
+            device,
+            capped,
+            window_of(spec) or 0,
+            heads.v_dim,
         )
         for spec, heads in fused
         for device in devices

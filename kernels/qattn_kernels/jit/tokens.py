@@ -23,7 +23,8 @@ def _load_new(X, strides, b, h, fresh, new, first, C: tl.constexpr):
 def new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, C: tl.constexpr):
     """New keys and values, zeros where either is not finite, and where that is so."""
     k = _load_new(KEY, k_strides, b, h, fresh, new, first, C)
-    v = _load_new(VALUE, v_strides, b, h, fresh, new, first, C)
+    V_C: tl.constexpr = C.V
+    v = _load_new(VALUE, v_strides, b, h, fresh, new, first, V_C)
     bad = new & (broken(k, 1) | broken(v, 1))
     return tl.where(bad[:, None], 0.0, k), tl.where(bad[:, None], 0.0, v), bad
 

@@ -106,10 +106,12 @@ def make_call(
     batch, heads, tokens, dim = key.shape
     short = tokens <= SHORT_CALL
     int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
-    int8 |= short and any(jit_of(fmt).splits_int8 for fmt in (spec.k, spec.v))
+    int8 |= short and not spec.latent and any(jit_of(fmt).splits_int8 for fmt in (spec.k, spec.v))
     columns = tokens if short else 1
     asks = scores.softcap != 0, scores.window != 0
-    sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks)._replace(PAGED=table is not None)
+    sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, value.shape[3])
+    if table is not None:
+        sizes = sizes._replace(PAGED=True, V=sizes.V._replace(PAGED=True))
     pages = None if table is None else (table, state["block_len"].shape[1])
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))

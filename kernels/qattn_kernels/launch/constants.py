@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qattn_kernels.layer.spec import LayerSpec
 
 LEAST_COLUMNS = 8  # of a tensor core tile
 MOST_COLUMNS = 32  # of one program; more queries of a short call go to more programs
+LATENT_COLUMNS = (16, 64)  # the same two of latent attention: query heads share each latent that a program dequantizes
 RING_TILE = 64  # slots of the ring that a decode reads at a time
 WHOLE_RING = 128  # slots at most that one program reads: one tile is open there but for steps that close a block
 
@@ -20,7 +21,8 @@ class Sizes(NamedTuple):
     Attributes are compile-time constants inside them; what `PrefillSizes` has too has the same name there.
 
     Heads and dims:
-        H: KV heads. G: query heads of each. D: head dim. DP: the power of two that holds it.
+        H: KV heads. G: query heads of each. D: head dim, of K. DP: the power of two that holds it.
+        V: all of these sizes, with D and DP of values, for functions that take values; in them None.
     The window (`layout.Window`):
         BLOCK: tokens of a block. SPAN, RESIDUAL: of it. RING: slots; 0 where tokens get their final form at once.
     Formats:
@@ -47,6 +49,7 @@ class Sizes(NamedTuple):
     G: int
     D: int
     DP: int
+    V: Any
     BLOCK: int
     SPAN: int
     RESIDUAL: int
@@ -142,19 +145,31 @@ def power_of_two(n: int) -> int:
 
 @lru_cache(maxsize=1024)
 def sizes_of(
-    spec: LayerSpec, heads: int, group: int, dim: int, tokens: int, int8: bool, cap: bool, local: bool
+    spec: LayerSpec,
+    heads: int,
+    group: int,
+    dim: int,
+    tokens: int,
+    int8: bool,
+    cap: bool,
+    local: bool,
+    v_dim: int | None = None,
 ) -> Sizes:
-    """For a call of `tokens` new tokens, with a soft cap or a local window or neither."""
-    at = spec.window
-    columns = min(MOST_COLUMNS, max(LEAST_COLUMNS, power_of_two(tokens * group) * (1 + int8)))
+    """For a call of `tokens` new tokens, with a soft cap or a local window or neither. `v_dim`: of values, if not
+    `dim`."""
+    at, v_dim = spec.window, v_dim or dim
+    least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, MOST_COLUMNS)
+    columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
     parts = max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
+    parts = at.block // 8 if spec.latent else parts  # so that tiles have their tokens in ascending order
     ring = at.ring if spec.k.windowed else 0
     ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)
-    return Sizes(
+    sizes = Sizes(
         H=heads,
         G=group,
         D=dim,
         DP=power_of_two(dim),
+        V=None,
         BLOCK=at.block,
         SPAN=at.span,
         RESIDUAL=at.residual,
@@ -166,7 +181,7 @@ def sizes_of(
         K_AGED=spec.k.core.ages,
         V_AGED=spec.v.core.ages,
         K_CHANNELS=spec.k.channel_group(dim),
-        V_CHANNELS=spec.v.channel_group(dim),
+        V_CHANNELS=spec.v.channel_group(v_dim),
         PARTS=parts,
         FOURS=at.block // (8 * parts) % 4 == 0,
         OPEN=ring_parts + int(spec.sink_pool.num > 0),
@@ -189,3 +204,4 @@ def sizes_of(
         PAGED=False,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )
+    return sizes._replace(V=sizes._replace(D=v_dim, DP=power_of_two(v_dim)))

@@ -8,12 +8,18 @@ import os
 import torch
 
 from qattn_kernels.formats import Format
+from qattn_kernels.formats.base import Low
 from qattn_kernels.layer.spec import LayerSpec
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half tiles
 MOST_GROUP = 8
 FP8_CAPABILITY = (8, 9)
+# Latent attention: channels of the latent and of the RoPE part, and the most numbers of a block of latents
+LATENT_DIMS = (16, 32, 64, 128, 256, 512)
+ROPE_DIMS = (16, 32, 64, 128)
+LATENT_BLOCK = 64 * 512
+LATENT_SHARED = 233472  # bytes of shared memory of a multiprocessor that latents of more than 128 channels need
 
 
 def no_triton(device_type: str) -> str | None:
@@ -29,15 +35,12 @@ def no_triton(device_type: str) -> str | None:
 def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim: int) -> str | None:
     """Why the kernels cannot compute a layer of this spec and these sizes, or None."""
     if spec.latent:
-        return "latent attention (MLA) is the reference's: kernels read keys that are stored whole"
+        return _unsupported_latent(spec, heads, k_dim, v_dim) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec)
     group = query_heads // heads
     if k_dim != v_dim or k_dim not in HEAD_DIMS:
         return f"head dims are {k_dim} and {v_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}, K and V alike"
     if group > MOST_GROUP:
         return f"{group} query heads share a KV head; the kernels know up to {MOST_GROUP}"
-    blocks = BLOCKS if spec.k.integer or spec.v.integer else (32, *BLOCKS)
-    if spec.window.block not in blocks:
-        return f"blocks have {spec.window.block} tokens; the kernels know {', '.join(map(str, blocks))}"
     if spec.compute.p_scale != "row":
         return f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row"
     pool = spec.sink_pool
@@ -51,7 +54,25 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
         return "sparse V over blocks of two widths is the reference's"
     if spec.k.smoothed and (pool.num or spec.k.core.mixed):
         return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
-    return _unsupported_formats(spec, k_dim) or _no_fp8(spec)
+    return _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec)
+
+
+def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> str | None:
+    """Why the kernels of latent attention (MLA) cannot compute a layer, whatever its formats, or None."""
+    for dim, dims, what in ((latent, LATENT_DIMS, "latents"), (rope, ROPE_DIMS, "RoPE parts")):
+        if dim not in dims:
+            return f"{what} of latent attention (MLA) have {dim} channels; the kernels know {', '.join(map(str, dims))}"
+    if latent * spec.window.block > LATENT_BLOCK:
+        return f"blocks have {spec.window.block} tokens, and of latents of {latent} channels the kernels hold fewer"
+    if latent > 128 and torch.cuda.is_available():
+        shared = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
+        if shared < LATENT_SHARED:
+            return f"latents of {latent} channels need {LATENT_SHARED} bytes of shared memory; this GPU has {shared}"
+    if spec.sparsity.tau > 0:
+        return "sparse V over the latents of latent attention (MLA) is the reference's"
+    if any(fmt.core.low_kind(heads) > Low.ALL for fmt in (spec.k, spec.v)):
+        return "heads of different bits in latent attention (MLA), which has one, are the reference's"
+    return None
 
 
 def _no_fp8(spec: LayerSpec) -> str | None:
@@ -66,8 +87,12 @@ def _no_fp8(spec: LayerSpec) -> str | None:
     return f"FP8 needs compute capability 8.9, and this GPU has {major}.{minor}: sage2 has pv='model', others int8"
 
 
-def _unsupported_formats(spec: LayerSpec, dim: int) -> str | None:
-    for side, fmt in (("k", spec.k.core), ("v", spec.v.core)):
+def _unsupported_sides(spec: LayerSpec, k_dim: int, v_dim: int) -> str | None:
+    """Why the kernels cannot take the blocks, or the format of K or of V, or None."""
+    blocks = BLOCKS if spec.k.integer or spec.v.integer else (32, *BLOCKS)
+    if spec.window.block not in blocks:
+        return f"blocks have {spec.window.block} tokens; the kernels know {', '.join(map(str, blocks))}"
+    for side, fmt, dim in (("k", spec.k.core, k_dim), ("v", spec.v.core, v_dim)):
         if importlib.util.find_spec(f"qattn_kernels.formats.{fmt.name}.jit") is None:
             return f"there are no kernels for {fmt.name} yet"
         reason = _unsupported_product(spec, side, fmt) or fmt.kernel_limits(side, dim)

@@ -11,6 +11,7 @@ from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layout import State
 from qattn_kernels.ops.append.launch import append, append_long, call_mean, empty_unpacked, finish, rank, unpack_past
 from qattn_kernels.ops.decode.launch import decode
+from qattn_kernels.ops.latent import launch as latent
 from qattn_kernels.ops.prefill.launch import prefill
 from qattn_kernels.ops.sink_pool.launch import compete, restore
 
@@ -37,8 +38,9 @@ def fused_step(
         compete(call)
         rank(call)
         append(call)
-        return decode(call)
-    out, lse = prefill(call.query, write_long(call, past), spec, scores)
+        return latent.decode(call) if spec.latent else decode(call)
+    unpacked = write_long(call, past)
+    out, lse = latent.prefill(call, unpacked) if spec.latent else prefill(call.query, unpacked, spec, scores)
     finish(call)
     return out, lse
 

@@ -28,7 +28,7 @@ def by_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: L
     compute = spec.compute
     exact = compute.prefill == "model" and compute.softmax == "exact" and spec.k.exact_prompts and spec.v.exact_prompts
     plain = not scores.softcap and not scores.window and scores.sinks is None
-    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
+    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape and not spec.latent
     worth = query.shape[0] * query.shape[2] ** 2 >= WORTH
     return spec.impl == "triton" and exact and plain and alike and worth and _fast(query, key, value)
 

@@ -28,6 +28,7 @@ class LayerShape(NamedTuple):
 
     Attributes:
         heads, kv_heads, dim: query and KV heads, and their dimension.
+        v_dim: of values, if not `dim`; a query of latent attention has both.
         softcap: whether scores are capped.
         window: tokens of the layer's sliding window; 0 without.
     """
@@ -40,18 +41,21 @@ class LayerShape(NamedTuple):
     device: torch.device
     softcap: bool = False
     window: int = 0
+    v_dim: int | None = None
 
 
 def launches(shape: LayerShape) -> list[Launch]:
     """What `CALLS` launch, in order; nothing is launched. Memory is allocated for calls of few tokens."""
     found: list[Launch] = []
+    v_dim = shape.v_dim or shape.dim
+    q_dim = shape.dim + v_dim if shape.spec.latent else shape.dim
     for rows, tokens, past in CALLS:
-        geometry = Geometry(rows, shape.kv_heads, shape.dim, shape.dim, 2, shape.dtype)
+        geometry = Geometry(rows, shape.kv_heads, shape.dim, v_dim, 2, shape.dtype)
         layout = Layout(geometry, shape.spec)
         arena = empty_arena(layout, shape.device)
         q, k, v = (
-            torch.empty(rows, tokens, heads, shape.dim, dtype=shape.dtype, device=shape.device).transpose(1, 2)
-            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+            torch.empty(rows, tokens, heads, dim, dtype=shape.dtype, device=shape.device).transpose(1, 2)
+            for heads, dim in ((shape.heads, q_dim), (shape.kv_heads, shape.dim), (shape.kv_heads, v_dim))
         )
         span = torch.zeros(rows, 2, dtype=torch.int32, device=shape.device)
         scores = Scores(shape.dim**-0.5, float(shape.softcap), shape.window)

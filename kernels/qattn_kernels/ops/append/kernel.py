@@ -223,7 +223,8 @@ def _long_sides(K, V, K_MEAN, k, v, tokens, unpacked, slots, block, k_codec, v_c
         UnpackedSide(unpacked.v, unpacked.v_scale, slots),
     )
     _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, OLD, False, C)
-    _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, OLD, True, C)
+    V_C: tl.constexpr = C.V
+    _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, OLD, True, V_C)
 
 
 @triton.jit
@@ -293,8 +294,9 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
         _short_side(
             K, K_MEAN, k, pos, new, stale, block, Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, None), False, C
         )
+        V_C: tl.constexpr = C.V
         _short_side(
-            V, K_MEAN, v, pos, new, stale, block, Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, C
+            V, K_MEAN, v, pos, new, stale, block, Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, V_C
         )
 
 
@@ -362,12 +364,13 @@ def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, K_MEAN, UNPAC
         k_place, _, _ = K_LOCATE(K, b, h, C.K_LOW, C)
         v_place, _, _ = V_LOCATE(V, b, h, C.V_LOW, C)
         k, k_scale = K_GET(K, b, h, index, NB, k_place, False, C)
-        v, v_scale = V_GET(V, b, h, index, NB, v_place, True, C)
+        V_C: tl.constexpr = C.V
+        v, v_scale = V_GET(V, b, h, index, NB, v_place, True, V_C)
         if C.SMOOTH_K and (unpacked.k.dtype.element_ty != tl.int8):
             d = tl.arange(0, C.DP)
             k += tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)[None, :]
         store_unpacked(UnpackedSide(unpacked.k, unpacked.k_scale, slots), k, k_scale, bh, slot, False, C)
-        store_unpacked(UnpackedSide(unpacked.v, unpacked.v_scale, slots), v, v_scale, bh, slot, True, C)
+        store_unpacked(UnpackedSide(unpacked.v, unpacked.v_scale, slots), v, v_scale, bh, slot, True, V_C)
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T"])
@@ -386,7 +389,8 @@ def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, 
         k_code, k_scale = K_QUANTIZE(k)
         v_code, v_scale = V_QUANTIZE(v)
         to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)
-        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, C)
+        V_C: tl.constexpr = C.V
+        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, V_C)
     if C.ENTRIES > 0:
         if i == 0:
             settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)

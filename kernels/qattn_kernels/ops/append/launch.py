@@ -89,12 +89,12 @@ def empty_unpacked(call: Call, past: int) -> UnpackedKV:
     def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=call.key.device)
 
-    def side(integer: bool, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def side(integer: bool, dim: int, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not integer:
-            return empty((*shape, size.D), call.key.dtype), None
-        return empty((*shape[:2], size.D, slots) if transposed else (*shape, size.D), torch.int8), empty(shape)
+            return empty((*shape, dim), call.key.dtype), None
+        return empty((*shape[:2], dim, slots) if transposed else (*shape, dim), torch.int8), empty(shape)
 
-    k, v = side(spec.k.integer, False), side(spec.v.integer, True)
+    k, v = side(spec.k.integer, size.D, False), side(spec.v.integer, size.V.D, True)
     pos = empty((call.batch, slots), torch.int32)
     k_mean = call.call_mean if size.SMOOTH_K and spec.k.integer else None
     return UnpackedKV(*k, *v, bias=empty(shape), pos=pos, rows=call.rows, k_mean=k_mean)

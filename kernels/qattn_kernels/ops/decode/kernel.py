@@ -82,7 +82,7 @@ def _sink_mass(K_SINKS, TABLE, program, SINK_SCORES: tl.constexpr, C: tl.constex
 
 
 @triton.jit
-def _store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips,
+def store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips,
                  CHANNELS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """What a split found for queries `n`: NaN for those that are not finite."""
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
@@ -158,7 +158,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
             packed = Blocks(begin, end, BLOCK_POS + rows, BLOCK_LEN + rows, MOVED, k_mean_scores, limits, known)
             sums, skips = packed_part(K, V, program, packed, sums, skips, K_LOCATE, V_LOCATE, SCORES, VALUES,
                                       STAGES, C)  # fmt: skip
-        _store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips, CHANNELS, C)
+        store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips, CHANNELS, C)
 
 
 @triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])

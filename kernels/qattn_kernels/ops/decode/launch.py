@@ -8,6 +8,7 @@ import torch
 
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
+from qattn_kernels.launch.constants import Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
@@ -23,40 +24,62 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         `[B, Hq, T, D]` in the query's dtype, memory in the order B, T, Hq, D; fp32 log-sum-exp `[B, Hq, T]`.
     """
-    size, state, scores, batch, tokens = call.sizes, call.state, call.scores, call.batch, call.tokens
+    size, state, batch, tokens = call.sizes, call.state, call.batch, call.tokens
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     rows = tokens * size.G
     tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
-    few, many, long, _ = tuned.plan
-    most = few if call.blocks < few * long else many
-    splits = min(most, call.blocks) + size.OPEN
-
+    parts, stats = parts_of(call, size, tuned.plan)
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=call.query.device)
-
-    parts, stats = (empty(batch * size.H, splits, rows, n) for n in (size.D, 3 if size.SPARSE_V else 2))
     skip_counts, sparsity = skip_counts_of(state) if size.SPARSE_V else None, call.spec.sparsity
-    sas_threshold = call.spec.compute.sas_threshold * LOG2E
-    scoring = scores.scale * LOG2E, float(scores.softcap), scores.window, sas_threshold  # a `parts.Scoring`
     launch(
-        decode_kernel, (batch * size.H, -(-rows // size.Q), splits),
+        decode_kernel, (batch * size.H, -(-rows // size.Q), parts.shape[1]),
         call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks,
         call.table, call.moved, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, skip_counts, call.pages, call.blocks, batch, tokens,
-        scoring, (sparsity.tau, sparsity.budget),
+        scoring(call), (sparsity.tau, sparsity.budget),
         *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
-    chunk = FEW_SPLITS if many <= FEW_SPLITS else MANY_SPLITS  # not of the capacity: sums must not depend on it
-    out = empty(batch, tokens, size.H * size.G, size.D, dtype=call.query.dtype)
-    lse = empty(batch, size.H * size.G, tokens)
+    few = tuned.plan[1] <= FEW_SPLITS  # not of the capacity: sums must not depend on it
+    chunk, warps = (FEW_SPLITS, 1) if few else (MANY_SPLITS, 4)
+    return merge(call, size, parts, stats, skip_counts, tuned.plan, chunk, warps)
+
+
+def scoring(call: Call) -> tuple[float, float, int, float]:
+    """A `parts.Scoring`, plain."""
+    scores = call.scores
+    return scores.scale * LOG2E, float(scores.softcap), scores.window, call.spec.compute.sas_threshold * LOG2E
+
+
+def parts_of(call: Call, size: Sizes, plan: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for what each split of the context finds: fp32 `[B * H, splits, T * G, D]`, and its statistics."""
+    few, many, long, _ = plan
+    most = few if call.blocks < few * long else many
+    shape = call.batch * size.H, min(most, call.blocks) + size.OPEN, call.tokens * size.G
+    device = call.query.device
+    parts = torch.empty((*shape, size.D), dtype=torch.float32, device=device)
+    return parts, torch.empty((*shape, 3 if size.SPARSE_V else 2), dtype=torch.float32, device=device)
+
+
+def merge(
+    call: Call,
+    size: Sizes,
+    parts: torch.Tensor,
+    stats: torch.Tensor,
+    skip_counts: tuple | None,
+    plan: tuple[int, int, int, int],
+    chunk: int,
+    warps: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weigh the parts of each query by their log-sum-exp, `chunk` of them at once; results as of `decode`. `size`: with
+    the head dim of values."""
+    scores, heads, device = call.scores, size.H * size.G, call.query.device
+    out = torch.empty((call.batch, call.tokens, heads, size.D), dtype=call.query.dtype, device=device)
+    lse = torch.empty((call.batch, heads, call.tokens), dtype=torch.float32, device=device)
     launch(
-        merge_kernel, (rows, size.H, batch),
+        merge_kernel, (call.tokens * size.G, size.H, call.batch),
         parts, stats, skip_counts, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
-        state["dropped"], call.blocks, splits, tokens,
-        *tuned.plan, chunk, scores.sinks is not None, size, num_warps=1 if chunk == FEW_SPLITS else 4,
-        enable_fp_fusion=True,
+        call.state["dropped"], call.blocks, parts.shape[1], call.tokens,
+        *plan, chunk, scores.sinks is not None, size, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

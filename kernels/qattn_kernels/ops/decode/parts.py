@@ -122,7 +122,7 @@ class Skips(NamedTuple):
 
 
 @triton.jit
-def _mask_ring(s, slot, program, C: tl.constexpr):
+def mask_ring(s, slot, program, C: tl.constexpr):
     """Scores of slots of the ring, with those gone that a query may not see, or reads from codes."""
     row, q_pos = program.row, program.q_pos
     last = row.length + row.count - 1
@@ -171,7 +171,7 @@ def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl
             s = SCORES(K, at + start, RING_TILE, program.query, scoring.scale, C)
             if C.SOFTCAP:
                 s = soft_cap(s, scoring.softcap)
-            s = _mask_ring(s, start + token_order(RING_TILE, 1), program, C)
+            s = mask_ring(s, start + token_order(RING_TILE, 1), program, C)
             w, alpha, beta, m = weigh(s, sums.m, scoring.sas_threshold, C)
             acc, total = VALUES(V, at, start, C.RING, RING_TILE, w, sums.acc, alpha, beta, C)
             sums = Sums(m, sums.l * alpha + total * beta, acc)
@@ -207,7 +207,7 @@ def sink_part(K, V, TABLE, program, sums, skips, SCORES: tl.constexpr, VALUES: t
 
 
 @triton.jit
-def _masked_words(words, block, C: tl.constexpr):
+def masked_words(words, block, C: tl.constexpr):
     """The bits of a block's masked tokens, in four scalars whatever its size."""
     WORDS: tl.constexpr = C.BLOCK // 32
     at = words + block * WORDS
@@ -219,7 +219,7 @@ def _masked_words(words, block, C: tl.constexpr):
 
 
 @triton.jit
-def _mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
+def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
     """Scores of a block that lies `at`, of so many `tokens`, without those that a query may not see. Of scalars alone:
     what a thread loads for others goes through shared memory, once for each layout in which the compiler keeps
     scores."""
@@ -257,12 +257,12 @@ def _packed_scores(K, program, blocks, first, block, at, SCORES: tl.constexpr, K
         s += blocks.k_mean_scores[None, :]
     if C.SOFTCAP:
         s = soft_cap(s, scoring.softcap)
-    masked = _masked_words(program.dropped.to(tl.pointer_type(tl.int32)), at, C)
+    masked = masked_words(program.dropped.to(tl.pointer_type(tl.int32)), at, C)
     tokens = tl.load(blocks.length + at)
     count = tl.full(program.q_pos.shape, C.BLOCK, tl.int32)
     some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
     if some | (tokens != C.BLOCK) | (block >= program.row.closed) | C.LOCAL:
-        s = _mask_packed(s, block, at, masked, tokens, program, blocks, C)
+        s = mask_packed(s, block, at, masked, tokens, program, blocks, C)
         if C.SPARSE_V:
             count = count_visible(s, C)
     return s, count

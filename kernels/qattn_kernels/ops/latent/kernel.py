@@ -1,0 +1,334 @@
+"""Latent attention (MLA) in Triton: a decode over packed blocks and the ring, split-KV as in `ops/decode/kernel.py`,
+and a prefill over unpacked keys and values; `reference.py` of `ops/decode` and of `ops/prefill` are the specification.
+
+All query heads share the one latent of a token, which is in both products, so a program dequantizes a tile of latents
+once, for up to 64 queries. Codes are exact in 16 bits and enter the products as they are: the scale of a token goes
+into its score and, as a share of the largest so far, into its weight. In a model of 16 bits what has no codes is
+multiplied in its dtype; in a model of fp32 queries and tokens are divided by their largest number and multiplied in
+fp16, since tiles of fp32 do not fit shared memory.
+
+Queries are rows, other than in `ops/decode/kernel.py`: tiles of tokens are then the second operand of both products,
+which Hopper's tensor cores read from shared memory, where one copy serves both. Queries are loaded a second time, as
+they are: what was computed would stand in registers all along, and half of these hold the sums.
+
+Scores are in log2 units. `V` are the latents and `K` the RoPE parts, `C` a `Sizes` of the RoPE part, and `C.V` the same
+of the latent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.int8.jit import channels
+from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, TINY, broken
+from qattn_kernels.jit.rows import commit_row, load_row
+from qattn_kernels.jit.tokens import from_ring
+from qattn_kernels.launch.unpacked_kv import UnpackedTensors
+from qattn_kernels.ops.decode.kernel import blocks_per_split, blocks_seen, store_split
+from qattn_kernels.ops.decode.parts import (
+    RING_TILE,
+    Blocks,
+    Program,
+    Scoring,
+    Sums,
+    mask_packed,
+    mask_ring,
+    masked_words,
+    ring_tile_used,
+    split_used,
+)
+from qattn_kernels.ops.decode.weights import soft_cap
+from qattn_kernels.ops.prefill.weights import exponentials
+
+TILE = tl.constexpr(64)  # slots of the unpacked keys and values at a time
+
+
+class Forms(NamedTuple):
+    """What kernels are compiled for beside their sizes.
+
+    Attributes:
+        K_CODES, V_CODES: whether RoPE parts and latents have codes.
+        WIDE: whether the model's dtype is fp32.
+    """
+
+    K_CODES: bool
+    V_CODES: bool
+    WIDE: bool
+
+
+class Queries(NamedTuple):
+    """The queries of a program, as the products take their two parts.
+
+    Attributes:
+        latent, rope: `[Q, DP]` as the model made them; fp32 ones in fp16, divided by `top`.
+        scale: of their products with keys.
+        top: fp32 `[Q]`, the largest number of each.
+    """
+
+    latent: Any
+    rope: Any
+    scale: Any
+    top: Any
+
+
+class Tile(NamedTuple):
+    """Some stored tokens, as the products take them: latents and RoPE parts `[TOKENS, DP]`, and fp32 `[TOKENS]` the
+    scales of those that were divided by some."""
+
+    latent: Any
+    latent_scale: Any
+    rope: Any
+    rope_scale: Any
+
+
+class Running(NamedTuple):
+    """Running state of an online softmax.
+
+    Attributes:
+        m, l: fp32 `[Q]`, the largest score and the sum of the weights against it.
+        acc: fp32 `[Q, DP]`, the sum of weighted latents, in units of `unit`.
+        unit: the largest scale of a latent so far; 1 where they have none.
+    """
+
+    m: Any
+    l: Any
+    acc: Any
+    unit: Any
+
+
+@triton.jit
+def _operand(x, top, C: tl.constexpr):
+    """One part of the queries as its product takes it."""
+    if x.dtype == tl.float32:
+        return (x / top[:, None]).to(tl.float16)
+    elif C.PLAIN:  # the interpreter knows no products of bf16
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def _load_queries(Q, strides, b, n, row, real, scale, C: tl.constexpr):
+    """Queries `n` of a row as `Queries`, and which of them are not finite: those stand as zeros. A query has its latent
+    part first. `real`: which of them the row has."""
+    V_C: tl.constexpr = C.V
+    d, r = tl.arange(0, V_C.DP), tl.arange(0, C.DP)
+    head, column = n % C.G, row.first + n // C.G
+    at = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
+    latents, ropes = Q + at[:, None] + d[None, :], Q + at[:, None] + V_C.D + r[None, :]
+    d, r, there = (d < V_C.D)[None, :], (r < C.D)[None, :], real[:, None]
+    latent = tl.load(latents, mask=there & d, other=0.0).to(tl.float32)
+    rope = tl.load(ropes, mask=there & r, other=0.0).to(tl.float32)
+    nonfinite = broken(latent, 1) | broken(rope, 1)
+    top = tl.maximum(tl.max(tl.abs(latent), 1), tl.max(tl.abs(rope), 1)) + TINY
+    top = tl.where(nonfinite, 1.0, top)
+    there = (real & ~nonfinite)[:, None]
+    latent, rope = tl.load(latents, mask=there & d, other=0.0), tl.load(ropes, mask=there & r, other=0.0)
+    return Queries(_operand(latent, top, C), _operand(rope, top, C), scale, top), nonfinite
+
+
+@triton.jit
+def _tokens(x, scale, query, CODES: tl.constexpr, F: tl.constexpr):
+    """One part of some tokens as its product with `query` takes it, and their scales."""
+    if F.WIDE and not CODES:
+        top = tl.max(tl.abs(x), 1) + TINY
+        return (x / top[:, None]).to(query.dtype), top
+    else:
+        return x.to(query.dtype), scale
+
+
+@triton.jit
+def _tile(latent, latent_scale, rope, rope_scale, queries, F: tl.constexpr):
+    """The `Tile` of some tokens."""
+    latent, latent_scale = _tokens(latent, latent_scale, queries.latent, F.V_CODES, F)
+    rope, rope_scale = _tokens(rope, rope_scale, queries.rope, F.K_CODES, F)
+    return Tile(latent, latent_scale, rope, rope_scale)
+
+
+@triton.jit
+def _nothing(F: tl.constexpr, C: tl.constexpr):
+    """`Running` before the first tile."""
+    V_C: tl.constexpr = C.V
+    acc, unit = tl.full([C.Q, V_C.DP], 0.0, tl.float32), TINY if F.V_CODES or F.WIDE else 1.0
+    m, l = tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0.0, tl.float32)
+    return Running(m, l, acc, tl.full([], unit, tl.float32))
+
+
+@triton.jit
+def _part_scores(query, x, x_scale, queries, CODES: tl.constexpr, F: tl.constexpr):
+    """Products of one part of the queries with the same of a tile."""
+    s = tl.dot(query, tl.trans(x))
+    if F.WIDE:
+        s = s * queries.top[:, None]
+    return s * (x_scale * queries.scale)[None, :] if CODES or F.WIDE else s * queries.scale
+
+
+@triton.jit
+def _scores(tile, queries, scoring, F: tl.constexpr, C: tl.constexpr):
+    """Scores `[Q, TOKENS]` of a tile: of the latents and of the RoPE parts, each with its own scales."""
+    s = _part_scores(queries.latent, tile.latent, tile.latent_scale, queries, F.V_CODES, F)
+    s += _part_scores(queries.rope, tile.rope, tile.rope_scale, queries, F.K_CODES, F)
+    return soft_cap(s, scoring.softcap) if C.SOFTCAP else s
+
+
+@triton.jit
+def _take(s, tile, sums, scoring, F: tl.constexpr, C: tl.constexpr):
+    """A tile with its masked scores into the sums. Weights are against the running maximum, so that the product adds to
+    the accumulator where it stands: a second one would not fit the registers."""
+    m = tl.maximum(sums.m, tl.max(s, 1))
+    p, alpha, unit = exponentials(s - m[:, None], scoring.sas_threshold, C), tl.exp2(sums.m - m), sums.unit
+    l = sums.l * alpha + tl.sum(p, 1)
+    if F.V_CODES or F.WIDE:
+        unit = tl.maximum(unit, tl.max(tile.latent_scale, 0))
+        p = p * (tile.latent_scale / unit)[None, :]
+        alpha = alpha * (sums.unit / unit)
+    p, acc = p.to(tile.latent.dtype), sums.acc * alpha[:, None]
+    return Running(m, l, tl.dot(p, tile.latent, acc=acc), unit)
+
+
+@triton.jit
+def _ring_part(K, V, program, part, sums, F: tl.constexpr, C: tl.constexpr):
+    """Attention over one of the `C.RING_PARTS` parts of the ring, in the order of its slots."""
+    V_C: tl.constexpr = C.V
+    SLOTS: tl.constexpr = C.RING // C.RING_PARTS
+    queries, scoring, bh = program.query, program.scoring, program.bh
+    for start in tl.range(part * SLOTS, (part + 1) * SLOTS, RING_TILE, num_stages=1):
+        if ring_tile_used(program.row, start, C):
+            slot = start + tl.arange(0, RING_TILE)
+            latent, latent_scale = from_ring(V, slot, slot >= 0, bh, True, V_C)
+            rope, rope_scale = from_ring(K, slot, slot >= 0, bh, False, C)
+            tile = _tile(latent, latent_scale, rope, rope_scale, queries, F)
+            masked = mask_ring(tl.full([RING_TILE, C.Q], 0.0, tl.float32), slot, program, C)
+            s = _scores(tile, queries, scoring, F, C) + tl.trans(masked)
+            sums = _take(s, tile, sums, scoring, F, C)
+    return sums
+
+
+@triton.jit
+def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.constexpr, STAGES: tl.constexpr,
+                 F: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Attention over packed blocks, each dequantized as far as its scales allow."""
+    V_C: tl.constexpr = C.V
+    b, queries, scoring = program.b, program.query, program.scoring
+    for block in tl.range(blocks.begin, blocks.end, num_stages=STAGES):
+        latent, latent_scale = V_GET(V, b, program.h, block, program.capacity, 0, True, V_C)
+        rope, rope_scale = K_GET(K, b, program.h, block, program.capacity, 0, False, C)
+        tile = _tile(latent, latent_scale, rope, rope_scale, queries, F)
+        words = masked_words(program.dropped.to(tl.pointer_type(tl.int32)), block, C)
+        masked, tokens = tl.full([C.BLOCK, C.Q], 0.0, tl.float32), tl.load(blocks.length + block)
+        masked = mask_packed(masked, block, block, words, tokens, program, blocks, C)
+        s = _scores(tile, queries, scoring, F, C) + tl.trans(masked)
+        sums = _take(s, tile, sums, scoring, F, C)
+    return sums
+
+
+@triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
+def latent_decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS, NB, B, T, scoring,
+                         few, many, long, least, STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr,
+                         F: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (row, queries, split): a part of the context for up to `Q` queries, those of all heads one token behind
+    the other. Splits and arguments as of `ops.decode.kernel.decode_kernel`; `OUT` fp32 `[B, splits, T * G, DV]`,
+    `STATS` the same with 2 for DV. `F`: the `Forms`."""
+    b, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    V_C: tl.constexpr = C.V
+    row, splits = load_row(ROWS, b), tl.num_programs(2)
+    n = tile * C.Q + tl.arange(0, C.Q)
+    real = n // C.G < row.count
+    blocks = blocks_seen(row, NB, C)
+    per_split = blocks_per_split(blocks, splits, few, many, long, least, C)
+    begin = (split - C.OPEN) * per_split
+    end = tl.minimum(begin + per_split, blocks)
+    if (split == 0) & (tile == 0):
+        commit_row(ROWS, STATE, row, b, B, T, C)
+    used = (split < C.OPEN) | (begin < end)
+    if C.RING_PARTS > 1:
+        used = used & split_used(split, row, C)
+    if used:
+        scores = Scoring(*scoring)
+        queries, nonfinite = _load_queries(Q, strides, b, n, row, real, scores.scale, C)
+        q_pos = tl.where(real, row.length + n // C.G, -1)
+        dropped = DROPPED + b.to(tl.int64) * NB * (C.BLOCK // 8)
+        program = Program(b, 0, b, row, NB, None, dropped, q_pos, queries, scores)
+        sums = _nothing(F, C)
+        if split < C.OPEN:
+            if C.RING > 0:
+                sums = _ring_part(K, V, program, split, sums, F, C)
+        else:
+            packed = Blocks(begin, end, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, None, None, None, None)
+            sums = _packed_part(K, V, program, packed, sums, K_GET, V_GET, STAGES, F, C)
+        found = Sums(sums.m, sums.l, tl.trans(sums.acc * sums.unit))
+        store_split(OUT, STATS, None, b, split, splits, n, T, real, nonfinite, found, None, channels, V_C)
+
+
+@triton.jit
+def _unpacked_side(x, scale, b, i, N, CODES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Slots `i` of unpacked keys or values: `[TILE, DP]`, and scales of those with codes."""
+    d, base = tl.arange(0, C.DP), b.to(tl.int64) * N
+    if CODES and VALUES:
+        at = base * C.D + d[None, :] * N + i[:, None]
+    else:
+        at = base * C.D + i[:, None] * C.D + d[None, :]
+    tokens = tl.load(x + at, mask=(d < C.D)[None, :], other=0)
+    if CODES:
+        return tokens, tl.load(scale + base + i)
+    else:
+        return tokens, tl.full(i.shape, 0.0, tl.float32)
+
+
+@triton.jit
+def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: tl.constexpr, C: tl.constexpr):
+    """Normalise and write the outputs of queries `n`, and their log-sum-exp: zeros for columns without a token, and for
+    queries that see nothing; NaN outputs of queries that are not finite."""
+    V_C: tl.constexpr = C.V
+    d, t, head = tl.arange(0, V_C.DP), n // C.G, n % C.G
+    top, total, acc = sums.m, tl.where(sums.m > NOTHING, sums.l, 0.0), sums.acc
+    if SINK_LOGITS:
+        sink = tl.load(SINKS + head).to(tl.float32) * LOG2E
+        new = tl.maximum(top, sink)
+        fade = tl.exp2(top - new)
+        acc, total, top = acc * fade[:, None], total * fade + tl.exp2(sink - new), new
+    some = real & (total > 0.0)
+    total = tl.where(some, total, 1.0)
+    weight = tl.where(some, sums.unit / total, 0.0) + tl.where(real & nonfinite, float("nan"), 0.0)
+    to = row.first + t
+    to = tl.where(to < T, to, to - T)  # tokens beyond the row's count stand for its padding columns
+    lse = tl.where(some, top * LN2 + tl.log(total), tl.where(real, float("-inf"), 0.0))
+    tl.store(LSE + (b.to(tl.int64) * C.G + head) * T + to, lse, mask=t < T)
+    at = ((b.to(tl.int64) * T + to) * C.G + head) * V_C.D
+    x = (acc * weight[:, None]).to(OUT.dtype.element_ty)
+    tl.store(OUT + at[:, None] + d[None, :], x, mask=(t < T)[:, None] & (d < V_C.D)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def latent_prefill_kernel(Q, strides, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, scoring, SINK_LOGITS: tl.constexpr,
+                          STAGES: tl.constexpr, F: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (queries, row) of a long call: `Q` queries, those of all heads one token behind the other, over `N` slots
+    of unpacked keys and values; programs with most to read start first. `OUT` `[B, T, G, DV]`, `LSE` fp32
+    `[B, G, T]`."""
+    tile, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    V_C: tl.constexpr = C.V
+    row, scores, unpacked = load_row(ROWS, b), Scoring(*scoring), UnpackedTensors(*UNPACKED)
+    n = tile * C.Q + tl.arange(0, C.Q)
+    real = n // C.G < row.count
+    queries, nonfinite = _load_queries(Q, strides, b, n, row, real, scores.scale, C)
+    q_pos = tl.where(real, row.length + n // C.G, -1)
+    last = tl.minimum((tile * C.Q + C.Q - 1) // C.G, row.count - 1)
+    end = row.closed * C.BLOCK + row.length - row.open_start + last + 1
+    end = tl.where(tile * C.Q // C.G < row.count, end, 0)
+    sums = _nothing(F, C)
+    for n0 in tl.range(0, end, TILE, num_stages=STAGES):
+        i = n0 + tl.arange(0, TILE)
+        latent, latent_scale = _unpacked_side(unpacked.v, unpacked.v_scale, b, i, N, F.V_CODES, True, V_C)
+        rope, rope_scale = _unpacked_side(unpacked.k, unpacked.k_scale, b, i, N, F.K_CODES, False, C)
+        tokens = _tile(latent, latent_scale, rope, rope_scale, queries, F)
+        s = _scores(tokens, queries, scores, F, C)
+        slot = b.to(tl.int64) * N + i
+        pos = tl.load(unpacked.pos + slot)
+        see = (tl.load(unpacked.bias + slot) == 0.0)[None, :] & (pos[None, :] <= q_pos[:, None])
+        if C.LOCAL:
+            see = see & (pos[None, :] > (q_pos - scores.window)[:, None])
+        sums = _take(tl.where(see, s, NOTHING), tokens, sums, scores, F, C)
+    _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS, C)

@@ -1,0 +1,81 @@
+"""Launches of latent attention: short calls over what is stored, long ones over unpacked keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from qattn_kernels.formats.contract import jit_of
+from qattn_kernels.launch.call import Call
+from qattn_kernels.launch.constants import LATENT_COLUMNS, Sizes
+from qattn_kernels.launch.launches import launch
+from qattn_kernels.launch.tuned import tuned_for
+from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
+from qattn_kernels.ops.decode.launch import FEW_SPLITS, merge, parts_of, scoring
+from qattn_kernels.ops.decode.table import chip_of, plan
+from qattn_kernels.ops.latent.kernel import Forms, latent_decode_kernel, latent_prefill_kernel
+
+MERGE_WARPS = 4
+
+
+class Config(NamedTuple):
+    """How a kernel is launched: warps of a program, its loads in flight, and how many programs a multiprocessor runs at
+    once."""
+
+    warps: int
+    stages: int
+    programs: int
+
+
+def _config(size: Sizes, forms: Forms) -> Config:
+    """By the registers that the sums take, and the shared memory that queries and a tile of latents do. A tile of fp32
+    fills half of Hopper's before it is divided, so no second one is in flight."""
+    wide = forms.WIDE and not forms.V_CODES
+    return Config(8 if size.Q * size.V.DP >= 64 * 128 else 4, 1 if wide else 2, 1 if size.V.DP > 256 else 2)
+
+
+def _forms(call: Call) -> Forms:
+    return Forms(call.spec.k.integer, call.spec.v.integer, call.query.dtype == torch.float32)
+
+
+def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a short call after its append; commits the rows' lengths. Results as of `ops.decode.launch`."""
+    size, state, spec, batch, tokens = call.sizes, call.state, call.spec, call.batch, call.tokens
+    forms, rows, chip = _forms(call), tokens * size.G, chip_of(call.key.device)
+    config = _config(size, forms)
+    tiles = -(-rows // size.Q)
+    places = chip.multiprocessors * config.programs
+    shares = plan(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
+    parts, stats = parts_of(call, size.V, shares)
+    launch(
+        latent_decode_kernel, (batch, tiles, parts.shape[1]),
+        call.query, call.query.stride()[:3], call.rows, call.k, call.v, state["dropped"], state["block_pos"],
+        state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens, scoring(call), *shares,
+        config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
+        num_warps=config.warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    return merge(call, size.V, parts, stats, None, shares, FEW_SPLITS, MERGE_WARPS)
+
+
+def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a long call over its unpacked keys and values.
+
+    Returns:
+        `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
+        for padding; a query that sees nothing has zeros and -inf.
+    """
+    most, query, sinks = max(LATENT_COLUMNS), call.query, call.scores.sinks
+    size = call.sizes._replace(Q=most, N=most)
+    batch, heads, tokens = query.shape[:3]
+    out = torch.empty((batch, tokens, heads, size.V.D), dtype=query.dtype, device=query.device)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=query.device)
+    forms = _forms(call)
+    config = _config(size, forms)
+    launch(
+        latent_prefill_kernel, (-(-tokens * size.G // size.Q), batch),
+        query, query.stride()[:3], call.rows, tensors(unpacked), lse if sinks is None else sinks, out, lse, tokens,
+        unpacked.pos.shape[1], scoring(call), sinks is not None, config.stages, forms, size,
+        num_warps=config.warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse
