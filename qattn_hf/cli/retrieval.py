@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, for_family, methods_option, write_rows
 from qattn_hf.cli.compare import AtTokensOption, DtypeOption, measured_in, status_line
+from qattn_hf.fidelity.needles import FILLER, check_asked
 from qattn_hf.loading import load, short_name
 
+Number = TypeVar("Number", int, float)
 DEFAULT = ("int8", "turbo", "turbo:bits=2", "kivi", "kivi:bits=2", "turboquant")
 
 TemplateOption = Annotated[
@@ -57,19 +60,19 @@ def retrieval(
 
     Example: qattn retrieval --model NAME --lengths 4096,32768 --method turbo --method kivi:bits=2
     """
-    wanted = kinds or ("multikey" if model is None else "multikey,multiquery")
-    sizes = [round(size) for size in numbers(lengths, "--lengths")]
-    places = numbers(depths, "--depths")
+    wording = template or ("pairs" if model is None else "ruler")
+    wanted = (kinds or ("multikey" if model is None else "multikey,multiquery")).replace(" ", "").split(",")
+    sizes, places = numbers(lengths, "--lengths", int), numbers(depths, "--depths", float)
+    check_asked(wanted, places, wording)
     from qattn_hf import compare
     from qattn_hf.recipe import find_recipes
 
     recipes = find_recipes(method or DEFAULT)
-    filler = compare.FILLER if text is None else text.read_text(encoding="utf-8")
+    filler = FILLER if text is None else text.read_text(encoding="utf-8")
     name, lm, tokenizer = load(model, device)
     recipes = {spelling: for_family(recipe, lm) for spelling, recipe in recipes.items()}
-    wording = template or ("pairs" if model is None else "ruler")
     maker = compare.PromptMaker(tokenizer, wording, filler)
-    prompts = compare.all_prompts(maker, [kind.strip() for kind in wanted.split(",")], sizes, places, seeds)
+    prompts = compare.all_prompts(maker, wanted, sizes, places, seeds)
     own_dtype = measured_in(lm, dtype)
     with status_line() as progress:
         rows = compare.compare_retrieval(
@@ -85,13 +88,13 @@ def retrieval(
         write_rows(rows, output)
 
 
-def numbers(text: str, option: str) -> list[float]:
+def numbers(text: str, option: str, of: Callable[[str], Number]) -> list[Number]:
     """Numbers of a text, with commas between.
 
     Raises:
         UsageError: something else, named by its option.
     """
     try:
-        return [float(part) for part in text.split(",")]
+        return [of(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(f"{option} {text}: give numbers with commas between, such as 1024,2048") from error

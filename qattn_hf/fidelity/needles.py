@@ -112,8 +112,7 @@ class PromptMaker:
     """
 
     def __init__(self, tokenizer: Any, template: str = "ruler", filler: str = FILLER):
-        if template not in TEMPLATES:
-            raise QAttnError(f"template {template}: there are {', '.join(TEMPLATES)}")
+        check_asked((), DEPTHS, template)
         self.tokenizer, self.template = tokenizer, TEMPLATES[template]
         self.first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.filler = self.tokens(f" {filler.strip()}") if filler.strip() else []
@@ -137,10 +136,7 @@ class PromptMaker:
             QAttnError: an unknown kind, a wrong depth, more needles than the template has keys for, or a length in
                 which they have no room.
         """
-        if kind not in KINDS:
-            raise QAttnError(f"kind {kind}: there are {', '.join(KINDS)}")
-        if not depths or len(set(depths)) < len(depths) or not all(0 <= depth <= 100 for depth in depths):
-            raise QAttnError(f"depths {', '.join(f'{d:g}' for d in depths)}: give different ones of 0 to 100 per cent")
+        check_asked([kind], depths)
         rng = random.Random(f"{kind} {length} {seed}")  # of a text, which Python hashes alike in every process
         depths = sorted(depths)
         if kind == "single":
@@ -162,7 +158,8 @@ class PromptMaker:
         room = sum(len(question.ids) + question.room for question in questions)
         size = length - len(begin) - room - sum(map(len, needles))
         if size < len(needles):
-            raise QAttnError(f"{kind}: {length} tokens are too few for {len(needles)} needles: {_fewer(length - size)}")
+            least = length - size + len(needles)
+            raise QAttnError(f"{kind}: {length} tokens are too few for {len(needles)} needles: {_fewer(least)}")
         text, context, last = self._filler(rng, size), begin, 0
         ends = [0, *(i + 1 for i, token in enumerate(text) if token in self.stops), size]
         for needle, depth in zip(needles, depths, strict=True):
@@ -209,6 +206,21 @@ class PromptMaker:
         return ((self.filler[start:] + self.filler[:start]) * times)[:size]
 
 
+def check_asked(kinds: Iterable[str], depths: Sequence[float], template: str = "ruler") -> None:
+    """Refuse what no prompts are made of, before a model is loaded.
+
+    Raises:
+        QAttnError: an unknown kind or template, or depths that are not different numbers of 0 to 100.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise QAttnError(f"kind {kind}: there are {', '.join(KINDS)}")
+    if not depths or len(set(depths)) < len(depths) or not all(0 <= depth <= 100 for depth in depths):
+        raise QAttnError(f"depths {', '.join(f'{d:g}' for d in depths)}: give different ones of 0 to 100 per cent")
+    if template not in TEMPLATES:
+        raise QAttnError(f"template {template}: there are {', '.join(TEMPLATES)}")
+
+
 def _made(form: Form, rng: random.Random, n: int) -> Pairs:
     try:
         return form.pairs(rng, n)
@@ -223,12 +235,8 @@ def _fewer(tokens: int) -> str:
 
 
 def all_prompts(
-    maker: PromptMaker, kinds: Iterable[str], lengths: Iterable[int], depths: Sequence[float], seeds: int
+    maker: PromptMaker, kinds: Iterable[str], lengths: Iterable[int], depths: Sequence[float] = DEPTHS, seeds: int = 1
 ) -> list[Prompt]:
-    """Prompts of every kind, length and seed, 0 to `seeds` - 1, shortest first."""
-    asked = [(length, kind, seed) for length in lengths for kind in kinds for seed in range(seeds)]
-    return [
-        prompt
-        for length, kind, seed in sorted(asked, key=lambda a: a[0])
-        for prompt in maker.prompts(kind, length, depths, seed)
-    ]
+    """Prompts of every length, kind and seed from 0 to `seeds` - 1, as `PromptMaker.prompts` makes them."""
+    asked = [(kind, length, seed) for length in sorted(set(lengths)) for kind in kinds for seed in range(seeds)]
+    return [prompt for kind, length, seed in asked for prompt in maker.prompts(kind, length, depths, seed)]

@@ -105,7 +105,7 @@ def answers(model: PreTrainedModel, maker: PromptMaker, prompt: Prompt, chunk: i
         cache = part.cache
     texts = []
     for question in prompt.questions:
-        # an answer would stand in the text of the next question, which asks as if it were the only one
+        # a copy, so that the next question does not read this one and its answer
         behind = cache if prompt.chained else copy.deepcopy(cache)
         written = roll_out(model, torch.tensor([question.ids]), question.room, GREEDY, cache=behind)
         texts.append(maker.tokenizer.decode(written.ids[0]))
@@ -152,7 +152,8 @@ def _bits(cache: QAttnCache, at_tokens: int, dtype: torch.dtype) -> Row:
 def retrieval_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """Results of `compare_retrieval` as a header and lines of text: a line a method, a column a kind and length.
 
-    A cell is the share of values found, of caches with those that they lost and won.
+    A cell is the share of values found, of caches with those that they lost and won; behind them all that a cache lost
+    of what full precision found, and its bits.
     """
     columns = list(dict.fromkeys((row["kind"], row["length"]) for row in rows))
     lines: dict[str, dict[tuple[str, int], Row]] = {}
@@ -164,24 +165,19 @@ def retrieval_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
             return ""
         return f"{row['score']:.3f}" + (f" -{row['lost']} +{row['won']}" if "lost" in row else "")
 
+    full = lines.get(FULL, {})
+    right = sum(round(row["score"] * row["answers"]) for row in full.values())
+
+    def ending(found: dict[tuple[str, int], Row]) -> list[str]:
+        if found is full:
+            return ["", ""]
+        lost, first = sum(row["lost"] for row in found.values()), next(iter(found.values()))
+        return [f"{lost} of {right}", f"{first['effective_bits_total']:.2f}"]
+
     header = ["method", *(f"{kind}, {length}" for kind, length in columns), "lost", "bits, all"]
     return header, [
-        [
-            method,
-            *(cell(found.get(column)) for column in columns),
-            *_lost_share(method, found, lines.get(FULL, {})),
-        ]
-        for method, found in lines.items()
+        [method, *(cell(found.get(column)) for column in columns), *ending(found)] for method, found in lines.items()
     ]
-
-
-def _lost_share(method: str, found: dict[tuple[str, int], Row], full: dict[tuple[str, int], Row]) -> list[str]:
-    """Of what full precision found the share that a cache lost, over all columns, and the cache's bits."""
-    if method == FULL:
-        return ["", ""]
-    right = sum(round(row["score"] * row["answers"]) for key, row in full.items() if key in found)
-    lost, any_row = sum(row["lost"] for row in found.values()), next(iter(found.values()))
-    return [f"{lost / right:.1%} of {right}" if right else "of none", f"{any_row['effective_bits_total']:.2f}"]
 
 
 def print_retrieval(rows: list[Row]) -> None:
@@ -208,5 +204,6 @@ def print_retrieval(rows: list[Row]) -> None:
     console.print(shown)
     console.print(
         "Share found; -: values that full precision found and the cache lost, +: those that the cache alone found. "
-        "Lost: of all that full precision found."
+        "Lost: of all that full precision found. Bits: a value, everything counted, "
+        f"at {rows[-1]['at_tokens']} tokens."
     )
