@@ -11,7 +11,6 @@ import typer
 
 from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, for_family, methods_option, write_rows
 from qattn_hf.cli.compare import AtTokensOption, DtypeOption, measured_in, status_line
-from qattn_hf.fidelity.needles import FILLER, check_asked
 from qattn_hf.loading import load, short_name
 
 Number = TypeVar("Number", int, float)
@@ -63,12 +62,13 @@ def retrieval(
     wording = template or ("pairs" if model is None else "ruler")
     wanted = (kinds or ("multikey" if model is None else "multikey,multiquery")).replace(" ", "").split(",")
     sizes, places = numbers(lengths, "--lengths", int), numbers(depths, "--depths", float)
-    check_asked(wanted, places, wording)
     from qattn_hf import compare
+    from qattn_hf.fidelity.needles import check_asked
     from qattn_hf.recipe import find_recipes
 
+    check_asked(wanted, places, wording)
     recipes = find_recipes(method or DEFAULT)
-    filler = FILLER if text is None else text.read_text(encoding="utf-8")
+    filler = compare.FILLER if text is None else text.read_text(encoding="utf-8")
     name, lm, tokenizer = load(model, device)
     recipes = {spelling: for_family(recipe, lm) for spelling, recipe in recipes.items()}
     maker = compare.PromptMaker(tokenizer, wording, filler)

@@ -238,5 +238,10 @@ def all_prompts(
     maker: PromptMaker, kinds: Iterable[str], lengths: Iterable[int], depths: Sequence[float] = DEPTHS, seeds: int = 1
 ) -> list[Prompt]:
     """Prompts of every length, kind and seed from 0 to `seeds` - 1, as `PromptMaker.prompts` makes them."""
-    asked = [(kind, length, seed) for length in sorted(set(lengths)) for kind in kinds for seed in range(seeds)]
+    asked = [
+        (kind, length, seed)
+        for length in sorted(set(lengths))
+        for kind in dict.fromkeys(kinds)
+        for seed in range(seeds)
+    ]
     return [prompt for kind, length, seed in asked for prompt in maker.prompts(kind, length, depths, seed)]

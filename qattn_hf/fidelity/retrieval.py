@@ -69,7 +69,7 @@ def compare_retrieval(
     check_full(model, longest, f"prompts of {longest} tokens", "shorter ones")
     recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
     found: dict[tuple[str, int], dict[str, list[Found]]] = {}
-    caches: dict[str, QAttnCache] = {}
+    bits: dict[str, Row] = {}
     for i, prompt in enumerate(prompts, 1):
         what = f"prompt {i} of {len(prompts)}, {prompt.kind}, {prompt.length} tokens"
         group = found.setdefault((prompt.kind, prompt.length), {name: [] for name in (FULL, *recipes)})
@@ -81,8 +81,9 @@ def compare_retrieval(
                 texts, cache = answers(model, maker, prompt, chunk)
                 check_packed(cache, name, prompt.length, "take longer prompts")
             group[name].append(_found(prompt, texts))
-            caches[name] = cache
-    bits = {name: _bits(cache, at_tokens, dtype or model.dtype) for name, cache in caches.items()}
+            if name not in bits:
+                bits[name] = _bits(cache, at_tokens, dtype or model.dtype)
+            del cache  # two of long texts may not fit the device
     rows = []
     for (kind, length), by_name in found.items():
         full = by_name[FULL]
