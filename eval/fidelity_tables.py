@@ -1,4 +1,5 @@
-"""Tables of `qattn compare` and `qattn tune`: compare-, draft-acceptance, rollout- and tune- of `eval/results/`."""
+"""Tables of `qattn compare`, `qattn retrieval` and `qattn tune`: compare-, draft-acceptance, retrieval-, rollout- and
+tune- of `eval/results/`."""
 
 from __future__ import annotations
 
@@ -63,3 +64,19 @@ def rollouts_table(results: Path) -> str:
         lines.append([row["model"], how, f"`{row['method']}`", *figures])
     header = ["model", "tokens", "method", "KL (SE)", "KL of each quarter", "same first choice", "first divergence"]
     return markdown([*header, "perplexity", "bits, closed"], lines) if lines else "Not measured yet."
+
+
+def retrievals_table(results: Path) -> str:
+    """Values that full precision and each cache find in long texts, a table a model, and where they stood."""
+    from qattn_hf.fidelity.retrieval import FULL, retrieval_table
+
+    parts = []
+    for result in load(results, "retrieval-"):
+        first = result["rows"][0]
+        header, lines = retrieval_table(result["rows"])
+        marked = [[name if name == FULL else f"`{name}`", *cells] for name, *cells in lines]
+        about = (
+            f"**{first['model']}**, {first['answers']} values a column, at depths of {', '.join(first['by_depth'])} %"
+        )
+        parts.append(f"{about}\n\n{markdown(header, marked)}")
+    return "\n\n".join(parts) or "Not measured yet."

@@ -19,7 +19,7 @@ from unittest import mock
 
 from api_page import api_table
 from family_tables import families_table
-from fidelity_tables import compare_table, drafts_table, rollouts_table, tune_table
+from fidelity_tables import compare_table, drafts_table, retrievals_table, rollouts_table, tune_table
 from known_types import known_table
 from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
@@ -46,7 +46,17 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # The records that a page of results is made of, by the start of their names.
 PAGES = {
     "overview": ("compare-embedded-model", "speed-"),
-    "quality": ("compare-", "draft-acceptance", "key-scales", "quality-", "recipes", "rollout-", "rotations", "tune-"),
+    "quality": (
+        "compare-",
+        "draft-acceptance",
+        "key-scales",
+        "quality-",
+        "recipes",
+        "retrieval-",
+        "rollout-",
+        "rotations",
+        "tune-",
+    ),
     "tasks": ("tasks-",),
     "papers": ("paper-", "table-"),
     "speed": ("speed-",),
@@ -112,6 +122,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "scores": scores_table,
     "compare": compare_table,
     "drafts": drafts_table,
+    "retrievals": retrievals_table,
     "rollouts": rollouts_table,
     "tune": tune_table,
     "decode": partial(speed_table, bench="decode"),

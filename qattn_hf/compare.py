@@ -12,7 +12,9 @@ Each name is documented where it is defined: `help(compare.compare)`.
 
 from qattn_hf.fidelity.acceptance import compare_drafts, print_drafts
 from qattn_hf.fidelity.compare import compare
+from qattn_hf.fidelity.needles import FILLER, PromptMaker, all_prompts
 from qattn_hf.fidelity.picture import draw
+from qattn_hf.fidelity.retrieval import compare_retrieval, print_retrieval, retrieval_table
 from qattn_hf.fidelity.rollout import Choice, compare_rollouts, print_rollouts
 from qattn_hf.fidelity.sizes import Size, size_of
 from qattn_hf.fidelity.tables import print_table, table
@@ -20,11 +22,15 @@ from qattn_hf.fidelity.texts import Reading, made_text, parted, read_as, rows_of
 from qattn_hf.recipe import find_recipe, find_recipes
 
 __all__ = [
+    "FILLER",
     "Choice",
+    "PromptMaker",
     "Reading",
     "Size",
+    "all_prompts",
     "compare",
     "compare_drafts",
+    "compare_retrieval",
     "compare_rollouts",
     "draw",
     "find_recipe",
@@ -32,9 +38,11 @@ __all__ = [
     "made_text",
     "parted",
     "print_drafts",
+    "print_retrieval",
     "print_rollouts",
     "print_table",
     "read_as",
+    "retrieval_table",
     "rows_of",
     "size_of",
     "table",

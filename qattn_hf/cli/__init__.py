@@ -17,12 +17,13 @@ from qattn_hf.cli.inspect import inspect
 from qattn_hf.cli.methods import methods
 from qattn_hf.cli.plan import plan
 from qattn_hf.cli.report import report
+from qattn_hf.cli.retrieval import retrieval
 from qattn_hf.cli.serve import serve
 from qattn_hf.cli.tune import tune
 from qattn_hf.cli.warm import warm
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (demo, check, plan, generate, report, methods, compare, tune, inspect, warm, serve):
+for command in (demo, check, plan, generate, report, methods, compare, retrieval, tune, inspect, warm, serve):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")

@@ -1,1 +1,1 @@
-"""Distance of a packed cache from full precision, without labels, for `qattn compare`, `tune` and `inspect`."""
+"""Distance of a packed cache from full precision, without labels: `qattn compare`, `retrieval`, `tune`, `inspect`."""

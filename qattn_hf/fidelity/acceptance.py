@@ -7,18 +7,14 @@ write. The text stays the model's own, so acceptance changes speed alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from transformers import PreTrainedModel
 
 from qattn_hf.chunks import cuts, feed
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
-from qattn_hf.fidelity.compare import Progress, Row
+from qattn_hf.fidelity.compare import Progress, Row, packed
 from qattn_hf.fidelity.rollout import GREEDY, check_rollout, roll_out
-from qattn_hf.patcher import patch, unpatch
 from qattn_hf.recipe import Recipe
 
 SIDES = ("model", "draft", "both")  # which of the two read a packed cache
@@ -113,16 +109,6 @@ def acceptance(hits: torch.Tensor, drafted: int) -> tuple[float, float]:
             place += right + 1
         written += place
     return accepted / tried, written / calls
-
-
-@contextmanager
-def packed(model: PreTrainedModel, recipe: Recipe) -> Iterator[None]:
-    """Context in which a model is patched."""
-    patch(model, recipe=recipe.for_model(model.config))
-    try:
-        yield
-    finally:
-        unpatch(model)
 
 
 def print_drafts(rows: list[Row]) -> None:

@@ -12,7 +12,8 @@ with full precision's and dropped, so each layer is judged on the inputs that it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -149,20 +150,53 @@ def through(
     Raises:
         QAttnError: nothing was packed.
     """
-    patch(model, recipe=recipe)
-    try:
+    with packed(model, recipe):
         parts: list[Tokens] = []
         for chunk in feed(model, ids.to(device_of(model)), reading.at):
             if chunk.stop > reading.first:
                 parts.append(_chunk_figures(full[len(parts)], chunk.logits, ids, chunk.stop))
         cache = chunk.cache
-        if not report(cache).to_dict()["packed_tokens"]:
-            raise QAttnError(
-                f"{name} packed nothing of {ids.shape[1]} tokens, so that nothing was measured: read longer rows"
-            )
+        check_packed(cache, name, ids.shape[1], "read longer rows")
+    return {key: torch.cat([part[key] for part in parts], 1).cpu() for key in parts[0]}, cache
+
+
+@contextmanager
+def packed(model: PreTrainedModel, recipe: Recipe) -> Iterator[None]:
+    """Context in which a model is patched."""
+    patch(model, recipe=recipe.for_model(model.config))
+    try:
+        yield
     finally:
         unpatch(model)
-    return {key: torch.cat([part[key] for part in parts], 1).cpu() for key in parts[0]}, cache
+
+
+def check_packed(cache: QAttnCache, name: str, tokens: int, instead: str) -> None:
+    """Refuse a cache in which nothing is packed after `tokens` tokens.
+
+    Args:
+        name: of its recipe. instead: what to do, both for the message.
+
+    Raises:
+        QAttnError: nothing was packed.
+    """
+    if not report(cache).to_dict()["packed_tokens"]:
+        raise QAttnError(f"{name} packed nothing of {tokens} tokens, so that nothing was measured: {instead}")
+
+
+def check_full(model: PreTrainedModel, tokens: int, what: str, instead: str) -> None:
+    """Refuse a patched model, and texts of `tokens` tokens that are longer than its context.
+
+    Args:
+        what: these texts. instead: what to take in place of them, both for the message.
+
+    Raises:
+        QAttnError: naming which.
+    """
+    if hasattr(model, "_qattn"):
+        raise QAttnError("the model is patched, and full precision is what caches are compared with: unpatch(model)")
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and tokens > longest:
+        raise QAttnError(f"{what} are longer than the model's context of {longest}: take {instead}")
 
 
 def _chunk_figures(full: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, stop: int) -> Tokens:

@@ -19,13 +19,11 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.chunks import cuts, feed
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
-from qattn_hf.fidelity.compare import Progress, Row, full_logits
+from qattn_hf.fidelity.compare import Progress, Row, check_full, check_packed, full_logits, packed
 from qattn_hf.fidelity.metrics import Tokens, text_figures, token_figures
 from qattn_hf.fidelity.sizes import size_of
 from qattn_hf.fidelity.texts import Reading
-from qattn_hf.patcher import patch, unpatch
 from qattn_hf.recipe import Recipe
-from qattn_hf.reporting import report
 
 PRIME = 1_000_003
 PARTS = 4  # of a continuation, each with a KL of its own
@@ -61,13 +59,16 @@ class Rollout(NamedTuple):
     cache: Any
 
 
-def roll_out(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, choice: Choice, row: int = 0) -> Rollout:
+def roll_out(
+    model: PreTrainedModel, prompt: torch.Tensor, tokens: int, choice: Choice, row: int = 0, cache: Any = None
+) -> Rollout:
     """Continue prompts by `tokens` tokens, one at a time; the end of a text is a token like others.
 
     Args:
         model: patched or not. prompt: int64 `[B, P]`, fed in chunks. row: index of the first row, for `choice`.
+        cache: what the prompts follow; by default the model makes one.
     """
-    chunks = list(feed(model, prompt.to(device_of(model)), cuts(prompt.shape[1])))
+    chunks = list(feed(model, prompt.to(device_of(model)), cuts(prompt.shape[1]), cache=cache))
     logits, cache = [chunks[-1].logits[:, -1].to(model.dtype)], chunks[-1].cache
     ids = [choice(logits[0], row, 0)]
     while len(ids) < tokens:
@@ -172,16 +173,9 @@ def through(
     Raises:
         QAttnError: nothing was packed; the message has `name`, the recipe's.
     """
-    patch(model, recipe=recipe)
-    try:
+    with packed(model, recipe):
         written = roll_out(model, prompt, tokens, choice, row)
-        if not report(written.cache).to_dict()["packed_tokens"]:
-            raise QAttnError(
-                f"{name} packed nothing of {prompt.shape[1] + tokens} tokens, so that nothing was measured: take "
-                "longer prompts or continuations"
-            )
-    finally:
-        unpatch(model)
+        check_packed(written.cache, name, prompt.shape[1] + tokens, "take longer prompts or continuations")
     return written
 
 
@@ -191,16 +185,9 @@ def check_rollout(model: PreTrainedModel, prompt: int, tokens: int) -> None:
     Raises:
         QAttnError: naming which.
     """
-    if hasattr(model, "_qattn"):
-        raise QAttnError("the model is patched, and full precision is what caches are compared with: unpatch(model)")
     if tokens < PARTS:
         raise QAttnError(f"continuations of {tokens} tokens have no {PARTS} parts: take at least {PARTS}")
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and prompt + tokens > longest:
-        raise QAttnError(
-            f"prompts of {prompt} tokens and continuations of {tokens} are longer than the model's context of "
-            f"{longest}: take fewer of either"
-        )
+    check_full(model, prompt + tokens, f"prompts of {prompt} tokens and continuations of {tokens}", "fewer of either")
 
 
 def rollout_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from qattn_hf import demo_tasks
 from qattn_hf.errors import QAttnError
+from qattn_hf.fidelity.needles import FILLER
 
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 LENGTHS = tuple(1024 << i for i in range(8))  # those that the needle tasks have a metric for
 ANSWER = 32  # tokens of a length reserved for the answer and a first special token
 DEPTHS = (0, 25, 50, 75, 100)  # per cent of the text before the sentence
