@@ -1,0 +1,109 @@
+"""One layer of latent attention (MLA): `python eval/latent_speed.py` prints one JSON row a measurement.
+
+Steps of one token and prompts of a layer of 512 + 64 numbers a token, of methods in kernels and in the reference, and
+of `stock`: the keys of 192 and values of 128 channels a head that transformers' cache holds, by PyTorch's SDPA in the
+backend that it chooses. `ms` is of the attention and the write, without projections: `stock` expands latents and
+packed layers absorb projections outside of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from qattn_hf.bench.layers import fill
+from qattn_hf.bench.timing import capture, measure, release
+from qattn_hf.latent import layer_spec
+from qattn_hf.layer import QAttnLayer
+from qattn_hf.methods import get_method
+from qattn_hf.spelling import split_method
+from qattn_kernels.layer.scores import Scores
+
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128  # DeepSeek-V2 and V3
+METHODS = ("int8", "turbo", "turbo:bits=2")
+HEADS = (128, 16)  # of V3, and of V2-Lite
+STEPS, PROMPTS = ((1, 4096), (1, 32768), (16, 4096), (64, 4096)), ((1, 4096),)  # rows and tokens
+SCALE = (NOPE + ROPE) ** -0.5
+REFERENCE_TOKENS = 4096  # of all rows; beyond it the reference only costs time
+
+
+@torch.no_grad()
+def packed(method: str, impl: str, heads: int, rows: int, context: int, tokens: int, device: torch.device) -> Any:
+    """Times of a call of `tokens` new tokens behind `context` others."""
+    name, settings = split_method(method)
+    spec = replace(layer_spec(get_method(name)(**settings).last_layer_spec(1), name), impl=impl)
+    layer, dtype = QAttnLayer(spec, context + tokens + spec.window.block), torch.bfloat16
+    k, v, q = (
+        torch.randn(rows, n, tokens, dim, dtype=dtype, device=device)
+        for n, dim in ((1, ROPE), (1, LATENT), (heads, LATENT + ROPE))
+    )
+    layer.lazy_initialization(k, v)
+    fill(layer, context)
+    assert layer.arena is not None
+    arena, kept = layer.arena, layer.arena.clone()
+    span = torch.tensor([[0, tokens]], dtype=torch.int32, device=device)
+
+    def run() -> torch.Tensor:
+        return layer.attend(q, layer.update(v, k)[0], span, Scores(SCALE))[0]
+
+    def restore() -> None:
+        arena.copy_(kept)
+        layer._used = None
+
+    run()
+    restore()
+    captured = tokens == 1 and impl == "triton"
+    return measure(capture([run], device) if captured else run, device, prepare=restore)
+
+
+@torch.no_grad()
+def stock(heads: int, rows: int, context: int, tokens: int, device: torch.device) -> Any:
+    """Times of the same over expanded keys and values."""
+    k, v, q = (
+        torch.randn(rows, heads, n, dim, dtype=torch.bfloat16, device=device)
+        for n, dim in ((context + tokens, NOPE + ROPE), (context + tokens, VALUE), (tokens, NOPE + ROPE))
+    )
+    last = torch.arange(context, context + tokens, device=device)
+    new_k, new_v = k[:, :, :tokens].clone(), v[:, :, :tokens].clone()
+
+    def run() -> torch.Tensor:
+        k.index_copy_(2, last, new_k)
+        v.index_copy_(2, last, new_v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, scale=SCALE)
+
+    run()
+    return measure(capture([run], device) if tokens == 1 else run, device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one small point")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    heads_of, steps, prompts = (HEADS, STEPS, PROMPTS) if not options.quick else ((4,), ((1, 64),), ((1, 64),))
+    points = [(rows, n, 1) for rows, n in steps] + [(rows, 0, n) for rows, n in prompts]
+    for heads in heads_of:
+        for rows, context, tokens in points:
+            about = {"heads": heads, "rows": rows, "context": context, "new_tokens": tokens, "dtype": "bfloat16"}
+            point = (heads, rows, context, tokens, device)
+            impls = ["triton"] if device.type == "cuda" else []
+            if rows * (context + tokens) <= REFERENCE_TOKENS + 1:
+                impls.append("reference")
+            ways: list[tuple[str, str, Callable[[], Any]]] = [("stock", "sdpa", partial(stock, *point))]
+            ways += [(method, impl, partial(packed, method, impl, *point)) for method in METHODS for impl in impls]
+            for method, impl, run in ways:
+                times = run()
+                figures = {"ms": times.median, "low": times.low, "high": times.high, "runs": times.runs}
+                print(json.dumps({**about, "method": method, "impl": impl, **figures}), flush=True)
+                release(device)
+
+
+if __name__ == "__main__":
+    main()
