@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 from api_page import api_table
+from budget_tables import budget_table, latent_table, outgrown_table
 from family_tables import families_table
 from fidelity_tables import compare_table, drafts_table, retrievals_table, rollouts_table, tune_table
 from known_types import known_table
@@ -47,6 +48,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = {
     "overview": ("compare-embedded-model", "speed-"),
     "quality": (
+        "budget-",
         "compare-",
         "draft-acceptance",
         "key-scales",
@@ -112,6 +114,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "recipes": recipes_table,
     "key-scales": key_scales_table,
     "rotations": rotations_table,
+    "budget": budget_table,
+    "outgrown": outgrown_table,
+    "latent": latent_table,
     "bits": bits_table,
     "claimed": claimed_table,
     "int-flash": int_flash_table,
