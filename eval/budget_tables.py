@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def budget_table(results: Path) -> str:
     """KL of fixed bits beside that of a budget of as many bytes, model by model."""
     parts = []
     for result in load(results, "budget-tiny"):
-        rows = list({(row["pieces"], row["setting"]): row for row in reversed(result["rows"])}.values())[::-1]
+        rows = _distinct(result["rows"])
         lines = [
             [
                 ROTATED[row["pieces"]],
@@ -32,6 +33,14 @@ def budget_table(results: Path) -> str:
         header = ["pieces", "cache", "MiB in the end", "bits in the end", "KL", "KL of the last quarter"]
         parts.append(f"{about}:\n\n{markdown(header, lines)}")
     return "\n\n".join(parts) or NOT_MEASURED
+
+
+def _distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without those of a room that an earlier one had."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault((row["pieces"], row["setting"]), row)
+    return list(found.values())
 
 
 def outgrown_table(results: Path) -> str:
@@ -63,7 +72,7 @@ def _named(row: dict[str, Any]) -> str:
 def _changes(row: dict[str, Any]) -> str:
     """How often bits changed, and the longest pause of a step around that."""
     bits = [(change["k"], change["v"]) for change in row["changes"]]
-    times = sum(one != other for one, other in zip(bits, bits[1:], strict=False))
+    times = sum(one != other for one, other in pairwise(bits))
     return f"{times} times, {row['pauses_ms'][0]:.0f} ms at most" if times else ""
 
 
