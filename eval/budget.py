@@ -1,7 +1,7 @@
 """A cache with `memory=`: what it costs beside fixed bits, and a generation that outgrows its room.
 
     python eval/budget.py quality ../shared/models/NAME --text ../shared/data/books/heldout.txt
-    python eval/budget.py generate                # on a GPU; --quick: a small model on any device
+    python eval/budget.py generate                # on a GPU; --quick: a small model on any device, without fixed bits
 
 `quality`: KL to full precision, nats a token, of rows of a text that are read in chunks through a cache. Fixed
 settings first; then as many bytes as each of these had in the end, and some between them, as `memory` of a cache that
@@ -125,8 +125,9 @@ def generate(options: argparse.Namespace) -> None:
     memory = int(tokens * token_bytes / OUTGROWN)
     prompt = torch.randint(1, config.vocab_size, (1, tokens // 17), device=device)
     room = f"bits=2,memory={memory}"
-    for name, setting in {"memory": room, "bits=4": "bits=4", "bits=2": "bits=2"}.items():
-        for run in ("cold", "warm") if name == "memory" else ("warm",):
+    fixed = {} if options.quick else {"bits=4": "bits=4", "bits=2": "bits=2"}
+    for name, setting in {"memory": room, **fixed}.items():
+        for run in ("cold", "warm") if name == "memory" and not options.quick else ("warm",):
             patch(model, f"turbo:{PIECES['rotated']}{setting}")
             watch = Watch(model, max(1, tokens // 32))
             out = model.generate(prompt, max_new_tokens=tokens - prompt.shape[1], do_sample=False, streamer=watch)

@@ -50,3 +50,44 @@ def test_pictures_show_the_recorded_rows(script):
 @pytest.mark.parametrize("points, wanted", [({0: 1.0, 1000: 1.5}, 500), ({512: 0.1, 2048: 0.1, 8192: 0.1}, 0)])
 def test_a_slope_is_in_microseconds_a_thousand_tokens(script, points, wanted):
     assert script("speed_tables").slope(points) == pytest.approx(wanted)
+
+
+def test_a_generation_outgrows_its_memory(script, capsys):
+    script("budget").main(["generate", "--quick"])
+    row = json.loads(capsys.readouterr().out)
+    assert row["tokens"] == 800 and row["bf16_bytes"] > 4 * row["memory"] >= 4 * row["most_bytes"]
+    bits = [change["v"] for change in row["changes"]]
+    assert bits[0][0][0] == 8 and bits[-1][0][0] == 2 and row["effective_bits"] < 4
+
+
+def test_latent_attention_is_timed_beside_stock(script, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["latent_speed.py", "--quick"])
+    script("latent_speed").main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["method"] for row in rows} == {"stock", "int8", "turbo", "turbo:bits=2"}
+    assert all(row["ms"] > 0 for row in rows) and {row["new_tokens"] for row in rows} == {1, 64}
+
+
+def test_tables_of_budgets_and_latents(script, tmp_path):
+    head = {"name": "budget-tiny-x", "command": "", "date": "2030-01-02", "device": "GPU", "versions": {}}
+    cache = {
+        "pieces": "",
+        "rows": 2,
+        "tokens": 64,
+        "kv_bytes": 2**20,
+        "effective_bits": 4.25,
+        "kl": 0.5,
+        "kl_end": 0.25,
+    }
+    rows = [{**cache, "name": name, "setting": "bits=4"} for name in ("bits=4", "room of bits=4")]
+    (tmp_path / "budget-tiny-x.json").write_text(json.dumps({**head, "rows": rows}))
+    latent = {"heads": 16, "rows": 1, "context": 64, "new_tokens": 1}
+    rows = [
+        {**latent, "method": "stock", "impl": "sdpa", "ms": 3.0},
+        {**latent, "method": "int8", "impl": "x", "ms": 2.0},
+    ]
+    (tmp_path / "speed-latent.json").write_text(json.dumps({**head, "rows": rows}))
+    tables = script("budget_tables")
+    assert tables.budget_table(tmp_path).count("| 1.0 | 4.25 | 0.50000 | 0.25000 |") == 1
+    assert "| 16 | 1 x 64, a step | 3.000 | 2.000 (1.50x) |" in tables.latent_table(tmp_path)
+    assert tables.outgrown_table(tmp_path) == "Not measured yet."
