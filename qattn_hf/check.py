@@ -24,6 +24,7 @@ from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.fidelity.sizes import layer_bytes, values_of
 from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.layer_kinds import ModelLayerSpec, grows, window_of
+from qattn_hf.memory_budget import BudgetLayerSpec, held_tokens, unbounded
 from qattn_hf.patcher import selecting
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.supported_models import check_full, check_model
@@ -62,6 +63,8 @@ class Check:
         effective_bits: bits of a value of the packed layers as the context grows; `effective_bits_total` of any value
             at `at_tokens`.
         positions: `max_position_embeddings` of the config, or None.
+        held: tokens of one row for which the recipe's `memory` suffices: in 8 bits, and in the fewest, of which the
+            other figures are. None without `memory`.
     """
 
     model_type: str
@@ -81,6 +84,7 @@ class Check:
     effective_bits: float | None = None
     effective_bits_total: float | None = None
     positions: int | None = None
+    held: tuple[int, int] | None = None
 
     def longest(self, memory: int, full_precision: bool = False) -> int:
         """Longest context of one row whose cache fits into `memory` bytes beside the weights; activations not counted.
@@ -112,7 +116,8 @@ class Check:
             return max(0, int(free // grows))
         own = sum(row["bytes"] or 0 for row in self.layers if "bytes_at_most" in row)
         constant = self.kv_bytes - own - grows * self.at_tokens
-        return max(0, int((free - constant) // grows))
+        tokens = max(0, int((free - constant) // grows))
+        return tokens if self.held is None else min(tokens, self.held[1])
 
 
 def check(
@@ -166,7 +171,19 @@ def check(
         "dtype": str(built.dtype).removeprefix("torch."),
         "positions": getattr(text, "max_position_embeddings", None),
     }
-    return Check(**about, **_sizes(chosen, specs, built, device_type, at_tokens))
+    held = _held(specs, built)
+    specs = [unbounded(spec) if isinstance(spec, LayerSpec) else spec for spec in specs]
+    return Check(**about, held=held, **_sizes(chosen, specs, built, device_type, at_tokens))
+
+
+def _held(specs: list[LayerSpec | ModelLayerSpec], built: PreTrainedModel) -> tuple[int, int] | None:
+    """`Check.held`: of the layer that holds least."""
+    found = []
+    for i, spec in enumerate(specs):
+        if isinstance(spec, BudgetLayerSpec):
+            heads = head_sizes(built.config.get_text_config(decoder=True), i)
+            found.append(held_tokens(spec, Geometry(1, heads.kv, heads.dim, heads.v_dim, 1, built.dtype)))
+    return min(found, default=None)
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:

@@ -9,7 +9,7 @@ the start.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from qattn_hf.errors import CapacityError
@@ -21,6 +21,7 @@ from qattn_kernels.layout import Geometry
 
 Spec = TypeVar("Spec")
 BEGIN = 8  # bits of new blocks
+MOST = 2**32  # blocks of a row that anyone asks for
 SPARE = 32  # blocks get fewer bits for one part in so many more than come, so that it happens seldom
 
 
@@ -110,6 +111,18 @@ def arranged(spec: BudgetLayerSpec, geometry: Geometry, need: int, wish: int) ->
         f"hold {max(0, most)} each in {spec.k_bits} bits of keys and {spec.v_bits} of values; nothing was written. "
         "Give more memory, fewer bits, or shorter rows"
     )
+
+
+def unbounded(spec: LayerSpec) -> LayerSpec:
+    """The spec of a layer with a budget as if all its blocks had the fewest bits, and no limit; any other as it is."""
+    last = all_stages(spec)[-1] if isinstance(spec, BudgetLayerSpec) else None
+    return spec if last is None else LayerSpec(**{field.name: getattr(last, field.name) for field in fields(LayerSpec)})
+
+
+def held_tokens(spec: BudgetLayerSpec, geometry: Geometry) -> tuple[int, int]:
+    """Tokens of each row for which the memory suffices: while all blocks have 8 bits, and when all have the fewest."""
+    first, *_, last = (max(0, most_blocks(one, geometry, MOST)) for one in all_stages(spec))
+    return first * spec.window.block, last * spec.window.block
 
 
 def most_blocks(spec: BudgetLayerSpec, geometry: Geometry, wish: int) -> int:

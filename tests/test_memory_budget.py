@@ -17,6 +17,7 @@ from refusals import refused
 
 from qattn_hf import CapacityError, QAttnCache, RecipeError, UnsupportedError, changes, patch, report
 from qattn_hf.budget_layer import BudgetLayer
+from qattn_hf.check import check
 from qattn_hf.cuda_graph import graph
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.memory_budget import SPARE, BudgetLayerSpec, all_stages, arranged, at_stage, stages
@@ -280,3 +281,18 @@ def test_what_a_memory_is_not_for(tmp_path):
     refused(lambda: cache.save(tmp_path / "x"), UnsupportedError, "memory=", "bits=")
     planner = Planner(tiny_llama().config, dtype=torch.float32)
     refused(lambda: planner.way("turbo:memory=1GiB"), UnsupportedError, "memory=")
+
+
+def test_check_says_how_many_tokens_a_memory_holds():
+    """The last tokens that fit and the first that do not, in a layer that is allocated."""
+    config, method = tiny_llama().config, "turbo:bits=2,memory=126000"
+    found, plain = (check(config, text, device_type="cpu", at_tokens=256) for text in (method, "turbo:bits=2"))
+    assert found.held is not None and found.held[0] < found.held[1]
+    assert found.kv_bytes == plain.kv_bytes and found.effective_bits == plain.effective_bits
+    assert found.longest(2**40) == found.held[1] < plain.longest(2**40)
+    layer = BudgetLayer(patch(tiny_llama(), method)._qattn.specs[0])
+    keys = torch.zeros(1, 2, found.held[1], 16)
+    layer.reserve(found.held[1])
+    layer.update(keys, keys)
+    assert layer.capacity == found.held[1]
+    refused(lambda: layer.reserve(found.held[1] + 1), CapacityError, "more memory")

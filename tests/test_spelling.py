@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": MISSING,
     "eval": ("--task", "gsm8k_cot", *MISSING),
     "inspect": ("--output", "pictures", *MISSING),
+    "retrieval": ("--output", "retrievals.json", *MISSING),
     "tune": ("--output", "tuned.yaml", "--bits", "4", *MISSING),
     "bench decode": ("--heads", "0"),
     "bench prefill": ("--heads", "0"),

@@ -92,6 +92,8 @@ def show(result: Check, name: str, gpu_memory: float | None) -> None:
             f"bits a value: {result.effective_bits:.2f} in closed blocks, {result.effective_bits_total:.2f} with "
             f"everything at {result.at_tokens} tokens ({size(result.kv_bytes)})"
         )
+    if result.held is not None:
+        print(f"memory holds {result.held[0]} tokens of one row in 8 bits, {result.held[1]} in these, the fewest")
     print(f"weights: {weights_line(result)}")
     for key, tokens in contexts(result, gpu_memory).items():
         what = "in full precision" if "full" in key else "with this method"

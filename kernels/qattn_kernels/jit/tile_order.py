@@ -7,6 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
+def channels(C: tl.constexpr):
+    """The channels of a tile's rows, as most formats have them: in ascending order."""
+    return tl.arange(0, C.DP)
+
+
+@triton.jit
 def stack(first, second):
     """`[n, Q]` and `[n, Q]` as `[2 n, Q]`; nothing moves."""
     return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (2 * first.shape[0], first.shape[1]))

@@ -155,13 +155,12 @@ def sizes_of(
     local: bool,
     v_dim: int | None = None,
 ) -> Sizes:
-    """For a call of `tokens` new tokens, with a soft cap or a local window or neither. `v_dim`: of values, if not
-    `dim`."""
+    """For a call of `tokens` new tokens, with a soft cap, a local window or neither. `v_dim`: values', if not `dim`."""
     at, v_dim = spec.window, v_dim or dim
     least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, MOST_COLUMNS)
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
-    parts = max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
-    parts = at.block // 8 if spec.latent else parts  # so that tiles have their tokens in ascending order
+    # of latents so many that tiles have their tokens in ascending order
+    parts = at.block // 8 if spec.latent else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
     ring = at.ring if spec.k.windowed else 0
     ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)
     sizes = Sizes(

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import LARGEST, rounded, signed_divide
-from qattn_kernels.formats.int8.jit import addresses, channels, numbers
+from qattn_kernels.formats.int8.jit import addresses, numbers
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.math import SMALLEST_NORMAL
 from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
-from qattn_kernels.jit.tile_order import deinterleave
+from qattn_kernels.jit.tile_order import channels, deinterleave
 
 
 class Tensors(NamedTuple):

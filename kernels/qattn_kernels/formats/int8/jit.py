@@ -13,7 +13,7 @@ import triton.language as tl
 from qattn_kernels.formats.contract import JitFormat
 from qattn_kernels.jit.math import SMALLEST_NORMAL, TINY, divide, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import deinterleave, to_token_order, token_order
+from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order, token_order
 
 LEVELS = tl.constexpr(127)
 
@@ -88,11 +88,6 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     return tl.load(addresses(S.codes, at, t, VALUES, C), mask=inside[None, :], other=0), tl.load(
         S.scale + at * C.BLOCK + t
     )
-
-
-@triton.jit
-def channels(C: tl.constexpr):
-    return tl.arange(0, C.DP)
 
 
 @triton.jit

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.int8.jit import LEVELS, addresses, channels, quantize_to
+from qattn_kernels.formats.int8.jit import LEVELS, addresses, quantize_to
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import deinterleave
+from qattn_kernels.jit.tile_order import channels, deinterleave
 
 
 class Tensors(NamedTuple):

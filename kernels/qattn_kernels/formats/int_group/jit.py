@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.int4.jit import OFFSET
-from qattn_kernels.formats.int8.jit import addresses, channels, quantize_to, token_values
+from qattn_kernels.formats.int8.jit import addresses, quantize_to, token_values
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
 from qattn_kernels.jit.split_int8 import dot_split, join_split
-from qattn_kernels.jit.tile_order import token_order
+from qattn_kernels.jit.tile_order import channels, token_order
 
 
 class Tensors(NamedTuple):

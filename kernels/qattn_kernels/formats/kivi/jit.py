@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.int8.jit import channels
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.jit.math import TINY, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_int8, unrepeated_columns
-from qattn_kernels.jit.tile_order import deinterleave, to_token_order, unstack
+from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order, unstack
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.int8.jit import channels
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, TINY, broken
 from qattn_kernels.jit.rows import commit_row, load_row
+from qattn_kernels.jit.tile_order import channels
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.ops.decode.kernel import blocks_per_split, blocks_seen, store_split
