@@ -72,7 +72,7 @@ class BudgetLayer(QAttnLayer):
     def with_rows(self, rows: torch.Tensor) -> changes.Change:
         """The layer with these of its rows; of more rows than before each may have fewer bits."""
         geometry = replace(self.geometry, batch=len(rows))
-        spec, blocks = arranged(self.spec, geometry, self._blocks_for(self._slots_used()), self.blocks)
+        spec, blocks = arranged(self.spec, geometry, max(1, self._blocks_for(self._slots_used())), self.blocks)
         if (spec, blocks) == (self.spec, self.blocks):
             return super().with_rows(rows)
         twin = copy.copy(self)

@@ -57,8 +57,8 @@ class QAttnCache(Cache):
         super().__init__(layers=[_new_layer(spec, max_cache_len, device_type) for spec in specs])
         self.recipe = recipe
         self.mixed = any(isinstance(layer, (ModelLayer, HybridLayer)) for layer in self.layers)
-        budget = any(isinstance(layer, BudgetLayer) for layer in self.layers)
-        self.pool = None if self.mixed or budget else pool  # what changes its size has no fixed place in memory
+        self.bounded = any(isinstance(layer, BudgetLayer) for layer in self.layers)
+        self.pool = None if self.mixed or self.bounded else pool  # what changes its size has no fixed place in memory
         self._call: Call | None = None  # the call that runs, or was interrupted
         self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
         self.ran("eager")  # as a plain forward does

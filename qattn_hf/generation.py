@@ -160,6 +160,9 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
     compiled call, where the caller gives a `compile_config` or a compiled step cannot be captured.
 
     Without this, `generate` on a GPU would compile by itself, since the capacity is fixed.
+
+    Raises:
+        UnsupportedError: compiled steps that are not captured, over a cache with `memory`.
     """
     patched = patch_of(model)
     cache, strict = patched.last.cache, patched.recipe.settings.decode == "graph"
@@ -175,6 +178,11 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
     if how == "eager":
         return model.__call__
     if not captures:
+        if cache is not None and cache.bounded:
+            raise UnsupportedError(
+                "compiled steps alone make no room, and a cache with memory= needs some in time: leave compile_config "
+                "out, and take decode='graph' or 'eager'"
+            )
         return type(model).get_compiled_call(model, compile_config)
     compiled = None
     if how == "compile":  # in a mode without CUDA graphs, which Inductor would not make over a cache that it writes

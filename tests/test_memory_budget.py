@@ -14,6 +14,7 @@ from helpers import feed, make_layer, random_ids, random_qkv, tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
+from transformers import CompileConfig
 
 from qattn_hf import CapacityError, QAttnCache, RecipeError, UnsupportedError, changes, patch, report
 from qattn_hf.budget_layer import BudgetLayer
@@ -256,6 +257,14 @@ def test_captured_steps_end_where_bits_change(monkeypatch):
     layers = model._qattn.last.cache.layers
     assert graphs.captured > 1 and graphs.replayed > 150
     assert layers[0].spec != at_stage(layers[0].spec, 0)
+
+
+def test_compiled_steps_that_make_no_room_are_refused():
+    model = patch(tiny_llama(), "turbo", memory=126_000, bits=2)
+    compiled = CompileConfig(backend="eager")
+    compiled._compile_all_devices = True
+    how = {**GREEDY, "compile_config": compiled, "disable_compile": False}
+    refused(lambda: model.generate(IDS, **how), UnsupportedError, "memory=", "decode='graph'")
 
 
 @pytest.mark.parametrize(
