@@ -190,6 +190,46 @@ def test_copies_pickles_and_more_rows():
     assert layer.batch == 2
 
 
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["feed", "feed", "feed", "crop", "crop far", "reorder", "more rows"]), st.integers(1, 120)
+    ),
+    min_size=3,
+    max_size=12,
+)
+
+
+@given(steps=STEPS, seed=st.integers(0, 99), room=st.integers(60_000, 140_000))
+@settings(max_examples=20, deadline=None)
+def test_histories_keep_to_the_memory_and_lose_no_more_than_2_bits(steps, seed, room):
+    """Calls, crops near and far, reordered and repeated rows, whatever bits blocks have meanwhile: lengths are those of
+    other layers, bytes never more than the room, and all outputs together no farther from full precision's than those
+    of fixed 2 bits, but for what a second rounding may add."""
+    pieces = {"rotate_k": "hadamard", "v_scale": "token"}
+    budget, fixed = BudgetLayer(spec_of(room, **pieces)), make_layer(("turbo", {"bits": 2, **pieces}), None)
+    layers, errors = (budget, fixed, make_layer(("none", {}), None)), [0.0, 0.0]
+    for i, (what, n) in enumerate([("feed", 150), *steps]):
+        rows, length = budget.batch or 1, int(budget.state["length"][0]) if budget.is_initialized else 0
+        order = torch.randint(rows, (rows,), generator=torch.Generator().manual_seed(i))
+        try:
+            if what == "feed":
+                qkv = random_qkv(rows, n, seed=seed + i)
+                *outs, exact = (feed(layer, *qkv, [n]) for layer in layers)
+                errors = [error + (out - exact).square().sum().item() for error, out in zip(errors, outs, strict=True)]
+            for layer in layers if what != "feed" else ():
+                if what == "more rows" and rows < 3:
+                    layer.batch_repeat_interleave(2)
+                elif what == "reorder":
+                    layer.reorder_cache(order)
+                elif what.startswith("crop") and length > 1:
+                    layer.crop(-min(n if what == "crop" else 3 * n, length - 1))
+        except CapacityError:  # of the first of the layers, which changed nothing
+            break
+        assert all(torch.equal(layer.state["length"], budget.state["length"]) for layer in layers)
+        assert bytes_of(budget) <= room
+    assert bytes_of(budget) <= room and errors[0] <= 1.3 * errors[1]
+
+
 IDS = random_ids(2, 100)
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=200, min_new_tokens=200)
 
