@@ -10,8 +10,7 @@ import torch
 from qattn_hf import changes
 from qattn_hf.layer import QAttnLayer, with_room
 from qattn_hf.memory_budget import BudgetLayerSpec, arranged, at_stage, most_blocks
-from qattn_kernels.layer.arena import Layout
-from qattn_kernels.layout import Geometry
+from qattn_kernels.layer.arena import Layout, empty_arena
 
 
 class BudgetLayer(QAttnLayer):
@@ -42,13 +41,16 @@ class BudgetLayer(QAttnLayer):
         """Empty the layer, whose next blocks have 8 bits again. Tensors stay where their bits had not changed."""
         first = at_stage(self.spec, 0)
         if self.arena is not None and self.spec != first:
-            arena, geometry = self._empty(first)
-            self.take(changes.Change(arena, geometry, first))
+            blocks = most_blocks(first, self.geometry, max(1, self._wanted))
+            layout = Layout(replace(self.geometry, blocks=blocks), first)
+            self.take(changes.Change(empty_arena(layout, self.device), layout.geometry, first))
         super().reset()
 
     def reserve(self, tokens: int) -> int:
         if not self.is_initialized:
             self._asked = max(self._asked, self._blocks_for(tokens))
+        elif self.arena is not None and self.arena.nbytes > self.spec.memory:  # a larger horizon took more
+            self._extend(self._slots_used(), tokens)
         return super().reserve(tokens)
 
     def plan(self, tokens: int) -> None:
@@ -80,20 +82,8 @@ class BudgetLayer(QAttnLayer):
         return changes.with_rows(twin, rows)
 
     def _extend(self, used: int, tokens: int) -> None:
-        if not self.is_initialized:
-            return super()._extend(used, tokens)
-        if (
-            self.max_cache_len is not None
-            and used + tokens > self._blocks_for(self.max_cache_len) * self.spec.window.block
-        ):
-            return super()._extend(used, tokens)
         need = self._blocks_for(used + tokens)
+        if not self.is_initialized or need > self._blocks_for(self.max_cache_len or used + tokens):
+            return super()._extend(used, tokens)
         wish = max(need, self.blocks, self._wanted if self.planned else with_room(need))
         self.take(changes.repacked(self, *arranged(self.spec, self.geometry, need, wish)))
-
-    def _empty(self, spec: BudgetLayerSpec) -> tuple[torch.Tensor, Geometry]:
-        """An arena of this spec without tokens, of the capacity that is wanted or fits, and its geometry."""
-        blocks = most_blocks(spec, self.geometry, max(1, self._wanted))
-        layout = Layout(replace(self.geometry, blocks=blocks), spec)
-        with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-            return changes.empty_arena(layout, self.device), layout.geometry

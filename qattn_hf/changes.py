@@ -16,7 +16,7 @@ from qattn_hf.errors import QAttnError
 from qattn_kernels.layer.arena import Layout, empty_arena, places, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
-from qattn_kernels.layout import Geometry, State, TensorSpec
+from qattn_kernels.layout import Geometry, State, TensorSpec, copy_blocks
 from qattn_kernels.ops.crop.ring import resized_ring
 from qattn_kernels.ops.repack.reference import repack
 
@@ -91,14 +91,7 @@ def with_horizon(layer: QAttnLayer, tokens: int) -> Change | None:
 
 def with_blocks(layer: QAttnLayer, blocks: int) -> Change:
     """The layer with capacity for `blocks` blocks, as many as it uses or more, and the same content."""
-
-    def move(tensor: torch.Tensor, spec: TensorSpec, new: torch.Tensor) -> None:
-        if (dim := spec.block_dim) is not None:
-            both = min(tensor.shape[dim], new.shape[dim])
-            tensor, new = tensor.narrow(dim, 0, both), new.narrow(dim, 0, both)
-        new.copy_(tensor)
-
-    return _changed(layer, replace(layer.geometry, blocks=blocks), layer.spec, move)
+    return _changed(layer, replace(layer.geometry, blocks=blocks), layer.spec, copy_blocks)
 
 
 def repacked(layer: QAttnLayer, spec: LayerSpec, blocks: int) -> Change:
@@ -106,8 +99,7 @@ def repacked(layer: QAttnLayer, spec: LayerSpec, blocks: int) -> Change:
     if spec == layer.spec:
         return with_blocks(layer, blocks)
     layout = Layout(replace(layer.geometry, blocks=blocks), spec)
-    with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-        arena = empty_arena(layout, layer.device)
+    arena = empty_arena(layout, layer.device)
     repack(layer.state, layer.spec, views(arena, layout), spec, layer_tensors(*layout))
     return Change(arena, layout.geometry, spec)
 
@@ -121,8 +113,7 @@ def _changed(
 ) -> Change:
     """The layer in a new arena, to which `move` takes each state tensor, or what `resized` has in its place."""
     layout = Layout(geometry, spec)
-    with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-        arena = empty_arena(layout, layer.device)
+    arena = empty_arena(layout, layer.device)
     for name, new in views(arena, layout).items():
         if resized and name in resized:
             new.copy_(resized[name])

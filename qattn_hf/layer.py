@@ -101,8 +101,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             raise UnsupportedError(f"this layer was meant for Triton kernels, but {reason}: use impl='reference'")
         self.geometry = self.geometry_of(key_states, value_states)
         self.dtype, self.device = key_states.dtype, device
-        with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-            self._adopt(empty_arena(Layout(self.geometry, self.spec), device))
+        self._adopt(empty_arena(Layout(self.geometry, self.spec), device))
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

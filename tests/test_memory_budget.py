@@ -176,6 +176,15 @@ def test_a_crop_within_the_horizon_is_exact_across_a_repacking():
     assert torch.equal(feed(layer, *following, [1, 30, 100]), feed(twin, *following, [1, 30, 100]))
 
 
+def test_a_larger_horizon_takes_its_room_from_bits():
+    layer, qkv = BudgetLayer(spec_of(100_000)), random_qkv(1, 800)
+    feed(layer, *qkv, [800])
+    layer.raise_horizon(300)
+    assert bytes_of(layer) > 100_000
+    feed(layer, *random_qkv(1, 40, seed=2), [40])
+    assert bytes_of(layer) <= 100_000 and int(layer.state["length"][0]) == 840
+
+
 def test_copies_pickles_and_more_rows():
     layer, qkv = BudgetLayer(spec_of(120_000)), random_qkv(1, 800)
     feed(layer, *qkv, [800])

@@ -130,3 +130,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def copy_blocks(tensor: torch.Tensor, spec: TensorSpec, new: torch.Tensor) -> None:
+    """Copy a state tensor to one with more or fewer blocks, as many as both have; without blocks, all of it."""
+    if (dim := spec.block_dim) is not None:
+        both = min(tensor.shape[dim], new.shape[dim])
+        tensor, new = tensor.narrow(dim, 0, both), new.narrow(dim, 0, both)
+    new.copy_(tensor)

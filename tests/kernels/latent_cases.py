@@ -76,10 +76,6 @@ def feed(
     return out
 
 
-def differing(a: QAttnLayer, b: QAttnLayer) -> list[str]:
-    return [name for name in a.state if not torch.equal(a.state[name], b.state[name])]
-
-
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.double(), b.double()
     if not torch.equal(a.isfinite(), b.isfinite()):

@@ -6,6 +6,7 @@ Without a GPU in Triton's interpreter, which is slow: few heads, short contexts.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -69,6 +70,14 @@ def feed(run, layer: QAttnLayer, qkv: Inputs, cuts: list[int], first: int = 0, s
     return out
 
 
+def closes_again(run, layer: QAttnLayer, first: Inputs, again: Inputs, cuts: list[int]) -> None:
+    """A block of 64 tokens closes, a crop leaves its first token, and calls that end at `cuts` bring others."""
+    step(run, layer, first, 0, 64)
+    crop(layer.state, layer.spec, 63)
+    for start, end in pairwise([1, *cuts]):
+        step(run, layer, again, start, end)
+
+
 def differing(a: QAttnLayer, b: QAttnLayer) -> list[str]:
     return [name for name in a.state if not torch.equal(a.state[name], b.state[name])]
 
@@ -121,12 +130,7 @@ def test_a_block_that_closes_again_leaves_nothing_of_the_first_time(case: Case, 
     again[1][0, 0, 63 if len(cuts) == 2 else 40, 1] = math.nan
     one, other = make_layer(case, 128), make_layer(case, 128)
     for run, layer in ((reference_step, one), (fused_step, other)):
-        feed(run, layer, first, [64])
-        crop(layer.state, layer.spec, 63)
-        start = 1
-        for end in cuts:
-            step(run, layer, again, start, end)
-            start = end
+        closes_again(run, layer, first, again, cuts)
     assert differing(one, other) == []
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import Case, case_id
-from latent_cases import INT8, TURBO, Inputs, Sizes, differing, error, feed, inputs, make_layer, step
+from latent_cases import INT8, TURBO, Inputs, Sizes, error, feed, inputs, make_layer, step
 from small_configs import small_config
+from test_fused_kernels import differing
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import patch, report

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import DEVICE, Case, case_id
-from latent_cases import INT8, TURBO, Sizes, differing, error, feed, inputs, make_layer, spec_of, step
+from latent_cases import INT8, TURBO, Sizes, error, feed, inputs, make_layer, spec_of, step
 from small_configs import small_config
+from test_fused_kernels import closes_again, differing
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import patch, report
@@ -19,7 +20,6 @@ from qattn_hf.layer import QAttnLayer
 from qattn_kernels.launch import plan
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.support import unsupported
-from qattn_kernels.ops.crop.reference import crop
 from qattn_kernels.step import kernels
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
@@ -102,12 +102,7 @@ def test_a_block_that_closes_again_leaves_nothing_of_the_first_time(case: Case, 
     again[2][0, 0, 63 if len(cuts) == 2 else 40, 1] = math.nan
     one, other = make_layer(case), make_layer(case)
     for run, layer in ((reference_step, one), (fused_step, other)):
-        feed(run, layer, first, [64])
-        crop(layer.state, layer.spec, 63)
-        start = 1
-        for end in cuts:
-            step(run, layer, again, start, end)
-            start = end
+        closes_again(run, layer, first, again, cuts)
     assert differing(one, other) == []
 
 

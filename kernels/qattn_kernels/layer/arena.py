@@ -79,7 +79,8 @@ def columns_seen(arena: torch.Tensor) -> torch.Tensor:
 
 def empty_arena(layout: Layout, device: torch.device) -> torch.Tensor:
     """uint8 zeros: the state of rows that have seen nothing."""
-    return torch.zeros(places(layout)[1], dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+        return torch.zeros(places(layout)[1], dtype=torch.uint8, device=device)
 
 
 def views(arena: torch.Tensor, layout: Layout) -> State:

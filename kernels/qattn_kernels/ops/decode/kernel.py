@@ -59,6 +59,20 @@ def blocks_per_split(blocks, splits, few, many, long, least, C: tl.constexpr):
 
 
 @triton.jit
+def split_range(split, splits, row, NB, few, many, long, least, C: tl.constexpr):
+    """Packed blocks that some query reads, how many of them a split has, its first and its end, and whether it may hold
+    anything; the first `C.OPEN` splits are no blocks."""
+    blocks = blocks_seen(row, NB, C)
+    per_split = blocks_per_split(blocks, splits, few, many, long, least, C)
+    begin = (split - C.OPEN) * per_split
+    end = tl.minimum(begin + per_split, blocks)
+    used = (split < C.OPEN) | (begin < end)
+    if C.RING_PARTS > 1:
+        used = used & split_used(split, row, C)
+    return blocks, per_split, begin, end, used
+
+
+@triton.jit
 def _k_mean_scores(K_MEAN, program, C: tl.constexpr):
     """Products `[Q]` of the queries with the mean that a row's keys are coded around, if they are."""
     if C.SMOOTH_K:
@@ -124,15 +138,9 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     real = t < row.count
     q_pos = tl.where(real, row.length + t, -1)
     splits = tl.num_programs(2)
-    blocks = blocks_seen(row, NB, C)
-    per_split = blocks_per_split(blocks, splits, few, many, long, least, C)
-    begin = (split - C.OPEN) * per_split
-    end = tl.minimum(begin + per_split, blocks)
+    blocks, per_split, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
     if (split == 0) & (tile == 0) & (h == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
-    used = (split < C.OPEN) | (begin < end)
-    if C.RING_PARTS > 1:
-        used = used & split_used(split, row, C)
     if used:
         scores = Scoring(*scoring)
         query, nonfinite = load_queries(Q, strides, b, h, n, t, real, row.first, scores.scale, C)

@@ -303,8 +303,8 @@ def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
 
 
 @triton.jit
-def _packed_parts(K, V, program, blocks, head, k_head, v_head, k_low, v_low, sums, skips, SCORES: tl.constexpr,
-                  VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _parts_by_head(K, V, program, blocks, head, k_head, v_head, k_low, v_low, sums, skips, SCORES: tl.constexpr,
+                   VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` where all blocks of a head have as many bits."""
     capacity = program.capacity
     if C.PAGED:  # where heads have one width
@@ -327,8 +327,8 @@ def _packed_parts(K, V, program, blocks, head, k_head, v_head, k_low, v_low, sum
 
 
 @triton.jit
-def _aged_part(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-               STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _parts_by_age(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                  STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` where a row's first blocks have half the bits of the others, of keys or of values."""
     aged = number(K.aged) if C.K_AGED else number(V.aged)
     later = program.capacity - aged
@@ -361,8 +361,8 @@ def packed_part(K, V, program, blocks, sums, skips, K_LOCATE: tl.constexpr, V_LO
     _, v_head, v_low = V_LOCATE(V, b, h, C.V_LOW, C)
     head = first_block(program.pages, b, h, capacity, C)
     if C.K_AGED or C.V_AGED:
-        return _aged_part(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES, VALUES, STAGES, C)
+        return _parts_by_age(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES, VALUES, STAGES, C)
     else:
-        return _packed_parts(
+        return _parts_by_head(
             K, V, program, blocks, head, k_head, v_head, k_low, v_low, sums, skips, SCORES, VALUES, STAGES, C
         )

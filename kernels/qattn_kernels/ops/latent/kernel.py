@@ -27,7 +27,7 @@ from qattn_kernels.jit.rows import commit_row, load_row
 from qattn_kernels.jit.tile_order import channels
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
-from qattn_kernels.ops.decode.kernel import blocks_per_split, blocks_seen, store_split
+from qattn_kernels.ops.decode.kernel import split_range, store_split
 from qattn_kernels.ops.decode.parts import (
     RING_TILE,
     Blocks,
@@ -38,7 +38,6 @@ from qattn_kernels.ops.decode.parts import (
     mask_ring,
     masked_words,
     ring_tile_used,
-    split_used,
 )
 from qattn_kernels.ops.decode.weights import soft_cap
 from qattn_kernels.ops.prefill.weights import exponentials
@@ -237,15 +236,9 @@ def latent_decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, 
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < row.count
-    blocks = blocks_seen(row, NB, C)
-    per_split = blocks_per_split(blocks, splits, few, many, long, least, C)
-    begin = (split - C.OPEN) * per_split
-    end = tl.minimum(begin + per_split, blocks)
+    _, _, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
     if (split == 0) & (tile == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
-    used = (split < C.OPEN) | (begin < end)
-    if C.RING_PARTS > 1:
-        used = used & split_used(split, row, C)
     if used:
         scores = Scoring(*scoring)
         queries, nonfinite = _load_queries(Q, strides, b, n, row, real, scores.scale, C)

@@ -6,7 +6,7 @@ import torch
 
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
-from qattn_kernels.layout import State, TensorSpec
+from qattn_kernels.layout import State, TensorSpec, copy_blocks
 from qattn_kernels.reference.rows import bits_to_bool
 
 
@@ -20,13 +20,8 @@ def repack(state: State, old: LayerSpec, out: State, new: LayerSpec, tensors: di
         tensors: shapes and roles of `out`.
     """
     for name, tensor in tensors.items():
-        dim, source, target = tensor.block_dim, state[name], out[name]
-        if name[2:7] == "codes":
-            continue
-        if dim is not None:
-            both = min(source.shape[dim], target.shape[dim])
-            source, target = source.narrow(dim, 0, both), target.narrow(dim, 0, both)
-        target.copy_(source)
+        if name[2:7] != "codes":
+            copy_blocks(state[name], tensor, out[name])
     blocks = min(state["block_len"].shape[1], out["block_len"].shape[1])
     dropped, length = state["dropped"][:, :, :blocks], state["block_len"][:, None, :blocks, None]
     there = torch.arange(old.window.block, device=dropped.device) < length
