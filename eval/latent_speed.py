@@ -2,8 +2,8 @@
 
 Steps of one token and prompts of a layer of 512 + 64 numbers a token, of methods in kernels and in the reference, and
 of `stock`: the keys of 192 and values of 128 channels a head that transformers' cache holds, by PyTorch's SDPA in the
-backend that it chooses. `ms` is of the attention and the write, without projections: `stock` expands latents and
-packed layers absorb projections outside of it.
+backend that it chooses. `ms` is of the write and the attention with the up-projections of latents, which `stock`
+expands, as packed layers do in prompts; in steps these absorb them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,34 @@ import torch.nn.functional as F
 from qattn_hf.bench.layers import fill
 from qattn_hf.bench.timing import capture, measure, release
 from qattn_hf.latent import layer_spec
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.latent_layer import LatentLayer
 from qattn_hf.methods import get_method
 from qattn_hf.spelling import split_method
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.ops.latent.up import UpProjections
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128  # DeepSeek-V2 and V3
 METHODS = ("int8", "turbo", "turbo:bits=2")
 HEADS = (128, 16)  # of V3, and of V2-Lite
-STEPS, PROMPTS = ((1, 4096), (1, 32768), (16, 4096), (64, 4096)), ((1, 4096),)  # rows and tokens
+STEPS, PROMPTS = (
+    ((1, 4096), (1, 32768), (16, 4096), (64, 4096)),
+    ((1, 512), (1, 4096), (1, 16384), (4, 4096)),
+)  # rows and tokens
 SCALE = (NOPE + ROPE) ** -0.5
 REFERENCE_TOKENS = 4096  # of all rows; beyond it the reference only costs time
+
+
+def numbers(heads: int, rows: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Latents, RoPE parts and queries of new tokens."""
+    parts = ((1, LATENT), (1, ROPE), (heads, NOPE + ROPE))
+    latent, rope, query = (torch.randn(rows, n, tokens, d, dtype=torch.bfloat16, device=device) for n, d in parts)
+    return latent, rope, query
+
+
+def up_projections(heads: int, device: torch.device) -> UpProjections:
+    """`W_UK` and `W_UV`, views of one weight as in a model."""
+    weight = torch.randn(heads, NOPE + VALUE, LATENT, dtype=torch.bfloat16, device=device) / LATENT**0.5
+    return UpProjections(weight[:, :NOPE], weight[:, NOPE:])
 
 
 @torch.no_grad()
@@ -39,19 +56,16 @@ def packed(method: str, impl: str, heads: int, rows: int, context: int, tokens: 
     """Times of a call of `tokens` new tokens behind `context` others."""
     name, settings = split_method(method)
     spec = replace(layer_spec(get_method(name)(**settings).last_layer_spec(1), name), impl=impl)
-    layer, dtype = QAttnLayer(spec, context + tokens + spec.window.block), torch.bfloat16
-    k, v, q = (
-        torch.randn(rows, n, tokens, dim, dtype=dtype, device=device)
-        for n, dim in ((1, ROPE), (1, LATENT), (heads, LATENT + ROPE))
-    )
-    layer.lazy_initialization(k, v)
+    layer, up = LatentLayer(spec, context + tokens + spec.window.block), up_projections(heads, device)
+    latent, rope, query = numbers(heads, rows, tokens, device)
+    layer.lazy_initialization(rope, latent)
     fill(layer, context)
     assert layer.arena is not None
     arena, kept = layer.arena, layer.arena.clone()
     span = torch.tensor([[0, tokens]], dtype=torch.int32, device=device)
 
     def run() -> torch.Tensor:
-        return layer.attend(q, layer.update(v, k)[0], span, Scores(SCALE))[0]
+        return layer.attend_latents(query, layer.update(latent, rope)[0], span, Scores(SCALE), True, up)
 
     def restore() -> None:
         arena.copy_(kept)
@@ -66,17 +80,18 @@ def packed(method: str, impl: str, heads: int, rows: int, context: int, tokens: 
 @torch.no_grad()
 def stock(heads: int, rows: int, context: int, tokens: int, device: torch.device) -> Any:
     """Times of the same over expanded keys and values."""
-    k, v, q = (
-        torch.randn(rows, heads, n, dim, dtype=torch.bfloat16, device=device)
-        for n, dim in ((context + tokens, NOPE + ROPE), (context + tokens, VALUE), (tokens, NOPE + ROPE))
+    k, v = (
+        torch.randn(rows, heads, context + tokens, dim, dtype=torch.bfloat16, device=device)
+        for dim in (NOPE + ROPE, VALUE)
     )
-    last = torch.arange(context, context + tokens, device=device)
-    new_k, new_v = k[:, :, :tokens].clone(), v[:, :, :tokens].clone()
+    last, up = torch.arange(context, context + tokens, device=device), up_projections(heads, device)
+    latent, rope, query = numbers(heads, rows, tokens, device)
 
     def run() -> torch.Tensor:
-        k.index_copy_(2, last, new_k)
-        v.index_copy_(2, last, new_v)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, scale=SCALE)
+        key, value = up.expand_kv(latent, rope)
+        k.index_copy_(2, last, key)
+        v.index_copy_(2, last, value)
+        return F.scaled_dot_product_attention(query, k, v, is_causal=tokens > 1, scale=SCALE)
 
     run()
     return measure(capture([run], device) if tokens == 1 else run, device)

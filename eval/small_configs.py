@@ -18,8 +18,8 @@ SIZES: dict[str, Any] = {
     # experts
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    # latent attention
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    # latent attention, no two sizes of what is stored alike
+    "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 16,
     # linear attention and SSM
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_num_heads": 8,
@@ -29,15 +29,18 @@ EVEN_NONE = ("head_dim", "num_key_value_heads", "pad_token_id", "bos_token_id", 
 LEFT_OUT = "left out"
 OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4},
-    "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "gemma3n_text": {
         "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
         "intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.0] * 6, "vocab_size_per_layer_input": 101,
     },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 48)},
-    "gemma4_text": {"global_head_dim": 32, "num_global_key_value_heads": 1},
+    "gemma4_text": {
+        "global_head_dim": 32, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 101,
+    },
     "gemma4_unified_text": {"global_head_dim": 32, "num_global_key_value_heads": 1},
     "falcon_h1": {"mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8, "head_dim": 16},
@@ -71,15 +74,20 @@ LAYERS = (
 )  # fmt: skip
 
 
-def small_config(model_type: str) -> PretrainedConfig:
-    """The config of a type, with small sizes and all kinds of layers that the type has by default."""
-    return shrunk(CONFIG_MAPPING[model_type]())
+def small_config(model_type: str, of_kind: int = 2, **changes: Any) -> PretrainedConfig:
+    """The config of a type, with small sizes and all kinds of layers that the type has by default.
+
+    Args:
+        of_kind: layers of each kind, where a config lists kinds; `OVERRIDES` of the type win.
+        changes: fields with other values.
+    """
+    return shrunk(CONFIG_MAPPING[model_type](), of_kind, **changes)
 
 
-def shrunk(default: PretrainedConfig) -> PretrainedConfig:
-    """A small config of the class of `default`, sub-configs included."""
+def shrunk(default: PretrainedConfig, of_kind: int = 2, **changes: Any) -> PretrainedConfig:
+    """A small config of the class of `default`, sub-configs included; arguments as of `small_config`."""
     chosen = {name: size for name, size in SIZES.items() if _has(default, name)}
-    kept = _kept_layers(default)
+    kept = _kept_layers(default, of_kind)
     if "kv_lora_rank" in chosen:  # latents are expanded for every query head
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]
     for name in LAYERS:
@@ -92,8 +100,8 @@ def shrunk(default: PretrainedConfig) -> PretrainedConfig:
     for name in default.sub_configs:
         sub = _value(default, name)
         if isinstance(sub, PretrainedConfig):
-            chosen[name] = shrunk(sub)
-    chosen |= OVERRIDES.get(default.model_type, {})
+            chosen[name] = shrunk(sub, of_kind)
+    chosen |= {**OVERRIDES.get(default.model_type, {}), **changes}
     return type(default)(**{name: value for name, value in chosen.items() if value is not LEFT_OUT})
 
 
@@ -115,10 +123,10 @@ def _value(config: PretrainedConfig, name: str) -> Any:
         return getattr(config.per_layer_config[0], name, None)
 
 
-def _kept_layers(config: PretrainedConfig) -> list[int]:
-    """Indices of default layers to keep: the first two of each kind."""
+def _kept_layers(config: PretrainedConfig, of_kind: int) -> list[int]:
+    """Indices of default layers to keep: the first `of_kind` of each kind, or the first two if all are of one."""
     kinds = getattr(config, "layer_types", None)
-    if not isinstance(kinds, list):
+    if not isinstance(kinds, list) or len(set(kinds)) == 1:
         return [0, 1]
-    kept = [i for kind in dict.fromkeys(kinds) for i in [j for j, other in enumerate(kinds) if other == kind][:2]]
+    kept = [i for kind in set(kinds) for i in [j for j, other in enumerate(kinds) if other == kind][:of_kind]]
     return sorted(kept)

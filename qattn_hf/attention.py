@@ -14,7 +14,7 @@ from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
-from qattn_hf.latent import absorb, expand
+from qattn_hf.latent import up_projections
 from qattn_hf.layer_kinds import hides, window_of
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL
@@ -91,13 +91,14 @@ def attention(
     handle, queries = key.take(getattr(module, "layer_idx", None)), query.shape[2]
     if handle is not key:  # layers that share keys may compute their last tokens alone
         query = torch.nn.functional.pad(query, (0, 0, key.key.shape[2] - queries, 0))
-    latent = handle.layer.spec.latent
-    query = absorb(module, query) if latent else query
-    attended = without_gradient(
-        lambda: handle.layer.attend(query, handle, span, scores, unpadded)[0], query, key.key, key.value
-    )
+
+    def attend() -> torch.Tensor:
+        if handle.layer.spec.latent:
+            return handle.layer.attend_latents(query, handle, span, scores, unpadded, up_projections(module))
+        return handle.layer.attend(query, handle, span, scores, unpadded)[0]
+
+    attended = without_gradient(attend, query, key.key, key.value)
     attended = attended if handle is key else attended[:, :, -queries:]
-    attended = expand(module, attended) if latent else attended
     return attended.transpose(1, 2).contiguous(), None
 
 

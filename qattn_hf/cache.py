@@ -180,7 +180,7 @@ class QAttnCache(Cache):
         """
         # compiled code must not read a count that changes with every call, which would compile it once more
         if not torch.compiler.is_compiling() and self.pool is not None and not self.layers[layer_idx].edits:
-            self._allocate(layer_idx, key_states, value_states)
+            self._allocate(layer_idx, *self.layers[layer_idx].stored(key_states, value_states))
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(key, Handle):
             key.cache = self

@@ -20,3 +20,12 @@ def device_of(model: PreTrainedModel) -> torch.device:
 def capturing() -> bool:
     """Whether a CUDA graph is being captured: kernels that are launched now are recorded and do not run."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def only_moves(module: torch.nn.Module) -> bool:
+    """Whether the `forward` that a module has on its instance only moves tensors, then calls its class's.
+
+    So do accelerate's, where weights are dispatched, and compressed-tensors', once it has unpacked codes.
+    """
+    own = vars(module)
+    return "_hf_hook" in own or own.get("_original_forward_func") is type(module).forward

@@ -2,9 +2,10 @@
 
 Of each token the cache holds one head: the latent, in the format of values, and the RoPE part, in the format of keys.
 Keys are both together, values the latent, so nothing is stored twice. The up-projections `W_UK` and `W_UV`, rows of
-`kv_b_proj`, are absorbed: queries are multiplied with `W_UK` before the attention and its output with `W_UV` after it,
-in prompts as in steps. Modules of transformers give latents to their cache and expand them by `expand_kv`, which
-`patch` replaces on the instance; queries, RoPE and softmax scale stay the module's.
+`kv_b_proj`, are absorbed in steps: queries are multiplied with `W_UK` before the attention and its output with `W_UV`
+after it. Kernels expand prompts, which is less work there (`latent_layer`). Modules of transformers give latents to
+their cache and expand them by `expand_kv`, which `patch` replaces on the instance; queries, RoPE and softmax scale stay
+the module's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 from transformers import PreTrainedModel
 
 from qattn_hf.decoder import decoder_of
+from qattn_hf.device import only_moves
 from qattn_hf.errors import UnsupportedError
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.ops.latent.up import UpProjections
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 OVERRIDE = "expand_kv"
@@ -37,7 +40,7 @@ def latent_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def check_modules(model: PreTrainedModel, kind: str) -> None:
-    """Refuse a model with latent attention whose modules `absorb` and `expand` cannot serve.
+    """Refuse a model with latent attention whose up-projections cannot be taken.
 
     Raises:
         UnsupportedError: naming the first such module and what it lacks.
@@ -97,33 +100,33 @@ def layer_spec(spec: LayerSpec, method: str) -> LayerSpec:
     )
 
 
-def up_projections(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain(linear: Any) -> bool:
+    """Whether a module is a linear layer whose weight is all that it multiplies with.
+
+    Quantizers may keep the class and put codes in place of `weight`, or another `forward` on the instance.
+    """
+    weight = getattr(linear, "weight", None)
+    if type(linear) is not torch.nn.Linear or linear.bias is not None or type(weight) is not torch.nn.Parameter:
+        return False
+    untouched = "forward" not in vars(linear) or only_moves(linear)
+    return weight.is_floating_point() and weight.dtype.itemsize > 1 and untouched
+
+
+def up_projections(module: Any) -> UpProjections:
     """`W_UK` `[Hq, qk_nope_head_dim, kv_lora_rank]` and `W_UV` `[Hq, v_head_dim, kv_lora_rank]`, views of a weight.
 
     Raises:
         UnsupportedError: `kv_b_proj` is no plain linear layer: quantized, under an adapter, or with a bias.
     """
     linear: Any = getattr(module, "kv_b_proj", None)
-    plain = type(linear) is torch.nn.Linear and linear.bias is None and linear.weight.is_floating_point()
-    if not plain or type(linear.weight) is not torch.nn.Parameter:
+    if not _plain(linear):
         raise UnsupportedError(
             f"kv_b_proj of {type(module).__name__} is not a plain linear layer, and latent attention (MLA) multiplies "
             "with its weight: leave it out of quantization and adapters (merge them), or use a stock cache"
         )
     rows = module.qk_nope_head_dim + module.v_head_dim
     both = linear.weight.view(-1, rows, module.kv_lora_rank)
-    return both[:, : module.qk_nope_head_dim], both[:, module.qk_nope_head_dim :]
-
-
-def absorb(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """Queries `[B, Hq, T, qk_nope_head_dim + qk_rope_head_dim]` as `[B, Hq, T, kv_lora_rank + qk_rope_head_dim]`."""
-    nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-    return torch.cat([nope @ up_projections(module)[0], rope], -1)
-
-
-def expand(module: Any, attended: torch.Tensor) -> torch.Tensor:
-    """Attended latents `[B, Hq, T, kv_lora_rank]` as values `[B, Hq, T, v_head_dim]`."""
-    return attended @ up_projections(module)[1].mT
+    return UpProjections(both[:, : module.qk_nope_head_dim], both[:, module.qk_nope_head_dim :])
 
 
 def install(model: PreTrainedModel) -> None:

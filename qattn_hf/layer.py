@@ -104,14 +104,12 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self._adopt(empty_arena(Layout(self.geometry, self.spec), device))
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Record keys and values `[B, Hkv, T, D]` of a call; returns the same `Handle` twice, for key and value.
+    def stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is stored as K and as V of the two tensors that a module gives its cache."""
+        return key_states, value_states
 
-        Latent attention gives the latent `[B, 1, T, kv_lora_rank]`, which is V here, then the RoPE part
-        `[B, 1, T, qk_rope_head_dim]`, which is K.
-        """
-        if self.spec.latent:
-            key_states, value_states = value_states, key_states
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Record keys and values `[B, Hkv, T, D]` of a call; returns the same `Handle` twice, for key and value."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         handle = Handle(self, key_states, value_states)

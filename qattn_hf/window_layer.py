@@ -12,6 +12,7 @@ from qattn_hf.budget_layer import BudgetLayer
 from qattn_hf.device import capturing
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
+from qattn_hf.latent_layer import LatentLayer
 from qattn_hf.layer import QAttnLayer, with_room
 from qattn_hf.layer_kinds import WindowLayerSpec
 from qattn_hf.memory_budget import BudgetLayerSpec
@@ -157,6 +158,6 @@ class WindowLayer(QAttnLayer):
 def packed_layer(spec: LayerSpec, max_cache_len: int | None = None, device_type: str | None = None) -> QAttnLayer:
     """An empty packed layer of this spec; arguments as of `QAttnLayer`."""
     kinds: Any = {WindowLayerSpec: WindowLayer, BudgetLayerSpec: BudgetLayer}
-    kind = kinds.get(type(spec), QAttnLayer)
+    kind = LatentLayer if spec.latent else kinds.get(type(spec), QAttnLayer)
     layer: QAttnLayer = kind(spec, max_cache_len, device_type)
     return layer

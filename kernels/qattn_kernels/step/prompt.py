@@ -6,14 +6,21 @@ same: causal attention of a prompt without padding, whose cache was empty.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
+from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 from qattn_kernels.step.operator import check_capacity, rotated
+
+if TYPE_CHECKING:
+    from qattn_kernels.launch.call import Call
 
 # Rows times squared tokens from which the time saved is more than what cuDNN takes to plan each new shape.
 WORTH = 2**26
@@ -54,35 +61,61 @@ def attend_prompt(
 ) -> torch.Tensor:
     """Write a prompt and attend, where `by_sdpa` holds; arguments as of `step.reference.reference_step`.
 
-    SDPA gives NaN to every query behind a key or value that is not finite. While it runs the host reads whether the
-    kernels met one; then they attend too, and mask it.
-
     Returns:
         `[B, Hq, T, D]` in the query's dtype.
 
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    from qattn_kernels.launch.call import make_call  # which loads Triton when it is first used
-    from qattn_kernels.ops.append.launch import finish
-    from qattn_kernels.ops.prefill.launch import prefill
+    from qattn_kernels.ops.prefill.launch import prefill  # which loads Triton when it is first used
     from qattn_kernels.ops.rotate import launch as rotation
-    from qattn_kernels.step.kernels import write_long
 
-    check_capacity(state, spec, span)
+    def by_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=True)
+
+    def by_kernels(call: Call, unpacked: UnpackedKV) -> torch.Tensor:
+        out, _ = prefill(call.query, unpacked, spec, scores)
+        return out if spec.compute.rotate_v == "none" else rotation.rotate([out], back=True)[0]
+
     with torch.cuda.device_of(query):
         q, k, v = rotated(query, key, value, spec.compute, rotation.rotate)
-        call = make_call(q, k, v, span, state, spec, scores)
-        unpacked = write_long(call, 0)
-        broken = state["nonfinite"].any().to("cpu", non_blocking=True)
-        written = torch.cuda.Event() if query.device.type == "cuda" else None
-        if written is not None:
-            written.record()
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=True)
-        if written is not None:
-            written.synchronize()  # long before the attention has ended
-        if bool(broken):
-            out, _ = prefill(call.query, unpacked, spec, scores)
-            out = out if spec.compute.rotate_v == "none" else rotation.rotate([out], back=True)[0]
-        finish(call)
+        return write_and_attend((q, k, v, span, state, spec, scores), 0, by_sdpa, by_kernels)
+
+
+def write_and_attend(
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, State, LayerSpec, Scores],
+    past: int,
+    by_sdpa: Callable[[UnpackedKV], torch.Tensor],
+    by_kernels: Callable[[Call, UnpackedKV], torch.Tensor],
+) -> torch.Tensor:
+    """Write a long call by kernels, then attend to what its queries see by SDPA.
+
+    SDPA gives NaN to every query behind a key or value that is not finite. While it runs the host reads whether the
+    kernels met one; then `by_kernels` attends too, which masks it.
+
+    Args:
+        arguments: of `launch.call.make_call`. past: as in `step.operator.attend`.
+
+    Raises:
+        CapacityError: on a CPU, if the tokens do not fit; nothing was written.
+    """
+    from qattn_kernels.launch.call import make_call
+    from qattn_kernels.ops.append.launch import finish
+    from qattn_kernels.step.kernels import write_long
+
+    *_, span, state, spec, _ = arguments
+    check_capacity(state, spec, span)
+    call = make_call(*arguments)
+    unpacked = write_long(call, past)
+    broken = state["nonfinite"].any()
+    written = torch.cuda.Event() if broken.is_cuda else None
+    broken = broken.to("cpu", non_blocking=True)
+    if written is not None:
+        written.record()
+    out = by_sdpa(unpacked)
+    if written is not None:
+        written.synchronize()  # long before the attention has ended
+    if bool(broken):
+        out = by_kernels(call, unpacked)
+    finish(call)
     return out

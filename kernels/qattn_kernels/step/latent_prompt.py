@@ -1,0 +1,108 @@
+"""A long call of latent attention (MLA) over expanded keys and values: kernels write the cache, PyTorch's SDPA attends.
+
+Absorbed keys and values of DeepSeek-V3 have 576 and 512 channels a head, expanded ones 192 and 128. A step reads the
+context once for all heads, so it is absorbed; a prompt multiplies more than it reads, and expanded it multiplies 3.4
+times fewer numbers, in SDPA's fastest kernels. Queries see what they see in `step.reference`: dequantized what is
+packed, and new tokens as the format gives them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from qattn_kernels.launch.unpacked_kv import UnpackedKV
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layout import Row, State
+from qattn_kernels.ops.latent.up import UpProjections
+from qattn_kernels.step.prompt import write_and_attend
+
+MOST_MASKED = 2**31  # pairs of a query and a key in the largest mask that is made; SDPA makes numbers of them again
+
+
+def by_expansion(query: torch.Tensor, masked: int, spec: LayerSpec, scores: Scores) -> bool:
+    """Whether `attend_expanded` computes what kernels would.
+
+    Args:
+        query: `[B, Hq, T, D]`. masked: an upper bound of the tokens that a row has after the call, for which a mask is
+            made; 0 for a first prompt without padding, which needs none.
+    """
+    plain = not scores.softcap and not scores.window and scores.sinks is None and spec.compute.softmax == "exact"
+    few = query.shape[0] * query.shape[2] * masked <= MOST_MASKED
+    return spec.impl == "triton" and plain and few and query.shape[2] > SHORT_CALL
+
+
+@torch.no_grad()
+def attend_expanded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+    past: int,
+    unpadded: bool,
+    up: UpProjections,
+) -> torch.Tensor:
+    """Write a long call of latents and attend, where `by_expansion` holds.
+
+    Args:
+        query: `[B, Hq, T, Dn + rope]`, not absorbed. key: RoPE parts `[B, 1, T, rope]`. value: latents `[B, 1, T, R]`.
+        span, state, spec, scores, past: as in `step.operator.attend`.
+        unpadded: every column of `span` is known to be real.
+
+    Returns:
+        `[B, Hq, T, Dv]` in the query's dtype, zeros for padding.
+
+    Raises:
+        CapacityError: on a CPU, if the tokens do not fit; nothing was written.
+    """
+    from qattn_kernels.ops.latent.launch import prefill  # which loads Triton when it is first used
+
+    attend = _first_prompt if unpadded and past == 0 else partial(_masked, block=spec.window.block)
+    with torch.cuda.device_of(query):
+        out = write_and_attend(
+            (query, key, value, span, state, spec, scores),
+            past,
+            lambda unpacked: attend(query, unpacked, scores, up),
+            lambda call, unpacked: up.expand(prefill(call._replace(query=up.absorb(query)), unpacked)[0]),
+        )
+        return out.to(query.dtype)  # under autocast products have its dtype
+
+
+def _first_prompt(query: torch.Tensor, unpacked: UnpackedKV, scores: Scores, up: UpProjections) -> torch.Tensor:
+    """Causal attention of a prompt without padding, whose token `i` lies in slot `i`."""
+    tokens = query.shape[2]
+    latent, rope = (x[:, :, :tokens] for x in _stored(unpacked, query.dtype))
+    key, value = up.expand_kv(latent, rope)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale)
+
+
+def _masked(query: torch.Tensor, unpacked: UnpackedKV, scores: Scores, up: UpProjections, block: int) -> torch.Tensor:
+    """Attention with a mask made of the positions of queries and slots. Nothing was written behind a row's end."""
+    row = Row(*unpacked.rows[:, : len(Row._fields)].unbind(1))
+    t = torch.arange(query.shape[2], device=query.device) - row.first[:, None]
+    real = (t >= 0) & (t < row.count[:, None])
+    q_pos = torch.where(real, row.length[:, None] + t, -1)
+    end = row.closed * block + row.length - row.open_start + row.count
+    slots = torch.arange(unpacked.pos.shape[1], device=query.device)
+    there = (unpacked.bias == 0.0) & (slots < end[:, None])[:, None]
+    latent, rope = (x.masked_fill(~there[..., None], 0.0) for x in _stored(unpacked, query.dtype))
+    key, value = up.expand_kv(latent, rope)
+    see = there[:, :, None, :] & (unpacked.pos[:, None, :] <= q_pos[:, :, None])[:, None]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=see, scale=scores.scale)
+    return out.masked_fill(~real[:, None, :, None], 0.0)  # SDPA's backends differ where a query sees nothing
+
+
+def _stored(unpacked: UnpackedKV, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents `[B, 1, N, R]` and RoPE parts `[B, 1, N, rope]`, dequantized."""
+    latent, rope = unpacked.v, unpacked.k
+    if unpacked.v_scale is not None:
+        latent = (latent.mT * unpacked.v_scale[..., None]).to(dtype)
+    if unpacked.k_scale is not None:
+        rope = (rope * unpacked.k_scale[..., None]).to(dtype)
+    return latent, rope
