@@ -39,10 +39,10 @@ def prompts() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def build(model_type: str) -> PreTrainedModel:
-    """A small random model of this type, in fp32."""
+def build(model_type: str, of_kind: int = 2, **changes: Any) -> PreTrainedModel:
+    """A small random model of this type, in fp32; arguments as of `small_config`."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(small_config(model_type), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(small_config(model_type, of_kind, **changes), dtype=torch.float32).eval()
     for weight in model.parameters():
         if weight.dim() < 2 or not weight.std() > 0:  # biases, sinks, and what transformers leaves as it was allocated
             torch.nn.init.normal_(weight, std=0.1)

@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,12 +20,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from qattn_hf.attention import scores_of
 from qattn_hf.handle import Handle
+from qattn_hf.layer_kinds import window_of
 from qattn_hf.live_memory import LiveMemory
 from qattn_kernels.launch.launches import recorded
 from qattn_kernels.launch.plan import ALIGNMENT, Result
-from qattn_kernels.layer.arena import Layout, places
+from qattn_kernels.layer.arena import Layout, places, views
+from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry
+from qattn_kernels.ops.crop.front import drop_front, held_back, left_behind
 
 NAME = "qattn_activations"
 META = torch.device("meta")
@@ -97,15 +102,51 @@ class CountedLayer(CacheLayerMixin):
             out = query.new_empty((batch, tokens, heads, self.geometry.v_dim)).transpose(1, 2)
             query.new_empty((batch, heads, tokens), dtype=torch.float32)
             return out
+        scores, window = scores_of(query, scaling, kwargs), window_of(self.spec)
+        if window is not None:
+            return self._attend_window(query, handle, replace(scores, window=window), window)
+        return self._computed(query, handle, scores, self.arena, self.layout, self._blocks_for(self.past))
+
+    def _attend_window(self, query: torch.Tensor, handle: Handle, scores: Scores, window: int) -> torch.Tensor:
+        """The same of a packed window, in the steps of `WindowLayer`: blocks move to the front where the layer is full,
+        and a call for which there is no room then runs over a larger copy."""
+        assert self.spec is not None
+        tokens, block = query.shape[2], self.spec.window.block
+        capacity, used = self.geometry.blocks * block, min(self.past, self.geometry.blocks * block)
+        if used + tokens > capacity:
+            back = held_back(self.spec.window, window) + self.spec.window.horizon
+            used = min(used, self.past - max(0, self.past - back) // block * block)
+            if self.past:
+                kept = torch.empty_like(self.arena)
+                self._drop_front(self.arena, self.layout, window)
+                del kept
+        if used + tokens <= capacity:
+            return self._computed(query, handle, scores, self.arena, self.layout, self._blocks_for(used))
+        layout = Layout(replace(self.geometry, blocks=self._blocks_for(used + tokens)), self.spec)
+        arena = torch.empty(places(layout)[1], dtype=torch.uint8, device=META)
+        out = self._computed(query, handle, scores, arena, layout, self._blocks_for(used))
+        self._drop_front(arena, layout, window)
+        return out
+
+    def _drop_front(self, arena: torch.Tensor, layout: Layout, window: int) -> None:
+        state = views(arena, layout)
+        drop_front(state, layer_tensors(*layout), left_behind(state, layout.spec.window, window))
+
+    def _blocks_for(self, tokens: int) -> int:
+        assert self.spec is not None
+        return -(-tokens // self.spec.window.block)
+
+    def _computed(
+        self, query: torch.Tensor, handle: Handle, scores: Scores, arena: torch.Tensor, layout: Layout, blocks: int
+    ) -> torch.Tensor:
+        """What the operator returns over this arena, of which it reads `blocks` blocks."""
         from qattn_kernels.step.operator import compute
 
-        span = torch.empty((batch, 2), dtype=torch.int32, device=META)
-        blocks = -(-self.past // self.spec.window.block)
-        scores = scores_of(query, scaling, kwargs)
-        key = self.spec, self.geometry, query.shape, blocks, scores
+        key = layout, query.shape, blocks, replace(scores, sinks=None), scores.sinks is None
         if (plan := self.plans.get(key)) is not None:
             return plan.allocate()[0]
-        call = partial(compute, query, handle.key, handle.value, span, self.arena, self.layout, scores, blocks)
+        span = torch.empty((query.shape[0], 2), dtype=torch.int32, device=META)
+        call = partial(compute, query, handle.key, handle.value, span, arena, layout, scores, blocks)
         results, recorder = recorded(call, collects=True)
         self.plans[key] = None if recorder.foreign else Planned.of(results, recorder.allocated)
         return results[0]

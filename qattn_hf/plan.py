@@ -14,7 +14,7 @@ device (`qattn_hf.activations`). All of these go through PyTorch's rules for tak
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,17 +22,18 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from qattn_hf import activations
+from qattn_hf import activations, latent
 from qattn_hf.caching_allocator import ROUNDING, CachingAllocator
 from qattn_hf.check import quantization_of, without_weights
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, model_layers, window_of
 from qattn_hf.live_memory import LiveMemory
 from qattn_hf.long_prompts import chunk_of
 from qattn_hf.memory_budget import BudgetLayerSpec
 from qattn_hf.patcher import attending
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
+from qattn_hf.window_layer import packed_layer
 from qattn_kernels.layer.arena import Layout, rewritten_bytes
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
@@ -84,7 +85,8 @@ class Memory:
 class Planner:
     """Predicts the memory of `generate` for a model of this config on a GPU.
 
-    The whole context counts as prompt. Rows are unpadded and equally long. Weights are on one GPU.
+    The whole context counts as prompt. Rows are unpadded and equally long. Weights are on one GPU. Layers are packed,
+    those with a window by the recipe's `sliding`.
 
     Args:
         model: folder or hub name whose config is read, or a config.
@@ -95,7 +97,7 @@ class Planner:
         fixed: bytes that do not depend on lengths; `WORKSPACE` alone where PyTorch's allocator is what is limited.
 
     Raises:
-        UnsupportedError: a model that `patch` refuses.
+        UnsupportedError: a model that `patch` refuses, or of latent attention.
         QAttnError: a quantized checkpoint without `weight_bytes`, whose config does not say what they take.
         OSError: there is no such config.
     """
@@ -119,6 +121,7 @@ class Planner:
                 "Planner(..., weight_bytes=N), or qattn plan --weights GIB"
             )
         self._model = without_weights(self.config)
+        latent.check_stock(self._model)
         own = [*self._model.parameters(), *self._model.buffers()]  # tied ones once
         self._weights = [x.nbytes for x in own] if weight_bytes is None else [weight_bytes]
         self.weight_bytes = sum(-(-n_bytes // ROUNDING) * ROUNDING for n_bytes in self._weights)
@@ -130,13 +133,16 @@ class Planner:
 
         Raises:
             RecipeError: an unknown method, recipe or setting, or one that does not fit the model.
-            UnsupportedError: settings that no kernel computes, or that pack nothing.
+            UnsupportedError: settings that no kernel computes, or that pack nothing; layers that keep something of the
+                model's own, such as windows without `sliding=packed`.
         """
         if method == "full":
+            self._check_packed(model_layers(self.config), "full attention")
             return Way("full", "transformers' DynamicCache", None)
         recipe = method if isinstance(method, Recipe) else find_recipe(method, None, {})
         recipe = recipe.for_model(self.config)
         specs = recipe.layer_specs(self.config, "cuda")
+        self._check_packed(specs, "packed layers")
         if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
             raise UnsupportedError("memory= says itself what the cache takes: plan the fewest bits without it")
         check_packs(recipe)
@@ -147,6 +153,18 @@ class Planner:
                 "says why"
             )
         return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, by_kernels)
+
+    def _check_packed(self, specs: Sequence[object], what: str) -> None:
+        """Refuse layers that keep something of the model's own. `what`: which ones are planned, for the message."""
+        own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec))]
+        if own:
+            packs = (
+                "; sliding='packed' packs windows, where it can" if any(getattr(x, "why", None) for x in own) else ""
+            )
+            raise UnsupportedError(
+                f"{len(own)} layers of {self.config.model_type} have {own[0]}, which is the model's own, and only the "
+                f"memory of {what} is planned{packs}; qattn check counts the bytes of any cache"
+            )
 
     def memory(self, way: Way, batch: int, context: int) -> Memory:
         """Memory of `generate` with `batch` rows that reach `context` tokens each, where nothing limits it."""
@@ -189,8 +207,11 @@ class Planner:
         layers = [activations.CountedLayer(*layer, plans) for layer in zip(geometries, specs, strict=True)]
         cache, rewritten = 0, list[int]()
         if way.specs is not None:
-            rewritten = [rewritten_bytes(Layout(*layer)) for layer in zip(geometries, way.specs, strict=True)]
             arenas = [layer.arena.nbytes for layer in layers]
+            rewritten = [  # a call may move the blocks of a window
+                rewritten_bytes(Layout(geometry, spec)) if window_of(spec) is None else n_bytes
+                for geometry, spec, n_bytes in zip(geometries, way.specs, arenas, strict=True)
+            ]
             cache = sum(-(-n_bytes // ROUNDING) * ROUNDING for n_bytes in arenas)
             for n_bytes in arenas:
                 live.hold(n_bytes)
@@ -205,7 +226,7 @@ class Planner:
 
     @contextmanager
     def _counted(self) -> Iterator[PreTrainedModel]:
-        with attending(self._model, activations.register()):
+        with attending(self._model, activations.register(), full=False):
             yield self._model
 
     def _geometries(self, way: Way, batch: int, context: int) -> list[Geometry]:
@@ -214,7 +235,7 @@ class Planner:
         geometries = [Geometry(batch, size.kv, size.dim, size.v_dim, 1, self.dtype) for size in sizes]
         if way.specs is None:
             return geometries
-        blocks = [QAttnLayer(spec, context).blocks for spec in way.specs]
+        blocks = [packed_layer(spec, context).blocks for spec in way.specs]
         return [replace(geometry, blocks=n) for geometry, n in zip(geometries, blocks, strict=True)]
 
     def _calls(self, way: Way, context: int) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import random_ids
-from test_model_layers import MODELS, tiny
+from small_types import PACKED, tiny
 
 from qattn_hf import patch, report
 from qattn_hf.errors import UnsupportedError
@@ -27,7 +27,7 @@ def test_calls_of_packed_layers_are_observed_and_the_model_computes_as_before(fa
     want = model(ids).logits
     with observed(model, calls.append):
         got = model(ids).logits
-    assert [call.layer for call in calls] == [i for i, packed in enumerate(MODELS[family][1]) if packed]
+    assert [call.layer for call in calls] == [i for i, packed in enumerate(PACKED[family]) if packed]
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)  # fp32 sums in another order
     assert torch.equal(model(ids).logits, want)
 
@@ -35,11 +35,11 @@ def test_calls_of_packed_layers_are_observed_and_the_model_computes_as_before(fa
 @pytest.mark.parametrize("family", [pytest.param(t, marks=() if t in MIXED[:2] else pytest.mark.slow) for t in MIXED])
 def test_compare_and_inspect_name_the_packed_layers(family: str, capsys):
     model, ids = tiny(family), random_ids(2, TOKENS)
-    packed = [i for i, packed in enumerate(MODELS[family][1]) if packed]
+    packed = [i for i, packed in enumerate(PACKED[family]) if packed]
     exact, coarse = compare(model, find_recipes(["none", "turbo:bits=2"]), read_as(ids, steps=2))
     for row in (exact, coarse):
         assert [layer["layer"] for layer in row["layers"]] == packed
-        assert row["own_layers"] == len(MODELS[family][1]) - len(packed)
+        assert row["own_layers"] == len(PACKED[family]) - len(packed)
     assert exact["kl"] < 1e-6 and 32 <= exact["effective_bits"] < 33  # kept in fp32, as the model is
     worst = {row["method"]: row["attention"]["worst"]["relative_l1"] for row in (exact, coarse)}
     assert worst["none"] < 1e-5 < 1e-2 < worst["turbo:bits=2"]  # 2 bits of random values err by more than 1 %
@@ -53,7 +53,7 @@ def test_compare_and_inspect_name_the_packed_layers(family: str, capsys):
 def test_tune_chooses_for_packed_layers(family: str):
     """Heads and settings go to these; `patch` takes the recipe, and the others stay the model's own."""
     model, ids = tiny(family), random_ids(4, TOKENS)
-    packed = [i for i, packed in enumerate(MODELS[family][1]) if packed]
+    packed = [i for i, packed in enumerate(PACKED[family]) if packed]
     candidates = find_recipes(["turbo:bits=mixed", "int8"])
     found = tune(model, candidates, read_as(ids[:2]), read_as(ids[2:]), Budget(bits=12.0, at_tokens=512))
     assert [option.layer for option in found.chosen] == packed
@@ -69,22 +69,26 @@ def test_compare_measures_packed_windows(family: str):
     model, reading = tiny(family), read_as(random_ids(2, TOKENS), steps=3)
     names = ["none:sliding=packed", "turbo:bits=2,sliding=packed", "turbo:bits=2"]
     exact, coarse, own = compare(model, find_recipes(names), reading, at_tokens=1024)
-    packed = [i for i, packed in enumerate(MODELS[family][1]) if packed]
+    packed = [i for i, packed in enumerate(PACKED[family]) if packed]
     assert [layer["layer"] for layer in own["layers"]] == packed
     for row in (exact, coarse):
-        assert [layer["layer"] for layer in row["layers"]] == list(range(len(MODELS[family][1])))
+        assert [layer["layer"] for layer in row["layers"]] == list(range(len(PACKED[family])))
     assert exact["kl"] < 1e-6 < coarse["kl"] and exact["attention"]["worst"]["relative_l1"] < 1e-5
     longer = compare(model, find_recipes(names[1:]), reading, at_tokens=2048)
     grown = [more["kv_bytes"] - row["kv_bytes"] for more, row in zip(longer, (coarse, own), strict=True)]
     assert grown[0] == grown[1] > 0
 
 
-def test_tune_and_inspect_refuse_packed_windows():
-    reading, recipes = read_as(random_ids(1, TOKENS)), find_recipes(["int8:sliding=packed"])
-    with pytest.raises(UnsupportedError, match="leave out sliding='packed'"):
-        tune(tiny("gemma2"), recipes, reading, reading, Budget(bits=12.0))
-    with pytest.raises(UnsupportedError, match="leave out sliding='packed'"):
-        inspect(tiny("gemma2"), recipes["int8:sliding=packed"], reading.ids)
+@pytest.mark.parametrize(("window", "sliding"), [(20, "packed"), (2048, "auto")])
+def test_tune_and_inspect_refuse_packed_windows(window: int, sliding: str):
+    model, reading = tiny("gemma2", sliding_window=window), read_as(random_ids(1, TOKENS))
+    recipes = find_recipes([f"turbo:sliding={sliding}"])
+    for call in (
+        lambda: tune(model, recipes, reading, reading, Budget(bits=12.0)),
+        lambda: inspect(model, next(iter(recipes.values())), reading.ids),
+    ):
+        with pytest.raises(UnsupportedError, match="packed sliding windows cannot be looked at here: use sliding='mo"):
+            call()
 
 
 def test_a_model_without_packed_layers_is_refused():

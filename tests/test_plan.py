@@ -13,17 +13,20 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICE, random_ids, tiny_llama
+from small_types import tiny
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig
 
 from qattn_hf import QAttnError, UnsupportedError, activations, patch
 from qattn_hf.check import without_weights
 from qattn_hf.cli import main
+from qattn_hf.layer_kinds import WindowLayerSpec
 from qattn_hf.live_memory import LiveMemory
 from qattn_hf.methods import get_method
 from qattn_hf.patcher import attending
 from qattn_hf.plan import ROUNDING, Planner, _largest, _last
 from qattn_hf.spelling import split_method
+from qattn_hf.window_layer import WindowLayer
 from qattn_kernels.launch.launches import recorded
 from qattn_kernels.launch.plan import _plan
 from qattn_kernels.layer.arena import Layout, empty_arena
@@ -130,6 +133,62 @@ def test_weights_and_cache_are_what_generate_allocates(method):
     assert exact <= memory.weights < exact + len(own) * ROUNDING
 
 
+@pytest.mark.parametrize("tokens", [300, 900])
+@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_packed_windows_are_counted_as_generate_allocates_them(family, tokens):
+    """By the recipe's `sliding`; below what a window takes at most, and beyond it."""
+    config, method = tiny(family, head_dim=64).config, "int8:sliding=packed"
+    model = patch(tiny(family, head_dim=64), method)
+    how = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
+    layers = model.generate(random_ids(2, tokens - 8), **how).past_key_values.layers
+    planner = Planner(config)
+    memory = planner.memory(planner.way(method), batch=2, context=tokens)
+    arenas = sum(layer.arena.nbytes for layer in layers)
+    assert arenas <= memory.cache < arenas + len(layers) * ROUNDING
+    longer = planner.memory(planner.way(method), batch=2, context=tokens + 640)
+    grown = [Layout(layer.geometry, layer.spec) for layer in layers if not isinstance(layer, WindowLayer)]
+    assert (longer.cache > memory.cache) == bool(grown or tokens == 300)
+    with pytest.raises(UnsupportedError, match=r"sliding window of 20.*sliding='packed'.*qattn check"):
+        planner.way("int8")
+    with pytest.raises(UnsupportedError, match="full attention is planned"):
+        planner.way("full")
+
+
+@pytest.mark.gpu
+@pytest.mark.product("later prompt")
+@pytest.mark.parametrize(("tokens", "past"), [(500, 0), (200, 300), (1, 448)], ids=["prompt", "later prompt", "step"])
+def test_a_packed_window_allocates_what_is_predicted(monkeypatch, tokens, past):
+    """Beyond the 448 tokens for which there is room: in a larger copy, or behind blocks that moved to the front."""
+    spec = get_method("int8")().last_layer_spec(1)
+    spec = WindowLayerSpec(**(vars(spec) | {"impl": "triton"}), sliding_window=20)
+    layer = WindowLayer(spec)
+    layer.plan(1000)
+
+    def run(q: Any, k: Any, v: Any, span: Any, arena: Any, _: str, blocks: int, *how: Any) -> Any:
+        layout = Layout(replace(layer.geometry, blocks=blocks), spec)  # inside of an operator nothing is counted
+        return recorded(partial(compute, q, k, v, span, arena, layout, Scores(*how[:-1]), how[-1]), collects=False)[0]
+
+    monkeypatch.setattr("qattn_hf.layer.attend", run)
+    monkeypatch.setattr("qattn_hf.window_layer.attend", run)
+
+    def heads(tokens: int, device: str) -> list[torch.Tensor]:
+        return [torch.zeros(1, heads, tokens, 64, device=device) for heads in (2, 1, 1)]
+
+    q, k, v = heads(past, DEVICE)
+    handle = layer.update(k, v)[0]
+    if past:
+        layer.attend(q, handle, torch.tensor([[0, past]], dtype=torch.int32, device=DEVICE), Scores(0.125))
+    span, (q, k, v) = torch.tensor([[0, tokens]], dtype=torch.int32, device=DEVICE), heads(tokens, DEVICE)
+    counted = activations.CountedLayer(layer.geometry, spec, {})
+    counted.past = past
+    with LiveMemory() as live:
+        layer.attend(q, layer.update(k, v)[0], span, Scores(0.125))
+    q, k, v = heads(tokens, "meta")
+    with LiveMemory() as predicted:
+        counted.attend(q, counted.update(k, v)[0], 0.125, {})
+    assert predicted.peak == pytest.approx(live.peak, rel=0.02)  # GPUs differ in how many parts a step has
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_weights_are_counted_once(tied):
     config = config_of(tie_word_embeddings=tied)
@@ -209,8 +268,13 @@ def test_what_cannot_be_planned():
         planner.way("kivi:k_bits=3")
     with pytest.raises(UnsupportedError, match="packs nothing"):
         planner.way("sage2:cache=model")
-    with pytest.raises(UnsupportedError, match="sliding"):
-        Planner(_config("mistral", sliding_window=32))
+    hybrid, windows = (Planner(tiny(family).config) for family in ("qwen3_next", "gemma3n_text"))
+    with pytest.raises(UnsupportedError, match=r"linear attention or SSM.*qattn check counts"):
+        hybrid.way("turbo")
+    with pytest.raises(UnsupportedError, match="share the keys and values of others"):
+        windows.way("turbo:sliding=packed")
+    with pytest.raises(UnsupportedError, match="latent attention"):
+        Planner(tiny("deepseek_v3").config)
     quantized = config_of()
     quantized.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(QAttnError, match="--weights GIB"):
@@ -234,13 +298,6 @@ def test_the_check_on_a_gpu_runs_below_the_plan_and_above_it(monkeypatch, reach,
         assert predicted["fits"] == (one["context"] <= planned)
         assert one["measured"]["ran"] == (one["share"] <= reach)
         assert 0 < predicted["cache"] < predicted["allocated"] < predicted["reserved"] < 1.15 * limit
-
-
-def _config(family: str, **changes: Any) -> Any:
-    from refusals import GQA
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(family, **{"vocab_size": 101, **GQA, **changes})
 
 
 @pytest.fixture

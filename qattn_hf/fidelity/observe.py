@@ -100,7 +100,7 @@ def check_observed(cache: QAttnCache) -> None:
         UnsupportedError: its recipe packs sliding windows.
     """
     if packed_windows(cache):
-        raise UnsupportedError("packed sliding windows cannot be looked at here: leave out sliding='packed'")
+        raise UnsupportedError("packed sliding windows cannot be looked at here: use sliding='model'")
 
 
 @contextmanager
