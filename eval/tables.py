@@ -38,7 +38,7 @@ from speed_tables import (
 )
 from task_tables import scores_table, tasks_table
 from transformers_tables import own_tests_table
-from type_tables import types_table
+from type_tables import types_table, weights_table
 
 from qattn_hf.methods import list_methods
 
@@ -106,6 +106,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "common-settings": common_table,
     "families": families_table,
     "types": types_table,
+    "quantized-weights": weights_table,
     "known-types": known_table,
     "own-tests": own_tests_table,
     "report": report_example,

@@ -1,4 +1,4 @@
-"""Table of transformers' causal types, made of `eval/results/models.json`."""
+"""Tables of transformers' causal types and of quantized weights, made of `eval/results/`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ def types_table(results: Path) -> str:
         f"{found['versions']['transformers']}, `{found['command']}`)."
     )
     return f"{intro}\n\n{markdown(['result', 'why, or what is not packed', 'types', 'which'], lines)}"
+
+
+def weights_table(results: Path) -> str:
+    """Kinds of quantized weights: packages, how each was loaded, and whether all that was asked held."""
+    found = next(iter(load(results, "quantized-weights")), None)
+    if found is None:
+        return "Not measured yet."
+    lines = []
+    for row in found["rows"]:
+        packages = ", ".join(f"{name} {version}" for name, version in row["packages"].items())
+        wrong = [name for name, holds in row.get("results", {}).items() if not holds]
+        held = row.get("reason") or (f"fails: {', '.join(wrong)}" if wrong else "as float weights")
+        lines.append([row["weights"], packages, row["loaded"], held])
+    intro = f"transformers {found['versions']['transformers']}, {found['device'].split(',')[0]}, `{found['command']}`:"
+    return f"{intro}\n\n{markdown(['weights', 'packages', 'loaded', 'under a packed cache'], lines)}"
 
 
 def _why(row: Result) -> str:

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from qattn_hf import _compat, latent
 from qattn_hf.decoder import decoder_of
+from qattn_hf.device import only_moves
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import WINDOWED, model_layers
 from qattn_hf.tensor_parallel import splits
@@ -150,15 +151,18 @@ def _check_untouched(model: PreTrainedModel) -> None:
     """Refuse a model whose attention, or what calls it, other code patched on instances: it may compute otherwise.
 
     Fused norms, MLPs and linear maps, as Liger-Kernel and `use_kernels` put them on instances, see no keys and stay.
+    So does the forward of a model around the decoder, which Liger-Kernel replaces for its loss.
     """
-    patched = hasattr(model, "_qattn")
+    patched, decoder = hasattr(model, "_qattn"), decoder_of(model)
     overrides = [] if patched else [name for name in OVERRIDES if name in vars(model)]
     for name, module in model.named_modules():
         own = vars(module).get("forward")
-        # accelerate's dispatch is no patch, nor is tensor parallelism
-        if own is None or hasattr(module, "_hf_hook") or splits(own):
+        # dispatch is no patch, nor is tensor parallelism
+        if own is None or only_moves(module) or splits(own):
             continue
-        if any(hasattr(part, "layer_idx") for part in module.modules()):
+        parts = list(module.modules())
+        around = module is not decoder and any(part is decoder for part in parts)
+        if not around and any(hasattr(part, "layer_idx") for part in parts):
             overrides.append(f"{name or type(module).__name__}.forward")
     if overrides:
         raise UnsupportedError(

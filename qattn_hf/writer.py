@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from qattn_hf.decoder import decoder_of
@@ -69,17 +71,19 @@ def identity(model: PreTrainedModel) -> dict[str, Any]:
     """What tells one model from another: `config`, `dtype` and `weights`, as JSON has them.
 
     `config` is what the decoder's config has beside its class's defaults. `weights` is a SHA-256 over the names, dtypes
-    and shapes of the decoder's weights and `SAMPLE` numbers of each: another training is told apart, a change of few
-    single numbers is not.
+    and shapes of the decoder's weights, or of the codes of quantized ones, and `SAMPLE` numbers of each: another
+    training is told apart, a change of few single numbers is not.
 
     Raises:
         UnsupportedError: weights that accelerate offloads, so that they cannot be read.
     """
     decoder = decoder_of(model)
     config = decoder.config.get_text_config(decoder=True).to_diff_dict()
-    config = {name: value for name, value in config.items() if name not in INERT}
+    config = json.loads(json.dumps({n: value for n, value in config.items() if n not in INERT}, default=str))
+    # compressed-tensors notes there that a first call unpacked the codes
+    (config.get("quantization_config") or {}).pop("quantization_status", None)
     return {
-        "config": json.loads(json.dumps(config, default=str)),
+        "config": config,
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "weights": _sampled(decoder),
     }
@@ -87,7 +91,7 @@ def identity(model: PreTrainedModel) -> dict[str, Any]:
 
 def _sampled(decoder: PreTrainedModel) -> str:
     digest = hashlib.sha256()
-    for name, weight in decoder.named_parameters():
+    for name, weight in _weights(decoder):
         if weight.is_meta:
             raise UnsupportedError(
                 f"the weight {name} is offloaded and cannot be compared, so no cache is saved, loaded or shared with "
@@ -97,6 +101,25 @@ def _sampled(decoder: PreTrainedModel) -> str:
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(numbers.contiguous().view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
+
+
+def _weights(decoder: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers that belong to a checkpoint, with their names: quantizers keep codes in either."""
+    for prefix, module in decoder.named_modules():
+        own = vars(module)
+        buffers = {n: b for n, b in own["_buffers"].items() if n not in own["_non_persistent_buffers_set"]}
+        for name, weight in {**own["_parameters"], **buffers}.items():
+            if weight is not None:
+                yield from _inside(f"{prefix}.{name}".lstrip("."), weight)
+
+
+def _inside(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that a tensor subclass is made of, whose own operations need not be those of a tensor."""
+    if not is_traceable_wrapper_subclass(weight):
+        yield name, weight
+        return
+    for part in weight.__tensor_flatten__()[0]:
+        yield from _inside(f"{name}.{part}", getattr(weight, part))
 
 
 def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:

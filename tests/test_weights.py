@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from helpers import random_ids, tiny_llama
+from quantized_weights import KINDS, measure
 from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
 
-from qattn_hf import patch, report, unpatch
+from qattn_hf import QAttnCache, UnsupportedError, patch, report, unpatch
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -53,17 +54,95 @@ class TestAdapters:
         assert torch.equal(got, wrapper.generate(**GREEDY))
 
 
-def test_weights_quantized_by_torchao_stay_as_they_are():
-    """INT8 weights: the same tokens through the cache, whose bytes are those of the stock model's cache."""
-    quantization = pytest.importorskip("torchao.quantization", reason="quantized weights need torchao")
-    stock = tiny_llama()
-    model = copy.deepcopy(stock)
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    weight, want = model.model.layers[0].self_attn.q_proj.weight, model.generate(**GREEDY)
-    assert torch.equal(packed(model).generate(**GREEDY), want)
-    assert model.model.layers[0].self_attn.q_proj.weight is weight and type(weight) is not torch.nn.Parameter
-    found = []
-    for each in (model, stock):
+QUICK = {"torchao INT8", "compressed-tensors, INT4 packed", "FP8 by blocks (DeepSeek)"}
+SLOW = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in KINDS]
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("name", SLOW)
+def test_quantized_weights_stay_as_they_are(name):
+    """Each kind as transformers loads it: the stock model's tokens, the float model's report, the same weights."""
+    for package in KINDS[name].packages:
+        pytest.importorskip(package.replace("-", "_"), reason=f"{name} needs {package}")
+    found = measure(KINDS[name])
+    assert found and [what for what, as_should_be in found.items() if not as_should_be] == []
+
+
+class CodesLinear(torch.nn.Module):
+    """A linear map of 8-bit codes in buffers, without `weight`: the interface of layers whose kernels need a GPU."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        scales = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("qweight", (linear.weight / scales).round().to(torch.int8))
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.qweight * self.scales).T
+
+
+def with_codes(model: PreTrainedModel) -> PreTrainedModel:
+    linears = [name for name, part in model.named_modules() if name != "lm_head" and type(part) is torch.nn.Linear]
+    for name in linears:
+        model.set_submodule(name, CodesLinear(model.get_submodule(name)))
+    return model
+
+
+def test_layers_without_a_weight_stay_as_they_are():
+    model, plain = with_codes(tiny_llama()), tiny_llama()
+    held, want = list(model.buffers()), model.generate(**GREEDY)
+    assert torch.equal(packed(model).generate(**GREEDY), want) and not torch.equal(plain.generate(**GREEDY), want)
+    for each in (model, plain):
         patch(each, "int8", impl="reference").generate(**GREEDY)
-        found.append(report(each).to_dict())
-    assert found[0]["kv_bytes"] == found[1]["kv_bytes"] and found[0]["effective_bits"] == found[1]["effective_bits"]
+    assert str(report(model)) == str(report(plain))
+    assert torch.equal(unpatch(model).generate(**GREEDY), want)
+    assert all(a is b for a, b in zip(held, model.buffers(), strict=True))
+
+
+def test_a_cache_knows_codes_in_buffers(tmp_path):
+    model, other = with_codes(tiny_llama()), with_codes(tiny_llama())
+    packed(model)(IDS).past_key_values.save(tmp_path / "cache.safetensors")
+    QAttnCache.load(tmp_path / "cache.safetensors", packed(other))
+    other.model.layers[1].self_attn.k_proj.qweight += 1
+    with pytest.raises(UnsupportedError, match="other weights"):
+        QAttnCache.load(tmp_path / "cache.safetensors", other)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_loss_around_the_decoder_stays(when):
+    """Liger-Kernel's default replaces the model's own forward, by one that calls the decoder."""
+    model, called = tiny_llama(), []
+    want = model.generate(**GREEDY)
+    if when == "after":
+        packed(model)
+    model.forward = lambda *args, **kwargs: called.append(1) or type(model).forward(model, *args, **kwargs)
+    if when == "before":
+        packed(model)
+    assert torch.equal(model.generate(**GREEDY), want) and called
+    assert report(model).to_dict()["packed_tokens"] > 0
+    assert torch.equal(unpatch(model).generate(**GREEDY), want) and "forward" in vars(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_liger_kernel(when, monkeypatch):
+    """Its forwards stay; that around the decoder computes. Those of norms and MLPs need a GPU and do not run."""
+    liger = pytest.importorskip("liger_kernel.transformers", reason="fused parts of Liger-Kernel need liger-kernel")
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)  # put back later
+    for name in ("LlamaRMSNorm", "LlamaMLP"):
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
+    model, whole = tiny_llama(), tiny_llama()
+    want = model.generate(**GREEDY)
+    for each, kernels in ((model, False), (whole, True)):
+        if when == "after":
+            packed(each)
+        liger._apply_liger_kernel_to_instance(model=each, rope=kernels, rms_norm=kernels, swiglu=kernels)
+        forwards = {name: vars(part)["forward"] for name, part in each.named_modules() if "forward" in vars(part)}
+        assert "" in forwards and len(forwards) == (8 if kernels else 1)
+        packed(each)
+        assert all(vars(each.get_submodule(name))["forward"] is own for name, own in forwards.items())
+    monkeypatch.undo()
+    assert torch.equal(model.generate(**GREEDY), want)
+    for each in (model, whole):
+        unpatch(each)
+    assert all(vars(whole.get_submodule(name))["forward"] is own for name, own in forwards.items())
+    assert torch.equal(model.generate(**GREEDY), want)
