@@ -17,7 +17,7 @@ from fake_graphs import as_on_a_gpu
 from helpers import Case, case_id, cases, random_ids, tiny_llama
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_model_layers import MODELS, tiny
+from small_types import PACKED, tiny
 from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, QAttnError, UnsupportedError, patch, release, report, unpatch
@@ -65,7 +65,7 @@ def test_a_loaded_prefix_goes_on_as_the_one_that_was_saved(case: Case, tmp_path:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", PACKED)
 def test_layers_that_are_the_models_own_are_saved_too(family: str, tmp_path: Path):
     model = patch(tiny(family), "turbo", impl="reference", family=False)
     cache = model(PREFIX).past_key_values

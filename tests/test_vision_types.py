@@ -40,22 +40,23 @@ FIRST = ["qwen2_5_vl", "idefics3"]
 BOTH_WAYS = ["gemma3", "paligemma"]  # an image's tokens, and a whole prompt, see each other
 
 
-def tiny(family: str) -> PreTrainedModel:
+def tiny(family: str, **changes: Any) -> PreTrainedModel:
+    """A random model in fp32, the same at every call; `changes` are of the config of its text."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {family}")
     torch.manual_seed(0)
     whole, vision, text, _ = TYPES[family]
     settings = shrunk(CONFIG_MAPPING[family]()).to_dict() | whole
     settings["vision_config"] |= vision
-    settings["text_config"] |= text
+    settings["text_config"] |= text | changes
     config = CONFIG_MAPPING[family].from_dict(settings)
     return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
 
 
-def prompt(family: str) -> dict[str, torch.Tensor]:
+def prompt(family: str, tokens: int = 40) -> dict[str, torch.Tensor]:
     """Two rows with an image each, the second with padding on its left."""
     g = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, 90, (2, 40), generator=g)
+    ids = torch.randint(3, 90, (2, tokens), generator=g)
     ids[:, 15 : 15 + TYPES[family][3]] = IMAGE
     mask = torch.ones_like(ids)
     mask[1, :7], ids[1, :7] = 0, 0

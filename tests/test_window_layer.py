@@ -80,17 +80,6 @@ def test_against_attention_over_the_whole_history(window):
     assert layer.blocks == layer.most < 900 // 64 and (layer.state["block_pos"][:, 0] > 0).all()
 
 
-def test_a_long_window():
-    """As wide as Mistral's, of one head: a prompt beyond it in one call, then steps."""
-    window, tokens = 4096, 4700
-    g = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(1, 1, tokens, 16, generator=g) for _ in range(3)]
-    layer = windowed(("none", {}), window)
-    out = [call(layer, qkv, 0, 4600, window), *(call(layer, qkv, i, i + 20, window) for i in range(4600, tokens, 20))]
-    torch.testing.assert_close(torch.cat(out, 2).double(), windowed_attention(qkv, window), **CLOSE)
-    assert layer.capacity < 1.25 * window
-
-
 @pytest.mark.parametrize("case", WITHOUT_SINKS, ids=case_id)
 @pytest.mark.product("turbo")
 def test_methods_hold_the_codes_of_an_unbounded_layer(case):
