@@ -16,7 +16,7 @@ ROTATED = {"": "", "rotated": "`rotate_k`, `v_scale=token`"}
 def budget_table(results: Path) -> str:
     """KL of fixed bits beside that of a budget of as many bytes, model by model."""
     parts = []
-    for result in load(results, "budget-tiny"):
+    for result in [*load(results, "budget-tiny"), *load(results, "budget-embedded")]:
         rows = _distinct(result["rows"])
         lines = [
             [

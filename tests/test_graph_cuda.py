@@ -74,6 +74,9 @@ def test_200_replays(case: Case, captures: list[float]):
     assert sum(grown) <= 2 * MIB, "only what generate itself concatenates may need another small segment"
     assert captures[0] < 1
     again = model.generate(**inputs, do_sample=False, max_new_tokens=202, stopping_criteria=[watched])
+    if "memory" in case[1]:  # whose tensors change their sizes, so none are kept for the next call
+        assert torch.equal(again, want) and len(captures) == 2
+        return
     assert torch.equal(again, want) and len(captures) == 1, "the second call replays at once"
     assert watched.addresses[-1] == watched.addresses[1]
 
