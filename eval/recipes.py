@@ -33,6 +33,8 @@ PARENTS = {
     "turbo_rotated": ("turbo", "turbo_sink"),
     "int_flash_int4": ("int_flash:bits=4",),
     "int_flash_rotated": ("int_flash",),
+    "low2": ("sinkq", "kivi:bits=2,group_size=128,residual_length=32"),
+    "low3": ("turbo:bits=mixed", "turbo_sink_k4v2"),
 }
 
 

@@ -265,7 +265,7 @@ def test_the_last_that_fits_is_found_from_above(most, share):
 def test_what_cannot_be_planned():
     planner = Planner(config_of())
     with pytest.raises(UnsupportedError, match="qattn check says why"):
-        planner.way("kivi:k_bits=3")
+        planner.way("turbo:p_scale=tile")
     with pytest.raises(UnsupportedError, match="packs nothing"):
         planner.way("sage2:cache=model")
     hybrid, windows = (Planner(tiny(family).config) for family in ("qwen3_next", "gemma3n_text"))
@@ -318,7 +318,7 @@ def folder(tmp_path):
 
 
 def test_the_command_prints_what_the_planner_says(qattn, folder):
-    asked = ("--model", folder, "--gpu-memory", "800MiB", "--method", "turbo,kivi:k_bits=3", "--context", "1000")
+    asked = ("--model", folder, "--gpu-memory", "800MiB", "--method", "turbo,turbo:p_scale=tile", "--context", "1000")
     code, out, _ = qattn(*asked, "--batch", "2", "--dtype", "float16", "--prefill-chunk-size", "512", "--json")
     data = json.loads(out)
     planner = Planner(config_of(), dtype=torch.float16, prefill_chunk_size=512)
@@ -328,9 +328,9 @@ def test_the_command_prints_what_the_planner_says(qattn, folder):
     assert turbo["longest"] == {"2": planner.longest(800 * MIB, way, 2)}
     assert turbo["largest"] == {"1000": planner.largest(800 * MIB, way, 1000)}
     assert turbo["longest"]["2"] > full["longest"]["2"] > 0
-    assert refused["method"] == "kivi:k_bits=3" and "qattn check" in refused["not_planned"]
+    assert refused["method"] == "turbo:p_scale=tile" and "qattn check" in refused["not_planned"]
     code, out, _ = qattn(*asked)
-    assert code == 0 and "turbo" in out and "rows of 1000" in out and "kivi:k_bits=3: " in out
+    assert code == 0 and "turbo" in out and "rows of 1000" in out and "turbo:p_scale=tile: " in out
 
 
 def test_the_commands_errors(qattn, folder, monkeypatch):

@@ -16,6 +16,10 @@ Rotation = Literal["none", "hadamard"]
 Select = Literal["smallest_key", "largest_key", "attention", "random"]
 PARTS = ("k", "v", "prefill", "decode")  # `k_bits` is for K alone what `bits` is for both sides
 SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
+CLIP = (
+    "share of half a step by which the outer codes of 2 bits lie inside of their range, in sixteenths: steps are finer "
+    "so, and what lies farthest out errs more"
+)
 PURPOSES = ("quality", "compare", "bits", "tune", "decode", "prefill", "trees-decode", "trees-prefill")
 
 

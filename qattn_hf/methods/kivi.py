@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from qattn_hf.methods.base import Arithmetic, Measured, WindowedMethod
+from qattn_hf.methods.base import CLIP, Arithmetic, Measured, WindowedMethod
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.kivi.reference import KiviFormat
 from qattn_kernels.formats.kivi_norm.reference import KiviNormFormat
@@ -20,7 +20,8 @@ class Kivi(WindowedMethod):
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": 4, "group_size": 64, "residual_length": 32},
-        {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard", "token_norm": True},
+        {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard", "token_norm": True}
+        | {"clip": 0.75},
     )
     measured: ClassVar[tuple[Measured, ...]] = (
         Measured("kivi:bits=4", "quality compare bits tune"),
@@ -37,14 +38,16 @@ class Kivi(WindowedMethod):
                 "k_bits=4,v_bits=2,rotate_k=hadamard",
             )
         ),
+        Measured("kivi:bits=2,clip=0.75,group_size=128,residual_length=32", "quality", record="low_bits"),
         Measured("kivi:bits=4,group_size=128", "decode"),
         Measured("kivi", "trees-decode"),
     )
 
-    bits: Bits = Field(2, description="of K and V; 3: reference only")
+    bits: Bits = Field(2, description="of K and V")
     k_bits: Bits | None = Field(None, description="of K alone")
     v_bits: Bits | None = Field(None, description="of V alone")
     group_size: Literal[32, 64, 128] = Field(32, description="tokens of a key's group, channels of a value's")
+    clip: float = Field(0.0, ge=0, le=1, multiple_of=1 / 16, description=CLIP)
     token_norm: bool = Field(
         False,
         description="keys divided by their norms before they get codes, so that the small ones of attention sinks keep "
@@ -59,7 +62,7 @@ class Kivi(WindowedMethod):
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         k_bits, v_bits = (self.bits if own is None else own for own in (self.k_bits, self.v_bits))
         keys = KiviNormFormat if self.token_norm else KiviFormat
-        return keys(bits=k_bits), KiviFormat(bits=v_bits, per_token=True)
+        return keys(bits=k_bits, clip=self.clip), KiviFormat(bits=v_bits, clip=self.clip, per_token=True)
 
     def window(self) -> Window:
         size = self.group_size

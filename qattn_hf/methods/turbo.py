@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from qattn_hf.memory_budget import BudgetLayerSpec, at_stage
 from qattn_hf.messages import parse_size, shown
-from qattn_hf.methods.base import SMOOTH_K, Measured, WindowedMethod
+from qattn_hf.methods.base import CLIP, SMOOTH_K, Measured, WindowedMethod
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.flashq.reference import FlashQFormat
 from qattn_kernels.formats.flashq_token.reference import FlashQTokenFormat
@@ -25,11 +25,11 @@ class Turbo(WindowedMethod):
     """TurboAttention: 4- or 2-bit blocks behind an INT8 buffer, INT8 prefill and decode, head-wise mixed precision."""
 
     variants = (
-        {"bits": "mixed"},
+        {"bits": "mixed", "clip": 0.75},
         {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3, "rotate_k": "hadamard", "rotate_v": "hadamard"},
         {"block_kv": 32, "buffer_size": 64, "p_scale": "tile", "smooth_k": True},
         {"compute": "model", "sparse_v_tau": 1e-3, "v_scale": "token"},
-        {"memory": "1GiB", "bits": 2, "rotate_k": "hadamard"},
+        {"memory": "1GiB", "bits": 2, "rotate_k": "hadamard", "clip": 0.5},
     )
     measured = (
         Measured("turbo", "quality compare bits decode prefill"),
@@ -61,6 +61,7 @@ class Turbo(WindowedMethod):
     bits: Bits = Field(4, description="of K and V: 4, 2, or mixed, where the least sensitive heads get 2")
     k_bits: Bits | None = Field(None, description="of K alone")
     v_bits: Bits | None = Field(None, description="of V alone")
+    clip: float = Field(0.0, ge=0, le=1, multiple_of=1 / 16, description=CLIP)
     n_h: int | None = Field(None, ge=0, description="2-bit heads of a layer in mixed; default half")
     priority: Literal["priority", "min_max", "variation", "entropy", "random"] = Field(
         "priority",
@@ -180,6 +181,7 @@ class Turbo(WindowedMethod):
                     n_low=n_low,
                     priority=self.priority,
                     low_heads=low_heads,
+                    clip=self.clip,
                     transposed=side == "v",
                     buffer_scale=self.buffer_scale,
                 )

@@ -32,6 +32,7 @@ VALUES: dict[str, Any] = {
     "k_low_heads": [[0]],
     "v_low_heads": [[0]],
     "memory": "1GiB",
+    "clip": 0.75,
 }
 OF_SINKS = ("sink_window", "sink_skip_layers", "sink_select", "sink_exclude", "sink_prefill")
 BESIDE: dict[str, dict[str, Any]] = {

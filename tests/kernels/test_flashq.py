@@ -16,13 +16,14 @@ from qattn_kernels.formats.flashq.reference import head_priority, stage_one, sta
 from qattn_kernels.layer.state import side_of
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([4, 2]), st.floats(1e-20, 1e20))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([4, 2]), st.sampled_from([0.0, 0.75, 1.0]), st.floats(1e-20, 1e20))
 @settings(max_examples=60, deadline=None)
-def test_undone_codes_fit_int8_and_are_near(seed: int, bits: int, size: float):
+def test_undone_codes_fit_int8_and_are_near(seed: int, bits: int, clip: float, size: float):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(1, 2, 64, 8, generator=g) * size * torch.rand(1, 2, 1, 8, generator=g)
     x1, scale = stage_one(int8_tokens(x))
-    code, channel_scale, zero_point = (t.int() for t in stage_two(x1, torch.ones(1, 2, 64, dtype=torch.bool), bits))
+    keep = torch.ones(1, 2, 64, dtype=torch.bool)
+    code, channel_scale, zero_point = (t.int() for t in stage_two(x1, keep, bits, clip))
     dequantize = code * channel_scale[:, :, None] + zero_point[:, :, None]
     assert zero_point.min() >= -127 and zero_point.max() <= 117
     assert dequantize.min() >= -123 and dequantize.max() <= 122
@@ -39,6 +40,8 @@ def test_stage_two_by_hand():
     code, channel_scale, zero_point = stage_two(x1, torch.ones(1, 1, 4, dtype=torch.bool), 4)
     codes = [0, 15, 5, 12]  # 12.5 rounds to even
     assert (channel_scale.item(), zero_point.item(), code.flatten().tolist()) == (8, -100, codes)
+    code, channel_scale, zero_point = stage_two(x1, torch.ones(1, 1, 4, dtype=torch.bool), 2, clip=1.0)
+    assert (channel_scale.item(), zero_point.item(), code.flatten().tolist()) == (30, -85, [0, 3, 1, 3])
     code, channel_scale, zero_point = stage_two(x1, torch.tensor([[[False, True, True, True]]]), 2)
     assert (channel_scale.item(), zero_point.item(), code.flatten().tolist()) == (27, -61, [0, 3, 0, 2])
 

@@ -21,6 +21,29 @@ def test_codes_by_hand():
     assert code[:, 0].tolist() == [0, 1, 2, 3] and code[:, 1].tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("bits", "clip", "scale", "zero_point"), [(2, 1.0, 2.0, 0.0), (2, 0.0, 8 / 3, -1.0), (3, 1.0, 1.0, -0.5)]
+)
+def test_a_clipped_range_by_hand(bits: int, clip: float, scale: float, zero_point: float):
+    """From -1 to 7: with `clip=1` no value of the range errs by more than half a step, as the ends do then."""
+    got = asymmetric(torch.tensor([-1.0]), torch.tensor([7.0]), bits, clip)
+    assert got[0].item() == pytest.approx(scale, rel=2**-11) and got[1].item() == zero_point  # half a unit of fp16
+    x = torch.linspace(-1, 7, 801)
+    error = (encode(x, *got, bits) * got[0].float() + got[1].float() - x).abs()
+    assert error.max() <= scale / 2 * 1.001  # of fp16
+    assert (error[0] > 0.99 * scale / 2) == (clip == 1) == (error[-1] > 0.99 * scale / 2)
+
+
+def test_ranges_of_more_bits_are_never_clipped():
+    """They lose less whole; and so do heads of 4 bits beside some of 2."""
+    q, k, v = random_qkv(1, 64)
+    kivi = {"group_size": 64, "residual_length": 0}
+    for method, settings in (("kivi", kivi | {"bits": 3}), ("kivi", kivi | {"bits": 4}), ("turbo", {"bits": 4})):
+        plain, clipped = (make_layer((method, settings | {"clip": clip})) for clip in (0.0, 1.0))
+        outs = [feed(layer, q, k, v, [40, 64]) for layer in (plain, clipped)]
+        assert torch.equal(*outs) and all(torch.equal(x, clipped.state[name]) for name, x in plain.state.items())
+
+
 def test_codes_come_from_the_rounded_scale():
     """1000.25 is 1000 in fp16 and the scale 0.1 is not exact: codes must be the nearest with what is stored."""
     x = 1000.25 + torch.arange(16) * 0.1

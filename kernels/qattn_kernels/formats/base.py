@@ -260,6 +260,10 @@ class Format:
         """Bits of a packed code, if all heads have as many; else 0."""
         return 0
 
+    def kernel_clip(self) -> float:
+        """Share of half a step by which the outer codes of 2 bits lie inside of their range, a multiple of 1/16."""
+        return 0.0
+
     def tile_parts(self, heads: int) -> int:
         """Into how many part tiles the packed bytes of a block come apart inside a kernel."""
         bits = 2 if self.low_kind(heads) else self.kernel_bits(heads)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.codebook import half_bytes
 from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave, interleave, part_order, stack, token_order, unstack
 
@@ -143,6 +144,78 @@ def _packed(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.conste
 
 
 @triton.jit
+def _packed3(codes, at, d, VALUES: tl.constexpr, C: tl.constexpr):
+    """The two planes of a block of 3 bits, a quarter of the block each, channels in the order of `d`: bytes with the
+    lower two bits of four tokens, and their highest bits at the even places of another byte.
+
+    Of the highest bits a byte in memory has eight, of tokens that lie an eighth of the block apart: 0xa5 gives its even
+    bits, 0x05, to one eighth of the tokens, and its odd ones, 0x50, to the next."""
+    ROWS: tl.constexpr = C.BLOCK * 3 // 8
+    FOURTH: tl.constexpr = C.BLOCK // 4
+    EIGHTH: tl.constexpr = C.BLOCK // 8
+    t = tl.arange(0, FOURTH) if VALUES else part_order(FOURTH, C.PARTS // 4)
+    byte, odd = FOURTH + t % EIGHTH, (t // EIGHTH).to(tl.int8)
+    if VALUES:
+        place, inside = codes + at * (ROWS * C.D) + d[:, None] * ROWS, (d < C.D)[:, None]
+        low, top = (
+            tl.load(place + t[None, :], mask=inside, other=0),
+            tl.load(place + byte[None, :], mask=inside, other=0),
+        )
+        odd = tl.broadcast_to(odd[None, :], low.shape)
+    else:
+        place, inside = codes + at * (ROWS * C.D) + d[None, :], (d < C.D)[None, :]
+        low, top = (
+            tl.load(place + t[:, None] * C.D, mask=inside, other=0),
+            tl.load(place + byte[:, None] * C.D, mask=inside, other=0),
+        )
+        odd = tl.broadcast_to(odd[:, None], low.shape)
+    if C.PLAIN:
+        return low, (top >> odd.to(tl.uint8)) & 85
+    asm: tl.constexpr = "{.reg .b32 s; and.b32 s, $2, 1; shr.b32 s, $1, s; and.b32 $0, s, 0x55555555;}"
+    return low, tl.inline_asm_elementwise(asm, "=r,r,r", [top, odd], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def _unpack3(low, top, PART: tl.constexpr, PLAIN: tl.constexpr):
+    """int8 codes of one quarter of the tokens, of the bytes that `_packed3` gives: of 0x39, whose parts are 1, 2, 3 and
+    0, and 0x05 the codes 5, 6, 3 and 0."""
+    if PLAIN:
+        return ((low >> (2 * PART)) & 3 | ((top >> (2 * PART)) & 1) << 2).to(tl.int8)
+    if PART == 0:
+        asm: tl.constexpr = (
+            "{.reg .b32 a, b; and.b32 a, $1, 0x03030303; shl.b32 b, $2, 2; and.b32 b, b, 0x04040404; or.b32 $0, a, b;}"
+        )
+    elif PART == 1:
+        asm: tl.constexpr = (
+            "{.reg .b32 a, b; shr.b32 a, $1, 2; and.b32 a, a, 0x03030303; and.b32 b, $2, 0x04040404; or.b32 $0, a, b;}"
+        )
+    elif PART == 2:
+        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 4; shr.b32 b, $2, 2; and.b32 a, a, 0x03030303; and.b32 b, b, 0x04040404; or.b32 $0, a, b;}"  # noqa: E501
+    else:
+        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 6; shr.b32 b, $2, 4; and.b32 a, a, 0x03030303; and.b32 b, b, 0x04040404; or.b32 $0, a, b;}"  # noqa: E501
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [low, top], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def _quarter_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """What `_quarter` takes of a block of 2 or 3 bits, its channels in the order of `d`; 2 bits are one plane."""
+    if BITS == 3:
+        return _packed3(codes, at, d, VALUES, C)
+    else:
+        x = _packed(codes, at, d, 2, VALUES, C)
+        return x, x
+
+
+@triton.jit
+def _quarter(low, top, PART: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
+    """int8 codes of one quarter of the tokens; see `_unpack2` for those of 2 bits."""
+    if BITS == 3:
+        return _unpack3(low, top, PART, PLAIN)
+    else:
+        return _unpack2(low, PART, PLAIN)
+
+
+@triton.jit
 def _unpack2_pairs(left, right, HIGH: tl.constexpr, PLAIN: tl.constexpr):
     """int8 codes of a half tile of two quarters, 2 bits each: the codes of the first in its left half, four times those
     of the second in its right half. `left` and `right` hold the bytes there and zeros elsewhere.
@@ -167,8 +240,8 @@ def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
         address = codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + tl.arange(0, HALF)[None, :]
         inside = (d < C.D)[:, None]
         return tl.load(address, mask=inside, other=0), tl.load(address + HALF, mask=inside, other=0)
-    elif BITS == 4:
-        x = _packed(codes, at, d, 4, True, C)
+    elif BITS > 2:
+        x = _packed(codes, at, d, 4, True, C) if BITS == 4 else half_bytes(codes, at, d, BITS, True, C)
         return _unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN)
     else:
         ROWS: tl.constexpr = C.BLOCK // 4
@@ -192,11 +265,12 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
         hi = join_split(dot_split(_unpack4(x, 1, C.PLAIN), x8))
         return interleave(stack(lo, hi), C.PARTS)
     else:
-        x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
-        first = join_split(dot_split(_unpack2(x, 0, C.PLAIN), x8))
-        second = join_split(dot_split(_unpack2(x, 1, C.PLAIN), x8)) * 0.25
-        third = join_split(dot_split(_unpack2(x, 2, C.PLAIN), x8))
-        fourth = join_split(dot_split(_unpack2(x, 3, C.PLAIN), x8)) * 0.25
+        ODD: tl.constexpr = 0.25 if BITS == 2 else 1.0
+        low, top = _quarter_bytes(codes, at, tl.arange(0, C.DP), BITS, False, C)
+        first = join_split(dot_split(_quarter(low, top, 0, BITS, C.PLAIN), x8))
+        second = join_split(dot_split(_quarter(low, top, 1, BITS, C.PLAIN), x8)) * ODD
+        third = join_split(dot_split(_quarter(low, top, 2, BITS, C.PLAIN), x8))
+        fourth = join_split(dot_split(_quarter(low, top, 3, BITS, C.PLAIN), x8)) * ODD
         even, odd = stack(first, third), stack(second, fourth)
         pairs = tl.reshape(tl.join(even, odd), (2, C.BLOCK // 4, even.shape[1], 2))
         return interleave(tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (C.BLOCK, even.shape[1])), C.PARTS)
@@ -207,22 +281,18 @@ def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
     """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`,
     channels in the order of `d`."""
     y_lo, y_hi = unstack(deinterleave(y, C.PARTS))
-    if BITS >= 4:
+    if BITS == 2:  # codes of odd quarters come four times as large
+        unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
+        y_lo, y_hi = y_lo * unit, y_hi * unit
+    if BITS >= 4 or C.BLOCK < 128:  # a product takes 32 tokens at least
         lo, hi = half_values(codes, at, d, BITS, C)
         o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
     else:
-        # codes of odd quarters come four times as large
-        unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
-        y_lo, y_hi = y_lo * unit, y_hi * unit
-        if C.BLOCK < 128:  # a product takes 32 tokens at least
-            lo, hi = half_values(codes, at, d, 2, C)
-            o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
-        else:
-            x = _packed(codes, at, d, 2, True, C)
-            first, second = unstack(y_lo)
-            third, fourth = unstack(y_hi)
-            o = dot_split(_unpack2(x, 0, C.PLAIN), split_weights(first, C))
-            o = tl.dot(_unpack2(x, 1, C.PLAIN), split_weights(second, C), acc=o, out_dtype=tl.int32)
-            o = tl.dot(_unpack2(x, 2, C.PLAIN), split_weights(third, C), acc=o, out_dtype=tl.int32)
-            o = tl.dot(_unpack2(x, 3, C.PLAIN), split_weights(fourth, C), acc=o, out_dtype=tl.int32)
+        low, top = _quarter_bytes(codes, at, d, BITS, True, C)
+        first, second = unstack(y_lo)
+        third, fourth = unstack(y_hi)
+        o = dot_split(_quarter(low, top, 0, BITS, C.PLAIN), split_weights(first, C))
+        o = tl.dot(_quarter(low, top, 1, BITS, C.PLAIN), split_weights(second, C), acc=o, out_dtype=tl.int32)
+        o = tl.dot(_quarter(low, top, 2, BITS, C.PLAIN), split_weights(third, C), acc=o, out_dtype=tl.int32)
+        o = tl.dot(_quarter(low, top, 3, BITS, C.PLAIN), split_weights(fourth, C), acc=o, out_dtype=tl.int32)
     return join_split(o)

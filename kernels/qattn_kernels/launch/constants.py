@@ -28,7 +28,8 @@ class Sizes(NamedTuple):
     Formats:
         K_LOW, V_LOW: which heads have 2 bits (`formats.base.Low`); how many is no constant, so that layers with other
             heads need no kernels of their own.
-        K_BITS, V_BITS: of a code where all heads have as many. K_AGED, V_AGED: a row's first blocks have half of that.
+        K_BITS, V_BITS: of a code where all heads have as many. K_CLIP, V_CLIP: sixteenths of half a step by which the
+            outer codes of 2 bits lie inside of their range. K_AGED, V_AGED: a row's first blocks have half of that.
         K_CHANNELS, V_CHANNELS: of a token that share a scale, in formats where not all do, else 0.
         K_GROUP: which tokens' keys share a scale. SMOOTH_K: keys are coded around a mean.
         PARTS: of a packed block, which are interleaved in a tile of scores (`jit/tile_order.py`).
@@ -58,6 +59,8 @@ class Sizes(NamedTuple):
     V_LOW: int
     K_BITS: int
     V_BITS: int
+    K_CLIP: int
+    V_CLIP: int
     K_AGED: bool
     V_AGED: bool
     K_CHANNELS: int
@@ -177,6 +180,8 @@ def sizes_of(
         V_LOW=int(spec.v.core.low_kind(heads)),
         K_BITS=spec.k.core.kernel_bits(heads),
         V_BITS=spec.v.core.kernel_bits(heads),
+        K_CLIP=int(16 * spec.k.core.kernel_clip()),
+        V_CLIP=int(16 * spec.v.core.kernel_clip()),
         K_AGED=spec.k.core.ages,
         V_AGED=spec.v.core.ages,
         K_CHANNELS=spec.k.channel_group(dim),

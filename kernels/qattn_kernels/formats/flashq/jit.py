@@ -134,10 +134,10 @@ def _home(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _channel_scale(span, low, LOW: tl.constexpr):
-    """Step of codes that span so many integers, `low` those of 2 bits; divisors that the compiler knows need no
-    division."""
-    four, two = (2 * span + 15) // 30, (2 * span + 3) // 6
+def _channel_scale(span, low, LOW: tl.constexpr, CLIP: tl.constexpr):
+    """Step of codes that span so many integers, `low` those of 2 bits, of which `CLIP` sixteenths of half a step are
+    cut off at both ends; divisors that the compiler knows need no division."""
+    four, two = (2 * span + 15) // 30, (32 * span + 48 + CLIP) // (96 + 2 * CLIP)
     if LOW == NONE:
         found = four
     elif LOW == ALL:
@@ -164,13 +164,13 @@ def _store_ranges(S, at, channel_scale, zero_point, C: tl.constexpr):
 
 
 @triton.jit
-def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, C: tl.constexpr):
+def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr, C: tl.constexpr):
     """Codes from 0 to `levels` of `X1` `[BLOCK, DP]` of block `at`, whose steps and zero points are stored."""
     low = tl.min(tl.where(keep[:, None], code, 127.0), 0)
     high = tl.max(tl.where(keep[:, None], code, -127.0), 0)
     some = low <= high  # not if no token is kept
     low, high = tl.where(some, low, 0.0).to(tl.int32), tl.where(some, high, 0.0).to(tl.int32)
-    channel_scale = _channel_scale(high - low, narrow, LOW)
+    channel_scale = _channel_scale(high - low, narrow, LOW, CLIP)
     zero_point = low + ((high - low - channel_scale * levels) >> 1)
     _store_ranges(S, at, channel_scale, zero_point, C)
     zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
@@ -184,18 +184,19 @@ def put_codes(S, code, keep, b, h, index, NB, place, VALUES: tl.constexpr, C: tl
     there is none."""
     LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
     AGED: tl.constexpr = C.V_AGED if VALUES else C.K_AGED
+    CLIP: tl.constexpr = C.V_CLIP if VALUES else C.K_CLIP
     narrow, home = _home(S, b, h, index, NB, place, VALUES, C)
     at = (b * C.H + h).to(tl.int64) * NB + index
     if (C.V_BITS if VALUES else C.K_BITS) == 8:
         if narrow:
             if AGED:
-                coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, C)
+                coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, C)
                 write_codes(S.codes4, coded, home, 4, False, VALUES, C)
         else:
             _store_ranges(S, at, tl.full([C.DP], 1, tl.int8), tl.full([C.DP], 0, tl.int8), C)
             write_codes(S.codes8, code.to(tl.int32), home, 8, False, VALUES, C)
     else:
-        coded = _second_stage(S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, C)
+        coded = _second_stage(S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, C)
         if AGED or LOW != ALL:
             if not narrow:
                 write_codes(S.codes4, coded, home, 4, False, VALUES, C)

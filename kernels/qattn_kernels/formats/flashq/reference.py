@@ -45,13 +45,16 @@ def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.
     return x1.clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8), scale
 
 
-def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def stage_two(
+    x1: torch.Tensor, keep: torch.Tensor, bits: int, clip: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Second stage: asymmetric `bits`-bit codes of `X1` `[..., block, D]`, in integers.
 
     Returns `code`, and of each channel INT8 `channel_scale` and `zero_point`: `X1` is dequantized as
     `code * channel_scale + zero_point`. In 4 bits a channel between -20 and 40 has `channel_scale = 4` and
     `zero_point = -20`; its 17 becomes code 9, which is read as 16. Tokens outside `keep` `[..., block]` do not widen
-    the range; in a block without any, the range is zero. Of 8 bits the code is `X1` itself, INT8.
+    the range; in a block without any, the range is zero. Of 8 bits the code is `X1` itself, INT8. Codes of 2 bits lie
+    inside of the range by `clip` halves of a step, a multiple of 1/16.
     """
     if bits == 8:
         unit = x1.new_ones((*x1.shape[:-2], x1.shape[-1]))
@@ -60,7 +63,8 @@ def stage_two(x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Te
     low = torch.where(keep[..., None], x1, 127).amin(-2)
     high = torch.where(keep[..., None], x1, -127).amax(-2)
     low, high = torch.where(keep.any(-1, True), low, 0), torch.where(keep.any(-1, True), high, 0)
-    scale = ((2 * (high - low) + levels) // (2 * levels)).clamp(min=1)
+    steps = 16 * levels + (int(16 * clip) if bits == 2 else 0)
+    scale = ((32 * (high - low) + steps) // (2 * steps)).clamp(min=1)
     zero_point = low + ((high - low - scale * levels) >> 1)
     code = torch.round((x1 - zero_point[..., None, :]) / scale[..., None, :]).clamp(0, levels)
     return code.to(torch.uint8), scale.to(torch.int8), zero_point.to(torch.int8)
@@ -92,6 +96,7 @@ class FlashQFormat(Format):
         n_low: acts in `mixed` only.
         priority: how those heads are chosen when a row's first block closes (see `head_priority`).
         low_heads: their list, if a recipe fixes it for all rows; it wins over `priority`.
+        clip: of codes of 2 bits, see `stage_two`.
         buffer_scale: `token`, or the paper's `universal`: one scale a row and head, later values clamped and counted.
     """
 
@@ -99,6 +104,7 @@ class FlashQFormat(Format):
     n_low: int = 0
     priority: str = "priority"
     low_heads: tuple[int, ...] | None = None
+    clip: float = 0.0
     buffer_scale: str = "token"
     aged: int | None = None
 
@@ -130,6 +136,9 @@ class FlashQFormat(Format):
 
     def kernel_bits(self, heads: int) -> int:
         return 8 if self.bits == 8 else {0: 4, heads: 2}.get(self.low(heads), 0)
+
+    def kernel_clip(self) -> float:
+        return self.clip
 
     def tile_parts(self, heads: int) -> int:
         return super().tile_parts(heads) if self.aged is None else 4 if self.bits == 4 else 2
@@ -345,7 +354,7 @@ class FlashQFormat(Format):
 
     def _second(self, x1: torch.Tensor, keep: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
         """Packed codes, channel scales and zero points of `X1`."""
-        code, scale, zero_point = stage_two(x1, keep, bits)
+        code, scale, zero_point = stage_two(x1, keep, bits, self.clip)
         return self._packed(code, bits), scale, zero_point
 
     def _read_mixed(self, state: State, blocks: int) -> torch.Tensor:

@@ -32,11 +32,13 @@ class Tensors(NamedTuple):
 
 
 @triton.jit
-def _asymmetric(low, high, BITS: tl.constexpr):
-    """fp16 scale and zero point of codes for fp32 values from `low` to `high`."""
+def _asymmetric(low, high, BITS: tl.constexpr, CLIP: tl.constexpr):
+    """fp16 scale and zero point of codes for fp32 values from `low` to `high`, of which `CLIP` sixteenths of half a
+    step are cut off at both ends."""
     low, high = tl.clamp(low, -LARGEST, LARGEST), tl.clamp(high, -LARGEST, LARGEST)
-    scale = tl.div_rn(high - low, tl.full(low.shape, 2**BITS - 1, tl.float32))
-    return scale.to(tl.float16), low.to(tl.float16)
+    scale = tl.div_rn(high - low, tl.full(low.shape, 2**BITS - 1 + CLIP / 16, tl.float32))
+    zero_point = low + scale * (CLIP / 32) if CLIP else low
+    return scale.to(tl.float16), zero_point.to(tl.float16)
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         x, inside = _by_group(code, C), _by_group(tl.broadcast_to((d < C.D)[None, :], code.shape), C)
         low, high = tl.min(tl.where(inside, x, float("inf")), 2), tl.max(tl.where(inside, x, float("-inf")), 2)
         offsets, mask = _scale_offsets(at, C)
-        scale, zero_point = _asymmetric(tl.where(mask, low, 0.0), tl.where(mask, high, 0.0), C.V_BITS)
+        scale, zero_point = _asymmetric(tl.where(mask, low, 0.0), tl.where(mask, high, 0.0), C.V_BITS, C.V_CLIP)
         tl.store(S.scale + offsets, scale, mask=mask)
         tl.store(S.zero_point + offsets, zero_point, mask=mask)
         coded = tl.reshape(_encode(x, scale[:, :, None], zero_point[:, :, None], C.V_BITS), code.shape)
@@ -81,7 +83,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         some = tl.max(keep.to(tl.int32), 0) > 0
         low = tl.where(some, tl.min(tl.where(keep[:, None], code, float("inf")), 0), 0.0)
         high = tl.where(some, tl.max(tl.where(keep[:, None], code, float("-inf")), 0), 0.0)
-        scale, zero_point = _asymmetric(low, high, C.K_BITS)
+        scale, zero_point = _asymmetric(low, high, C.K_BITS, C.K_CLIP)
         tl.store(S.scale + at * C.D + d, scale, mask=d < C.D)
         tl.store(S.zero_point + at * C.D + d, zero_point, mask=d < C.D)
         coded = _encode(code, scale[None, :], zero_point[None, :], C.K_BITS)

@@ -16,14 +16,19 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 LARGEST = torch.finfo(torch.float16).max
 
 
-def asymmetric(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def asymmetric(
+    low: torch.Tensor, high: torch.Tensor, bits: int, clip: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """fp16 scale and zero point of codes for fp32 values from `low` to `high`: `value = code * scale + zero_point`.
 
-    2 bits from -1 to 5: scale 2 and zero point -1, so that 2.4 is code 2, which is read as 3.
+    2 bits from -1 to 5: scale 2 and zero point -1, so that 2.4 is code 2, which is read as 3. With `clip`, the share of
+    half a step by which the outer codes lie inside of the range, 1: scale 1.5 and zero point -0.25.
     """
     low, high = low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST)
-    levels = torch.full_like(low, 2**bits - 1)  # by a number, CUDA would multiply by its rounded inverse
-    return ((high - low) / levels).half(), low.half()
+    steps = torch.full_like(low, 2**bits - 1 + clip)  # by a number, CUDA would multiply by its rounded inverse
+    scale = (high - low) / steps
+    zero_point = low + scale * (clip / 2) if clip else low
+    return scale.half(), zero_point.half()
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits: int) -> torch.Tensor:
@@ -39,23 +44,31 @@ class KiviFormat(OpenFormat):
 
     Attributes:
         bits: 2, 3 or 4.
+        clip: of codes of 2 bits, see `asymmetric`.
         per_token: statistics of a token over groups of as many channels as a block has tokens, codes `[D, tokens]`;
             else of a channel over the tokens of a block.
     """
 
     bits: int = 2
+    clip: float = 0.0
     per_token: bool = False
 
     name = "kivi"
     integer = False
 
     def kernel_limits(self, side: str, dim: int) -> str | None:
-        if self.bits == 3 or self.per_token != (side == "v"):
-            return "of KIVI's formats the kernels know 2 and 4 bits, keys by channel and values by token"
+        if self.per_token != (side == "v"):
+            return "of KIVI's formats the kernels know keys by channel and values by token"
         return None
 
     def kernel_bits(self, heads: int) -> int:
         return self.bits
+
+    def tile_parts(self, heads: int) -> int:
+        return 4 if self.bits == 3 else super().tile_parts(heads)
+
+    def kernel_clip(self) -> float:
+        return self.clip if self.bits == 2 else 0.0
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         b, h, n, tokens = geo.batch, geo.heads, geo.blocks, window.block * self.bits // 8
@@ -81,7 +94,8 @@ class KiviFormat(OpenFormat):
         some = keep.any(-1)[..., None]
         low = torch.where(keep[..., None], x, torch.inf).amin(-2)
         high = torch.where(keep[..., None], x, -torch.inf).amax(-2)
-        return asymmetric(torch.where(some, low, 0.0), torch.where(some, high, 0.0), self.bits)
+        low, high = torch.where(some, low, 0.0), torch.where(some, high, 0.0)
+        return asymmetric(low, high, self.bits, self.kernel_clip())
 
     def _by_token(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`[B, H, groups, block]`: of each token over groups of channels, the last of which may be a short one."""
@@ -89,7 +103,7 @@ class KiviFormat(OpenFormat):
         channels = torch.arange(dim + -dim % group, device=x.device).clamp(max=dim - 1)
         whole = x[..., channels].unflatten(-1, (-1, group))
         low, high = whole.aminmax(dim=-1)
-        return asymmetric(low.transpose(-1, -2), high.transpose(-1, -2), self.bits)
+        return asymmetric(low.transpose(-1, -2), high.transpose(-1, -2), self.bits, self.kernel_clip())
 
     def _spread(self, scale: torch.Tensor, zero_point: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point of every value: `[..., block, D]`, or what broadcasts to that."""
