@@ -74,6 +74,12 @@ def rotations_table(results: Path) -> str:
     return _by_kind(results, "rotations", header, "rotation")
 
 
+def clipping_table(results: Path) -> str:
+    """KL of keys or values alone, by the part of their range that codes reach over."""
+    header = {"model": "model", "side": "side", "rotation": "rotation", "bits": "bits"}
+    return _by_kind(results, "clipping", header, "reach")
+
+
 def _by_kind(results: Path, record: str, header: dict[str, str], kind: str) -> str:
     """KL and its standard error, a column a `kind`, a line for what the keys of `header` have in a row."""
     rows = [row for result in load(results, record) for row in result["rows"]]
@@ -113,7 +119,8 @@ def quality_table(results: Path) -> str:
             ]
             for row in found
         ]
-        parts.append(f"**{model}**\n\n{markdown(header, rows)}")
+        once = [list(row) for row in dict.fromkeys(map(tuple, rows))]  # each record has full precision again
+        parts.append(f"**{model}**\n\n{markdown(header, once)}")
     return "\n\n".join(parts) or "Not measured yet."
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,24 @@ moments: dict[tuple[int, str], torch.Tensor] | None = None  # while a text is fi
 chosen: tuple[str, str, int, list[torch.Tensor]] | None = None  # side, store, bits, a matrix of each layer
 
 
+def whole(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and greatest numbers `[..., D]` of groups `[..., tokens, D]`: what their codes reach from and to."""
+    return x.amin(-2), x.amax(-2)
+
+
+Reach = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+reach: Reach = whole  # `eval/clipping.py` takes others
+
+
 def by_range(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     """`x` as it is read from codes whose step and zero point are of the range along `dim`."""
-    low, high = x.amin(dim), x.amax(dim)
     if dim == -1:
         return by_range(x.mT, -2, bits).mT
+    return by_reach(x, *reach(x, bits), bits)
+
+
+def by_reach(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
+    """`x` `[..., tokens, D]` as it is read from codes that reach from `low` to `high` `[..., D]`."""
     step, zero_point = (y[..., None, :] for y in asymmetric(low, high, bits))
     return encode(x, step, zero_point, bits) * step.float() + zero_point.float()
 

@@ -26,7 +26,15 @@ from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
 from overview_table import generate_overview, overview_table, settings_table, throughput_overview
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
-from quality_tables import bits_table, claimed_table, key_scales_table, quality_table, recipes_table, rotations_table
+from quality_tables import (
+    bits_table,
+    claimed_table,
+    clipping_table,
+    key_scales_table,
+    quality_table,
+    recipes_table,
+    rotations_table,
+)
 from recorded import Result, conditions, load, markdown
 from speed_tables import (
     heads_table,
@@ -57,6 +65,7 @@ PAGES = {
         "retrieval-",
         "rollout-",
         "rotations",
+        "clipping",
         "tune-",
     ),
     "tasks": ("tasks-",),
@@ -115,6 +124,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "recipes": recipes_table,
     "key-scales": key_scales_table,
     "rotations": rotations_table,
+    "clipping": clipping_table,
     "budget": budget_table,
     "outgrown": outgrown_table,
     "latent": latent_table,
