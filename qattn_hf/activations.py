@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from qattn_hf.attention import scores_of
 from qattn_hf.handle import Handle
-from qattn_hf.layer_kinds import window_of
+from qattn_hf.layer_kinds import local_window, window_of
 from qattn_hf.live_memory import LiveMemory
 from qattn_kernels.launch.launches import recorded
 from qattn_kernels.launch.plan import ALIGNMENT, Result
@@ -104,7 +104,7 @@ class CountedLayer(CacheLayerMixin):
             return out
         scores, window = scores_of(query, scaling, kwargs), window_of(self.spec)
         if window is not None:
-            return self._attend_window(query, handle, replace(scores, window=window), window)
+            return self._attend_window(query, handle, replace(scores, window=local_window(self.spec)), window)
         return self._computed(query, handle, scores, self.arena, self.layout, self._blocks_for(self.past))
 
     def _attend_window(self, query: torch.Tensor, handle: Handle, scores: Scores, window: int) -> torch.Tensor:

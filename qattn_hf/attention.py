@@ -15,7 +15,7 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
 from qattn_hf.latent import up_projections
-from qattn_hf.layer_kinds import hides, window_of
+from qattn_hf.layer_kinds import asked_window, hides
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL
 
@@ -84,7 +84,7 @@ def attention(
         raise UnsupportedError(
             "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
         )
-    window = window_of(key.layer.spec)
+    window = asked_window(key.layer.spec)
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache", window)
     scores, span = scores_of(query, scaling, kwargs), attention_mask.reshape(-1, 2)
     unpadded = not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)

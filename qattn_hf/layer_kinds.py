@@ -46,13 +46,20 @@ class HybridLayerSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class WindowLayerSpec(LayerSpec):
-    """Spec of a packed layer with a sliding window.
+    """Spec of a packed layer with a sliding window, or with attention in chunks.
 
     Attributes:
-        sliding_window: tokens that a query sees, itself included.
+        sliding_window: tokens that a query sees, itself included; at most, where they are those of its chunk.
+        chunked: a chunk begins at a multiple of `sliding_window` positions.
     """
 
     sliding_window: int = 1
+    chunked: bool = False
+
+    @property
+    def local(self) -> int:
+        """The window as `Scores` has it."""
+        return -self.sliding_window if self.chunked else self.sliding_window
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,23 @@ class ModelLayerSpec:
 def window_of(spec: LayerSpec) -> int | None:
     """Tokens of the sliding window of a packed layer; None where it has none."""
     return spec.sliding_window if isinstance(spec, WindowLayerSpec) else None
+
+
+def local_window(spec: LayerSpec) -> int:
+    """The window of a packed layer as `Scores` has it, `-n` for chunks; 0 where it has none."""
+    return spec.local if isinstance(spec, WindowLayerSpec) else 0
+
+
+def kind_of(spec: LayerSpec) -> str:
+    """Layer type of a packed layer, as transformers names it."""
+    if window_of(spec) is None:
+        return "full_attention"
+    return "chunked_attention" if local_window(spec) < 0 else "sliding_attention"
+
+
+def asked_window(spec: LayerSpec) -> int | None:
+    """The `sliding_window` that a model passes to the attention of a packed layer; chunks are in its mask alone."""
+    return None if local_window(spec) < 0 else window_of(spec)
 
 
 def grows(spec: LayerSpec | ModelLayerSpec) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import window_of
+from qattn_hf.layer_kinds import kind_of, window_of
 from qattn_hf.model_layer import ModelLayer
 from qattn_kernels.formats.base import Span
 from qattn_kernels.layer.skip_counts import skip_counts_of
@@ -48,7 +48,7 @@ def layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
     row: dict[str, Any] = {
         "layer": index,
         "method": method,
-        "kind": "full_attention" if window is None else "sliding_attention",
+        "kind": kind_of(spec),
         "window": window,
         "k_format": spec.k.label,
         "v_format": spec.v.label,

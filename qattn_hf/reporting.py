@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from qattn_hf.cache import QAttnCache
 from qattn_hf.continuous.cache import in_words
 from qattn_hf.errors import QAttnError
+from qattn_hf.layer_kinds import WINDOWED
 from qattn_hf.messages import cut, size
 from qattn_hf.model_layer import ModelLayer
 from qattn_hf.recipe import Recipe
@@ -247,7 +248,7 @@ def _by_bits(side: str, tokens: dict[int, int]) -> str:
 def _notes(row: dict[str, Any]) -> str:
     notes = [f"the model's own: {row['own']}"] if "own" in row else []
     notes += [f"not packed: {row['why']}"] if row.get("why") else []
-    notes += [f"sliding window of {row['window']}"] if row.get("window") else []
+    notes += [f"{WINDOWED[row['kind']]} of {row['window']}"] if row.get("window") else []
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += [_by_bits(side, tokens) for side, tokens in row.get("tokens_by_bits", {}).items() if len(tokens) > 1]
     notes += ["sinks kept out"] if row.get("sinks") else []

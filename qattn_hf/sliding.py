@@ -1,4 +1,4 @@
-"""Which layers with a sliding window are packed: the setting `sliding` of a recipe.
+"""Which layers with a sliding window, or attention in chunks, are packed: the setting `sliding` of a recipe.
 
 `packed` packs them all or refuses the model, `model` leaves them all to transformers' own cache, and `auto` packs them
 where that takes at most `PAYS` of the bytes. A model has one mask for all its windows, so that one answer serves all.
@@ -44,10 +44,13 @@ def decide(
         return [*own]
     why, specs = "sliding='model'", {}
     if setting != "model":
-        why = _why_never(windows, config) or ""
+        why = _why_never(config) or ""
         if not why:
             specs = {
-                i: WindowLayerSpec(**vars(packed(i)), sliding_window=kept.window or 1) for i, kept in windows.items()
+                i: WindowLayerSpec(
+                    **vars(packed(i)), sliding_window=kept.window or 1, chunked=kept.kind == "chunked_attention"
+                )
+                for i, kept in windows.items()
             }
             why = _why_not(specs, config, setting == "auto") or ""
     if why and setting == "packed":
@@ -56,10 +59,8 @@ def decide(
     return [(unpacked if why else specs).get(i, kept) for i, kept in enumerate(own)]
 
 
-def _why_never(windows: dict[int, ModelLayerSpec], config: PretrainedConfig) -> str | None:
+def _why_never(config: PretrainedConfig) -> str | None:
     """Why no method packs the windows of this model, or None."""
-    if any(kept.kind == "chunked_attention" for kept in windows.values()):
-        return "a chunk begins at a multiple of its length, and packed layers know windows that end at the query"
     if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", None):
         return "layers share the keys and values of others"
     return None

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import ModelLayerSpec, window_of
+from qattn_hf.layer_kinds import ModelLayerSpec, local_window
 from qattn_hf.memory_budget import BudgetLayerSpec, all_stages
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -55,7 +55,7 @@ def begin(
             dtype,
             device,
             capped,
-            window_of(spec) or 0,
+            local_window(spec),
             heads.v_dim,
         )
         for spec, heads in fused

@@ -25,7 +25,8 @@ from qattn_kernels.step.operator import attend, make_room
 
 
 class WindowLayer(QAttnLayer):
-    """`QAttnLayer` of a layer whose queries see the last `spec.sliding_window` tokens, of a capacity to match.
+    """`QAttnLayer` of a layer whose queries see the last `spec.sliding_window` tokens, or those of their chunk of as
+    many, of a capacity to match.
 
     When it is full, blocks move to the front in place, between calls: addresses stay, and kernels and captured steps
     are those of any packed layer. A longer call, as of a prompt, runs over a larger copy, whose last blocks are kept.
@@ -87,7 +88,7 @@ class WindowLayer(QAttnLayer):
         self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the handle's tokens and attend to the window; arguments and results as in `QAttnLayer`."""
-        scores, tokens = replace(scores, window=self.spec.sliding_window), query.shape[2]
+        scores, tokens = replace(scores, window=self.spec.local), query.shape[2]
         if torch.compiler.is_compiling():
             if tokens > SHORT_CALL:
                 raise UnsupportedError(

@@ -33,8 +33,9 @@ WITHOUT_SINKS = [
 
 
 def windowed(case: Case, window: int, max_cache_len: int | None = None) -> WindowLayer:
+    """Of chunks of `-window` tokens, where that is what `window` is."""
     spec = get_method(case[0])(**case[1]).last_layer_spec(2)
-    return WindowLayer(WindowLayerSpec(**vars(spec), sliding_window=window), max_cache_len)
+    return WindowLayer(WindowLayerSpec(**vars(spec), sliding_window=abs(window), chunked=window < 0), max_cache_len)
 
 
 def call(layer: QAttnLayer, qkv: Any, start: int, end: int, window: int, padding: int = 0) -> torch.Tensor:
@@ -63,12 +64,13 @@ def windowed_attention(qkv: Any, window: int) -> torch.Tensor:
     q, k, v = (x.double() for x in qkv)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     tokens = torch.arange(q.shape[2])
-    back = tokens[:, None] - tokens
+    back, chunk = tokens[:, None] - tokens, tokens // abs(window)
+    hidden = back >= window if window > 0 else chunk[:, None] != chunk
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
-    return scores.masked_fill((back < 0) | (back >= window), -torch.inf).softmax(-1) @ v
+    return scores.masked_fill((back < 0) | hidden, -torch.inf).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("window", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 200, -1, -64, -70, -200])
 def test_against_attention_over_the_whole_history(window):
     qkv, layer = random_qkv(2, 900), windowed(("none", {}), window)
     cut, start, out = random.Random(window), 0, []

@@ -83,7 +83,7 @@ def patched(row: Row, model: PreTrainedModel, method: str, **settings: Any) -> P
 
 
 WINDOWED = ["gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mistral", "phi3"]  # whose windows can be packed
-ROWS = [*map(Row, PACKED), *(Row(name, "packed") for name in WINDOWED), Row(VISION)]
+ROWS = [*map(Row, PACKED), *(Row(name, "packed") for name in (*WINDOWED, "llama4_text")), Row(VISION)]
 
 OWN = "layers keep what is the model's own"
 OF_WINDOW: dict[str, tuple[str, ...]] = {
@@ -93,7 +93,6 @@ OF_WINDOW: dict[str, tuple[str, ...]] = {
 OF_CHUNK: dict[str, tuple[str, ...]] = {
     "crop": ("cannot crop 5 columns", f"attention in chunks of {WINDOW}", "Start from a fresh cache"),
     "compile": (OWN, f"attention in chunks of {WINDOW}"),
-    "packed": ("a chunk begins at a multiple of its length",),
 }
 OF_STATE: dict[str, tuple[str, ...]] = {
     "crop": ("cannot crop 5 columns", "linear attention or", "state of that time is gone", "Start from a fresh cache"),

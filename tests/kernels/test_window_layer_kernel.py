@@ -28,20 +28,30 @@ METHODS: list[Case] = [
 ]
 
 
-def layer(case: Case, impl: str) -> WindowLayer:
+def layer(case: Case, impl: str, chunked: bool) -> WindowLayer:
     spec = get_method(case[0])(**case[1], crop_horizon=HORIZON).last_layer_spec(2)
-    return WindowLayer(WindowLayerSpec(**(vars(spec) | {"impl": impl}), sliding_window=WINDOW))
+    return WindowLayer(WindowLayerSpec(**(vars(spec) | {"impl": impl}), sliding_window=WINDOW, chunked=chunked))
 
 
-@pytest.mark.product("none")  # half of what others take
-@pytest.mark.parametrize("case", METHODS, ids=case_id)
-def test_kernels_are_the_reference(case: Case):
+# the interpreter shows chunks in floating point and in INT8
+CHUNKS = [case for case in METHODS if DEVICE == "cuda" or case in (("none", {}), ("turbo", {}))]
+
+
+@pytest.mark.product("none-window")  # half of what others take
+@pytest.mark.parametrize(
+    ("case", "chunked"),
+    [
+        *(pytest.param(case, False, id=f"{case_id(case)}-window") for case in METHODS),
+        *(pytest.param(case, True, id=f"{case_id(case)}-chunks") for case in CHUNKS),
+    ],
+)
+def test_kernels_are_the_reference(case: Case, chunked: bool):
     """With learned sinks and capped scores."""
     g = torch.Generator().manual_seed(0)
     tokens = sum(CALLS)
     q, k, v = (torch.randn(1, 2, tokens, 64, generator=g).to(DEVICE) for _ in range(3))
     scores = Scores(0.125, softcap=20.0, sinks=torch.tensor([0.3, -1.0], device=DEVICE))
-    kernels, reference, start = layer(case, "triton"), layer(case, "reference"), 0
+    kernels, reference, start = layer(case, "triton", chunked), layer(case, "reference", chunked), 0
     for count in CALLS:
         padding = 7 if start == 0 else 0
         span = torch.tensor([[padding, count - padding]], dtype=torch.int32, device=DEVICE)

@@ -15,6 +15,16 @@ FIRST, COUNT = (tl.constexpr(Row._fields.index(name)) for name in ("first", "cou
 
 
 @triton.jit
+def in_window(pos, q_pos, window, CHUNKS: tl.constexpr):
+    """Whether tokens at row positions `pos` lie in the window of `window` tokens of queries at `q_pos`, or not before
+    their chunk of as many."""
+    if CHUNKS:
+        return pos >= q_pos - q_pos % window
+    else:
+        return pos > q_pos - window
+
+
+@triton.jit
 def load_row(rows, b):
     """The `Row` of `b` from `rows` `[B, ROW_FIELDS]`."""
     at = rows + b * ROW_FIELDS

@@ -108,7 +108,7 @@ def make_call(
     int8 = (spec.compute.decode if short else spec.compute.prefill) == "int8"
     int8 |= short and not spec.latent and any(jit_of(fmt).splits_int8 for fmt in (spec.k, spec.v))
     columns = tokens if short else 1
-    asks = scores.softcap != 0, scores.window != 0
+    asks = scores.softcap != 0, scores.window != 0, scores.window < 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, value.shape[3])
     if table is not None:
         sizes = sizes._replace(PAGED=True, V=sizes.V._replace(PAGED=True))

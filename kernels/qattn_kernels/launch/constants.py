@@ -6,6 +6,7 @@ import os
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from qattn_kernels.formats.base import Format
 from qattn_kernels.layer.spec import LayerSpec
 
 LEAST_COLUMNS = 8  # of a tensor core tile
@@ -42,6 +43,7 @@ class Sizes(NamedTuple):
         Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
         ONE_TOKEN: the call has one. INT8: products are of integers. Q_LEVELS: largest code of a query.
         SAS, SOFTCAP, LOCAL, SPARSE_V: whether that softmax, a cap of scores, a local window, sparse V is used.
+        CHUNKS: the window is the chunk of a query.
     PAGED: blocks of all rows lie in one pool, where a table says.
     PLAIN: the interpreter runs, which knows no assembly.
     """
@@ -83,6 +85,7 @@ class Sizes(NamedTuple):
     SAS: bool
     SOFTCAP: bool
     LOCAL: bool
+    CHUNKS: bool
     SPARSE_V: bool
     PAGED: bool
     PLAIN: bool
@@ -106,6 +109,7 @@ class PrefillSizes(NamedTuple):
         SMOOTH_K: of keys. SMOOTH_Q: of which queries (`smooth_q`). SMOOTH_V: of values.
     Scores:
         SAS, SOFTCAP: whether that softmax, a cap is used. LOCAL_WINDOW: positions that a query sees back, 0 for all.
+        CHUNKS: it sees back to a multiple of so many positions.
         SINK_LOGITS: the model has learned ones.
     PLAIN: the interpreter runs, which knows no assembly.
     """
@@ -137,6 +141,7 @@ class PrefillSizes(NamedTuple):
     SAS: bool
     SOFTCAP: bool
     LOCAL_WINDOW: int
+    CHUNKS: bool
     SINK_LOGITS: bool
     PLAIN: bool
 
@@ -144,6 +149,14 @@ class PrefillSizes(NamedTuple):
 def power_of_two(n: int) -> int:
     """The least power of two that is not below `n`."""
     return 1 << (n - 1).bit_length()
+
+
+def _of_side(side: str, fmt: Format, heads: int, dim: int) -> dict[str, Any]:
+    """The constants of a format of keys (`K`) or values (`V`)."""
+    core = fmt.core
+    found = {"LOW": int(core.low_kind(heads)), "BITS": core.kernel_bits(heads), "CLIP": int(16 * core.kernel_clip())}
+    found |= {"AGED": core.ages, "CHANNELS": fmt.channel_group(dim)}
+    return {f"{side}_{name}": value for name, value in found.items()}
 
 
 @lru_cache(maxsize=1024)
@@ -156,9 +169,11 @@ def sizes_of(
     int8: bool,
     cap: bool,
     local: bool,
+    chunks: bool = False,
     v_dim: int | None = None,
 ) -> Sizes:
-    """For a call of `tokens` new tokens, with a soft cap, a local window or neither. `v_dim`: values', if not `dim`."""
+    """For a call of `tokens` new tokens, with a soft cap, a local window, which may be a chunk, or neither. `v_dim`:
+    values', if not `dim`."""
     at, v_dim = spec.window, v_dim or dim
     least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, MOST_COLUMNS)
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
@@ -176,16 +191,8 @@ def sizes_of(
         SPAN=at.span,
         RESIDUAL=at.residual,
         RING=ring,
-        K_LOW=int(spec.k.core.low_kind(heads)),
-        V_LOW=int(spec.v.core.low_kind(heads)),
-        K_BITS=spec.k.core.kernel_bits(heads),
-        V_BITS=spec.v.core.kernel_bits(heads),
-        K_CLIP=int(16 * spec.k.core.kernel_clip()),
-        V_CLIP=int(16 * spec.v.core.kernel_clip()),
-        K_AGED=spec.k.core.ages,
-        V_AGED=spec.v.core.ages,
-        K_CHANNELS=spec.k.channel_group(dim),
-        V_CHANNELS=spec.v.channel_group(v_dim),
+        **_of_side("K", spec.k, heads, dim),
+        **_of_side("V", spec.v, heads, v_dim),
         PARTS=parts,
         FOURS=at.block // (8 * parts) % 4 == 0,
         OPEN=ring_parts + int(spec.sink_pool.num > 0),
@@ -204,6 +211,7 @@ def sizes_of(
         SAS=spec.compute.softmax == "sas",
         SOFTCAP=cap,
         LOCAL=local,
+        CHUNKS=chunks,
         SPARSE_V=spec.sparsity.tau > 0,
         PAGED=False,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",

@@ -14,7 +14,8 @@ class Scores:
     Attributes:
         scale: of `q . k`, usually `1 / sqrt(D)`.
         softcap: `cap * tanh(score / cap)`; 0 is none.
-        window: a query sees only this many tokens, itself included; 0 is all.
+        window: a query sees only this many tokens, itself included; 0 is all. `-n`: those of its chunk, which begins at
+            a multiple of `n` positions.
         sinks: fp32 `[Hq]`, a learned logit a head that takes weight and gives no value; or None.
     """
 

@@ -71,16 +71,20 @@ class Tiles(NamedTuple):
 
 
 def visible(tiles: Tiles, q_pos: torch.Tensor, window: int) -> torch.Tensor:
-    """Which tokens each query sees, bool `[B, Hkv, T, n, block]`: causal, and no further back than `window` tokens, if
-    that is not 0.
+    """Which tokens each query sees, bool `[B, Hkv, T, n, block]`: causal, and of its `window` (`Scores`).
 
     `q_pos` int32 `[B, T]` are the queries' row positions, negative for padding, which sees nothing.
     """
     q = q_pos[:, None, :, None, None]
     see = (tiles.since[:, :, None] <= q) & (q <= tiles.until[:, :, None]) & (q >= 0)
     if window:
-        see &= tiles.pos[:, :, None] > q - window
+        see &= tiles.pos[:, :, None] > last_hidden(q, window)
     return see & tiles.keep[:, :, None]
+
+
+def last_hidden(q_pos: torch.Tensor, window: int) -> torch.Tensor:
+    """The last row position before the window, or, of `-n`, before the chunk of queries at row positions `q_pos`."""
+    return q_pos - window if window > 0 else q_pos - q_pos % -window - 1
 
 
 def packed_tiles(state: State, spec: LayerSpec, closed: torch.Tensor) -> Tiles:

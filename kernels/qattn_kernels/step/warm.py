@@ -30,7 +30,7 @@ class LayerShape(NamedTuple):
         heads, kv_heads, dim: query and KV heads, and their dimension.
         v_dim: of values, if not `dim`; a query of latent attention has both.
         softcap: whether scores are capped.
-        window: tokens of the layer's sliding window; 0 without.
+        window: as in `Scores`: tokens of the layer's sliding window, `-n` for chunks; 0 without.
     """
 
     spec: LayerSpec

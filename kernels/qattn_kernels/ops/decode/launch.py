@@ -48,7 +48,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def scoring(call: Call) -> tuple[float, float, int, float]:
     """A `parts.Scoring`, plain."""
     scores = call.scores
-    return scores.scale * LOG2E, float(scores.softcap), scores.window, call.spec.compute.sas_threshold * LOG2E
+    return scores.scale * LOG2E, float(scores.softcap), abs(scores.window), call.spec.compute.sas_threshold * LOG2E
 
 
 def parts_of(call: Call, size: Sizes, plan: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.head_bits import ALL, NONE, number
 from qattn_kernels.jit.math import NOTHING
-from qattn_kernels.jit.rows import FOREVER, block_at, first_block, packed_since, slot_bits
+from qattn_kernels.jit.rows import FOREVER, block_at, first_block, in_window, packed_since, slot_bits
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.weights import count_visible, known_mass, may_skip, soft_cap, weigh
@@ -139,7 +139,7 @@ def mask_ring(s, slot, program, C: tl.constexpr):
     until = tl.where(block < row.closing, packed_since(block, row.open_start, C), FOREVER)
     see = keep[:, None] & (pos[:, None] <= q_pos[None, :]) & (q_pos[None, :] < until[:, None])
     if C.LOCAL:
-        see = see & (pos[:, None] > (q_pos - program.scoring.window)[None, :])
+        see = see & in_window(pos[:, None], q_pos[None, :], program.scoring.window, C.CHUNKS)
     return tl.where(see, s, NOTHING)
 
 
@@ -244,7 +244,7 @@ def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
         keep = keep & (late | (t < tokens))
         see = keep[:, None] & ((~late) | ((start + t)[:, None] <= q_pos[None, :]))
     if C.LOCAL:
-        see = see & ((start + t)[:, None] > (q_pos - program.scoring.window)[None, :])
+        see = see & in_window((start + t)[:, None], q_pos[None, :], program.scoring.window, C.CHUNKS)
     return tl.where(see, s, NOTHING)
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, TINY, broken
-from qattn_kernels.jit.rows import commit_row, load_row
+from qattn_kernels.jit.rows import commit_row, in_window, load_row
 from qattn_kernels.jit.tile_order import channels
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
@@ -322,6 +322,6 @@ def latent_prefill_kernel(Q, strides, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, sco
         pos = tl.load(unpacked.pos + slot)
         see = (tl.load(unpacked.bias + slot) == 0.0)[None, :] & (pos[None, :] <= q_pos[:, None])
         if C.LOCAL:
-            see = see & (pos[None, :] > (q_pos - scores.window)[:, None])
+            see = see & in_window(pos[None, :], q_pos[:, None], scores.window, C.CHUNKS)
         sums = _take(tl.where(see, s, NOTHING), tokens, sums, scores, F, C)
     _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS, C)

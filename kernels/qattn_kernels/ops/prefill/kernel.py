@@ -21,7 +21,7 @@ import triton.language as tl
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.granularity import QUERY_BLOCK
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, ROUNDER_BITS, float_to_int8, to_codes
-from qattn_kernels.jit.rows import load_row
+from qattn_kernels.jit.rows import in_window, load_row
 from qattn_kernels.ops.prefill.weights import (
     LARGEST,
     LEVELS,
@@ -167,7 +167,7 @@ def _visible(pos, q_pos, n, C: tl.constexpr):
     there = tl.load(pos + n)[None, :]
     see = there <= q_pos[:, None]
     if C.LOCAL_WINDOW:
-        see &= there > q_pos[:, None] - C.LOCAL_WINDOW
+        see &= in_window(there, q_pos[:, None], C.LOCAL_WINDOW, C.CHUNKS)
     return see
 
 
@@ -253,11 +253,22 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
 
 
 @triton.jit
-def _window_start(pos, slot, q_pos, BN: tl.constexpr, WINDOW: tl.constexpr):
+def _reach(q_pos, C: tl.constexpr):
+    """How many positions back a query at `q_pos` sees: to the begin of its window, or of its chunk."""
+    if C.CHUNKS:
+        return q_pos % C.LOCAL_WINDOW
+    else:
+        return C.LOCAL_WINDOW - 1
+
+
+@triton.jit
+def _window_start(pos, slot, q_pos, C: tl.constexpr):
     """The first slot of the tile that holds the oldest token which a query at `q_pos`, in `slot`, sees. Slots lie at
     least as far apart as positions, so it is that many slots back, or farther after crops."""
-    start = tl.maximum(slot - WINDOW + 1, 0) // BN * BN
-    while (start > 0) & (tl.load(pos + start) > q_pos - WINDOW + 1):
+    BN: tl.constexpr = C.BN
+    reach = _reach(q_pos, C)
+    start = tl.maximum(slot - reach, 0) // BN * BN
+    while (start > 0) & (tl.load(pos + start) > q_pos - reach):
         start -= BN
     return start
 
@@ -304,8 +315,8 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, v_log_scale, inverse, clean, pos, ro
     main = 0
     if C.LOCAL_WINDOW:
         oldest = tl.minimum(t0, row.count - 1)
-        start = _window_start(head.pos, slot + oldest, row.length + oldest, C.BN, C.LOCAL_WINDOW)
-        main = tl.maximum(tl.cdiv(slot + last - C.LOCAL_WINDOW, C.BN) * C.BN, start)
+        start = _window_start(head.pos, slot + oldest, row.length + oldest, C)
+        main = tl.maximum(tl.cdiv(slot + last - 1 - _reach(row.length + last - 1, C), C.BN) * C.BN, start)
     plain = tl.maximum(plain // C.BN * C.BN, main)
 
     nothing = tl.full([C.BM], NOTHING, tl.float32)

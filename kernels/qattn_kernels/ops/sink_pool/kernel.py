@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import round_even
-from qattn_kernels.jit.rows import FOREVER, flip_bits, packed_since, slot_bits
+from qattn_kernels.jit.rows import FOREVER, flip_bits, in_window, packed_since, slot_bits
 from qattn_kernels.jit.tokens import new_tokens, ring_codes, row_before, with_ring
 from qattn_kernels.launch.call import Table
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
@@ -51,7 +51,7 @@ def sinks_visible(TABLE, at, row, p, window, C: tl.constexpr):
     after = (born > 0) & (written == 0)
     see = tl.where((p >= visible_from(row, C))[None, :], after[:, None], before[:, None])
     if C.LOCAL:
-        see = see & (tl.load(TABLE.pos + at)[:, None] > (p - window)[None, :])
+        see = see & in_window(tl.load(TABLE.pos + at)[:, None], p[None, :], window, C.CHUNKS)
     return see
 
 

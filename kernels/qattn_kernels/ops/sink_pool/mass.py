@@ -15,6 +15,7 @@ import torch
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import State, Window
 from qattn_kernels.reference.rows import OpenSpan, pick
+from qattn_kernels.reference.tiles import last_hidden
 
 QUERIES = 32  # at a time: each has keys of its own
 
@@ -57,7 +58,7 @@ def _weights(
     keep = pick(open_span.keep.flatten(2)[..., None], index)[..., 0].unflatten(2, pos.shape[1:])
     see = (slot >= 0) & (pos <= q_pos[..., None])
     if scores.window:
-        see &= pos > q_pos[..., None] - scores.window
+        see &= pos > last_hidden(q_pos[..., None], scores.window)
     heads = keys.shape[1]
     s = torch.einsum("bhgtd,bhtwd->bhgtw", q.double().unflatten(1, (heads, -1)) * scores.scale, keys)
     s = scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
