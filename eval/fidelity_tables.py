@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recorded import load, markdown
+from recorded import Result, load, markdown
 
 SIDES = ("model", "draft", "both")
 READING = ("model", "rows", "tokens", "scored_from", "at_tokens")  # rows with these alike stand in one table
@@ -70,10 +70,14 @@ def retrievals_table(results: Path) -> str:
     """Values that full precision and each cache find in long texts, a table a model, and where they stood."""
     from qattn_hf.fidelity.retrieval import FULL, retrieval_table
 
-    parts = []
-    for result in load(results, "retrieval-"):
-        first = result["rows"][0]
-        header, lines = retrieval_table(result["rows"])
+    parts, models = [], dict[str, list[Result]]()
+    for result in load(results, "retrieval-"):  # several records of a model have full precision each
+        rows = models.setdefault(result["rows"][0]["model"], [])
+        known = {row["method"] for row in rows}
+        rows += [row for row in result["rows"] if row["method"] not in known]
+    for rows in models.values():
+        first = rows[0]
+        header, lines = retrieval_table(rows)
         marked = [[name if name == FULL else f"`{name}`", *cells] for name, *cells in lines]
         about = (
             f"**{first['model']}**, {first['answers']} values a column, at depths of {', '.join(first['by_depth'])} %"

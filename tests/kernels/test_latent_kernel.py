@@ -34,7 +34,7 @@ CASES: list[Case] = [
     ("turbo", {"k_bits": 4, "v_bits": 2, "buffer_size": 128}),
     ("turbo", {"k_bits": 2, "v_bits": 4, "v_scale": "token"}),
     ("turbo", {"softmax": "sas", "sas_threshold": -1e9}),
-    ("kivi", {"bits": 4, "group_size": 64, "residual_length": 20}),
+    ("kivi", {"k_bits": 4, "v_bits": 3, "group_size": 64, "residual_length": 20}),
     ("kivi", {"bits": 2, "group_size": 32, "residual_length": 0}),
     ("none", {}),
     ("fp8", {}),
@@ -182,7 +182,7 @@ REASONS = [
     (("turbo", {"block_kv": 32, "buffer_size": 32}), (16, 64, 512), "32 tokens"),
     (("turbo", {"sparse_v_tau": 1e-3}), (16, 64, 512), "sparse V"),
     (("turbo", {"buffer_scale": "universal"}), (16, 64, 512), "buffer_scale is 'universal'"),
-    (("kivi", {"bits": 3, "group_size": 64}), (16, 64, 512), "2 and 4 bits"),
+    (("kivi", {"bits": 3, "group_size": 64}), (16, 64, 512), None),
     (TURBO, (16, 64, 576), "latents of latent attention (MLA) have 576 channels"),
     (TURBO, (16, 24, 512), "RoPE parts of latent attention (MLA) have 24 channels"),
 ]

@@ -23,7 +23,7 @@ REASONS = [
     ("turbo", {"sparse_v_tau": 1e-3}, (2, 4, 64), None),
     ("none", {"compute": "int8"}, (2, 4, 64), "no integers"),
     ("kivi", {"compute": "int8"}, (2, 4, 64), "no integers"),
-    ("kivi", {"v_bits": 3}, (2, 4, 64), "2 and 4 bits"),
+    ("kivi", {"v_bits": 3}, (2, 4, 64), None),
     ("kivi", {"group_size": 32}, (2, 4, 64), None),
     ("fp8", {}, (2, 4, 128), None),
     ("int_flash", {"v_granularity": "tensor"}, (2, 4, 64), "v_granularity is 'tensor'"),
