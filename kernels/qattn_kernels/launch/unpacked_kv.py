@@ -15,7 +15,8 @@ class UnpackedKV(NamedTuple):
     `v`: INT8 TRANSPOSED `[B, Hkv, Dv, N]` with fp32 `v_scale` `[B, Hkv, N]`, or the model's dtype `[B, Hkv, N, Dv]`.
     `bias`: fp32 `[B, Hkv, N]`, added to every score: 0, or -inf for slots that hold no token or a masked one.
     `pos`: int32 `[B, N]` row positions. `rows`: int32 `[B, ROW_FIELDS]`: the fields of a `layout.Row`, and behind them
-    `ROW_OVERFLOW`. Slots past a row's end hold anything but NaN, with bias -inf.
+    `ROW_OVERFLOW`. Slots past a row's end hold anything but NaN, with bias -inf, as far as the append covers them;
+    behind that nothing was written, so a row's end says what may be read.
 
     What `ops.prefill.coded` makes codes of may have fewer slots than `bias`, where none beyond is seen, and any strides
     but the last: a cache's own tensors (`step/stock_cache.py`).
