@@ -2,6 +2,7 @@
 libraries may do first, so it is settled before any test module; so is the number of threads of each test process."""
 
 import os
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -52,6 +53,15 @@ def kernels_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if launches and request.node.get_closest_marker("gpu") is None:
         pytest.fail(f"this test ran the kernel {launches[0]}: give it the mark `gpu`", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def compiled_code_is_dropped() -> Iterator[None]:
+    """Dynamo keeps eight variants of a function: with those of other tests the limit would be met by whichever comes
+    last."""
+    yield
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
 
 
 @pytest.fixture
