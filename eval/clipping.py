@@ -19,7 +19,6 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from qattn_hf.compare import rows_of
-from qattn_hf.fidelity.metrics import divergence
 from qattn_kernels.ops.rotate.reference import rotate
 
 SIDES = (("K", "kivi", "none"), ("K", "kivi", "hadamard"), ("V", "token", "none"))  # side, store, rotation
@@ -73,9 +72,6 @@ def main() -> None:
             matrix = eye if rotation == "none" else rotate(eye)
             rotations.chosen = (side, store, bits, [matrix] * len(model.model.layers))
             rotations.reach = reach_of(part)
-            rows = zip(full, rotations.log_probabilities(model, ids), strict=True)
-            kl = torch.stack([divergence(p.float(), q.float()).mean() for p, q in rows])
-            figures = {"kl": round(kl.mean().item(), 6), "se": round((kl.std() / len(kl) ** 0.5).item(), 6)}
             row = {
                 "model": path.name,
                 "side": side,
@@ -83,7 +79,7 @@ def main() -> None:
                 "bits": bits,
                 "reach": part if part == LEAST else f"{part:g}",
             }
-            print(json.dumps(row | figures), flush=True)
+            print(json.dumps(row | rotations.damage(model, ids, full)), flush=True)
 
 
 if __name__ == "__main__":

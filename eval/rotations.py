@@ -177,6 +177,13 @@ def log_probabilities(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     return [model(row[None]).logits[0, len(row) // 3 :].log_softmax(-1).half() for row in ids]
 
 
+def damage(model: Any, ids: torch.Tensor, full: list[torch.Tensor]) -> dict[str, float]:
+    """KL to `full`, the log probabilities of full precision, as attention is set now, and its standard error."""
+    rows = zip(full, log_probabilities(model, ids), strict=True)
+    kl = torch.stack([divergence(p.float(), q.float()).mean() for p, q in rows])
+    return {"kl": round(kl.mean().item(), 6), "se": round((kl.std() / len(kl) ** 0.5).item(), 6)}
+
+
 @torch.inference_mode()
 def main() -> None:
     global chosen
@@ -208,11 +215,8 @@ def main() -> None:
         for side, store, bits, kind in settings:
             layers = range(len(model.model.layers))
             chosen = (side, store, bits, [matrix(found, n, side, store, kind) for n in layers])
-            rows = zip(full, log_probabilities(model, ids), strict=True)
-            kl = torch.stack([divergence(p.float(), q.float()).mean() for p, q in rows])
-            figures = {"kl": round(kl.mean().item(), 6), "se": round((kl.std() / len(kl) ** 0.5).item(), 6)}
-            row = {"model": path.name, "side": side, "store": store, "bits": bits, "rotation": kind, **figures}
-            print(json.dumps(row), flush=True)
+            row = {"model": path.name, "side": side, "store": store, "bits": bits, "rotation": kind}
+            print(json.dumps(row | damage(model, ids, full)), flush=True)
 
 
 if __name__ == "__main__":

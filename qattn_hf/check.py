@@ -23,7 +23,7 @@ from qattn_hf.check_own import fill_states, own_row
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.fidelity.sizes import layer_bytes, values_of
 from qattn_hf.heads import HeadSizes, head_sizes
-from qattn_hf.layer_kinds import ModelLayerSpec, grows, window_of
+from qattn_hf.layer_kinds import ModelLayerSpec, grows, kind_of, window_of
 from qattn_hf.memory_budget import BudgetLayerSpec, held_tokens, unbounded
 from qattn_hf.patcher import selecting
 from qattn_hf.recipe import Recipe, find_recipe
@@ -54,7 +54,8 @@ class Check:
         layers: one row a layer: `layer`, `method`, `k_format`, `v_format`, `kernels` (`triton` or `reference`),
             `no_kernels` (why the reference computes, or None), `bytes`, `bytes_per_token`, `effective_bits`. A layer
             that is the model's own has `method` and `kernels` `model`, and `own`, what it keeps, in words. A packed one
-            with a sliding window has the tokens of its `window`, and no `effective_bits`, since it does not grow.
+            with a sliding window or chunks has its `kind` and `window`, in tokens, and no `effective_bits`, since it
+            does not grow.
         at_tokens: context length, in tokens, for which `bytes` and `kv_bytes` are counted.
         kv_bytes: bytes of the cache of such a context, without the layers of `uncounted`.
         own_bytes: bytes of the layers that do not grow, once their windows are full: the model's own, packed windows.
@@ -263,6 +264,7 @@ def _packed_row(
     }
     if window is not None:  # it is full after some tokens, and no longer grows
         bits = {
+            "kind": kind_of(spec),
             "window": window,
             "bytes_at_most": layer_bytes(spec, geometry, 4 * window + SPACING, dtype),
             "bytes_at_most_full_precision": values_of(geometry, window) * dtype.itemsize,

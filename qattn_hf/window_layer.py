@@ -14,7 +14,7 @@ from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
 from qattn_hf.latent_layer import LatentLayer
 from qattn_hf.layer import QAttnLayer, with_room
-from qattn_hf.layer_kinds import WindowLayerSpec
+from qattn_hf.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
 from qattn_hf.memory_budget import BudgetLayerSpec
 from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.scores import Scores
@@ -110,9 +110,9 @@ class WindowLayer(QAttnLayer):
         spec = self.spec
         if self.is_initialized and bool(beyond_crop(self.state, spec.window, spec.sliding_window, count).any()):
             raise UnsupportedError(
-                f"cannot crop {count} columns: a packed layer has a sliding window of {spec.sliding_window}, and what "
-                f"it showed then is gone; {spec.window.horizon} can be removed (crop_horizon). Crop less, or start "
-                "from a fresh cache"
+                f"cannot crop {count} columns: a packed layer has {WINDOWED[kind_of(spec)]} of {spec.sliding_window}, "
+                f"and what it showed then is gone; {spec.window.horizon} can be removed (crop_horizon). Crop less, or "
+                "start from a fresh cache"
             )
 
     # Inside

@@ -172,7 +172,6 @@ def test_device_of_offloaded_weights():
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_model_that_was_compiled_before_patch(fullgraph):
     """Its calls are compiled anew. A cache of their own is made and given room outside of what is compiled."""
-    torch._dynamo.reset()
     model, uncompiled = tiny_llama(), patch(tiny_llama(), "turbo")
     model.compile(backend="aot_eager", fullgraph=fullgraph)
     stock = model(IDS).logits
@@ -192,7 +191,6 @@ def test_a_model_that_was_compiled_before_patch(fullgraph):
 
 def test_a_compiled_step_has_one_input_a_layer():
     """Guards and arguments of a compiled step cost the host as much as all that it computes, if there are hundreds."""
-    torch._dynamo.reset()
     model = patch(tiny_llama(num_hidden_layers=3), "turbo")
     cache = QAttnCache.for_model(model, max_cache_len=256)
     model(IDS, past_key_values=cache)

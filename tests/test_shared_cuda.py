@@ -30,7 +30,6 @@ def test_threads_share_a_model(decode: str):
 @pytest.mark.parametrize("case", cases(), ids=case_id)
 def test_compiled_steps_between_eager_calls(case: Case):
     """Whole models: what the compiled steps wrote, long and short calls after them read."""
-    torch._dynamo.reset()
     model, ids = patch(tiny_llama().cuda(), case[0], **case[1]), random_ids(2, 400).cuda()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     cache, plain = (QAttnCache.for_model(model, max_cache_len=512) for _ in range(2))

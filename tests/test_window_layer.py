@@ -179,11 +179,12 @@ def test_memory_stays_where_it_is():
     assert layer.moves == moves and [x.data_ptr() for x, _ in layer.state_tensors().values()] == addresses
 
 
-def test_a_crop_that_reaches_what_is_gone_is_refused():
-    layer, qkv = windowed(("turbo", {}), 100), random_qkv(2, 1100)
+@pytest.mark.parametrize(("window", "words"), [(100, "sliding window of 100"), (-100, "attention in chunks of 100")])
+def test_a_crop_that_reaches_what_is_gone_is_refused(window, words):
+    layer, qkv = windowed(("turbo", {}), window), random_qkv(2, 1100)
     feed(layer, *qkv, [700, *range(710, 1001, 10)])
     before = {name: x.clone() for name, (x, _) in layer.state_tensors().items()}
-    with pytest.raises(UnsupportedError, match=r"cannot crop 600.*window of 100.*64 can be removed.*fresh cache"):
+    with pytest.raises(UnsupportedError, match=rf"cannot crop 600.* has {words}.*64 can.*fresh cache"):
         layer.crop(-600)
     assert all(torch.equal(before[name], x) for name, (x, _) in layer.state_tensors().items())
     layer.crop(-64)

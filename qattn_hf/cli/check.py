@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qattn_hf.cli._common import MethodOption, ModelArgument, RecipeOption, SetOption, chosen_recipe
+from qattn_hf.layer_kinds import WINDOWED
 from qattn_hf.loading import model_source
 from qattn_hf.messages import size
 
@@ -127,7 +128,7 @@ def print_layers(result: Check) -> None:
             continue
         why = f" ({row['no_kernels']})" if row["no_kernels"] else ""
         if row.get("window"):
-            grows = f"sliding window of {row['window']}, {size(row['bytes'])}"
+            grows = f"{WINDOWED[row['kind']]} of {row['window']}, {size(row['bytes'])}"
         else:
             grows = f"{row['effective_bits']:.2f} bits, {size(row['bytes_per_token'])} a token"
         print(

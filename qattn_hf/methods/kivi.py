@@ -19,9 +19,8 @@ class Kivi(WindowedMethod):
     """KIVI: 2- to 4-bit keys by channel and values by token, behind the newest tokens in model precision."""
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"bits": 4, "group_size": 64, "residual_length": 32},
-        {"k_bits": 4, "v_bits": 3, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard", "token_norm": True}
-        | {"clip": 0.75},
+        {"bits": 4, "group_size": 64, "residual_length": 32, "token_norm": True},
+        {"k_bits": 2, "v_bits": 3, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard", "clip": 0.75},
     )
     measured: ClassVar[tuple[Measured, ...]] = (
         Measured("kivi:bits=4", "quality compare bits tune"),

@@ -17,8 +17,7 @@ class SinkQ(Kivi):
     """
 
     variants = (
-        {"group_size": 32, "residual_length": 20, "sink_window": 2, "sink_select": "attention", "sink_skip_layers": 0}
-        | {"clip": 0.75},
+        {"group_size": 32, "residual_length": 20, "sink_window": 2, "sink_select": "attention", "sink_skip_layers": 0},
     )
     measured = (
         Measured("sinkq", "quality compare bits tune decode prefill"),

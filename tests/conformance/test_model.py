@@ -159,7 +159,6 @@ def test_yaml_is_the_defaults(method: str):
 
 def test_decode_step_is_one_graph_at_fixed_addresses(model: LlamaForCausalLM, method: str):
     patch(model, method)
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     ids = random_ids(2, 70)
     cache, plain = (QAttnCache.for_model(model, max_cache_len=400) for _ in range(2))
@@ -179,7 +178,6 @@ def test_decode_step_is_one_graph_at_fixed_addresses(model: LlamaForCausalLM, me
 
 def test_generate_compiles_at_most_three_graphs(model: LlamaForCausalLM, method: str):
     patch(model, method)
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     ids, padded = random_ids(3, 70), torch.ones(3, 70, dtype=torch.long)
     padded[0, :9] = 0
@@ -221,7 +219,6 @@ def test_a_cache_goes_on_after_compiled_steps(model: LlamaForCausalLM, method: s
     """A compiled `generate`, then a long call, a short one, a crop, a copy and a second `generate`: as after eager
     steps, though nobody counted the compiled ones on the host."""
     patch(model, method)
-    torch._dynamo.reset()
     ids, more = random_ids(2, 20), random_ids(2, 170, seed=3)
     compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode="default")
     compiled._compile_all_devices = True

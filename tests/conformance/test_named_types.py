@@ -308,7 +308,6 @@ def test_compiled_steps(row: Row):
     """In one graph; refused by `patch` where layers keep what is the model's own."""
     with asked(row, "compile"):
         model = row.patched("int8", decode="compile")
-        torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         step = torch.compile(model, fullgraph=True, backend="aot_eager")
         caches = [QAttnCache.for_model(model, max_cache_len=row.tokens + 20) for _ in range(2)]

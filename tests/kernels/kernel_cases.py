@@ -18,6 +18,7 @@ OF_NAMED: list[Case] = [  # the same formats in other arithmetic, or with other 
     ("turbo", {"v_scale": "token", "bits": "mixed", "clip": 1.0}),
     ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0, "token_norm": True}),
     ("kivi", {"bits": 3, "group_size": 64, "residual_length": 0}),
+    ("kivi", {"bits": 3, "group_size": 128, "residual_length": 0}),  # whose values are multiplied a quarter at a time
 ]
 SMOOTHED: list[Case] = [
     ("sage2", {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True}),
@@ -66,7 +67,6 @@ MORE_CASES: list[Case] = [
     ("kivi", {"group_size": 128, "residual_length": 32}),
     ("kivi", {"bits": 4, "group_size": 128, "residual_length": 128}),
     ("sinkq", {"group_size": 32, "bits": 3}),
-    ("kivi", {"bits": 3, "group_size": 128, "residual_length": 32}),
     ("sinkq", {"group_size": 128, "token_norm": True, "clip": 0.75}),
     ("turbo", {"sink_num": 3, "sink_window": 1}),
     ("turbo", {"v_scale": "token", "bits": 2, "block_kv": 128, "buffer_size": 128, "clip": 0.75}),

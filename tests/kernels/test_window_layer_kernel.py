@@ -12,7 +12,7 @@ from qattn_hf.window_layer import WindowLayer
 from qattn_kernels.layer.scores import Scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
-WINDOW, HORIZON = 20, 32  # a capacity of 384 tokens for blocks of 64
+WINDOW, HORIZON = 21, 32  # a capacity of 384 tokens for blocks of 64; a chunk begins at 63, the last slot of a tile
 ROUNDING = 0.04  # kernels and reference round queries and weights to 8 bits, each in its own way
 # tokens of calls: a prompt, a step, a prompt for which there is no room, steps past the capacity, a prompt behind them
 CALLS = (70, 1, 330, 20, 3, 100)

@@ -91,7 +91,7 @@ def half_offsets(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """Bytes `byte` `[n]` of block `at` for channels `d`: `[n, channels]` of keys, `[channels, n]` of values. Zeros
     where `mask` `[n]` is false."""
     inside = d < C.D
@@ -117,17 +117,17 @@ def half_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.con
     EIGHTH: tl.constexpr = C.BLOCK // 8
     t = tl.arange(0, C.BLOCK // 2) if VALUES else part_order(C.BLOCK // 2, C.PARTS // 2)
     if BITS == 4:
-        return _bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
+        return plane_bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
     elif BITS == 2:  # in two parts: a shift that depends on the token would cost a conversion through shared memory
-        one = _bytes(codes, at, t, t < FOURTH, d, ROWS, VALUES, C)
-        two = _bytes(codes, at, t - FOURTH, t >= FOURTH, d, ROWS, VALUES, C)
+        one = plane_bytes(codes, at, t, t < FOURTH, d, ROWS, VALUES, C)
+        two = plane_bytes(codes, at, t - FOURTH, t >= FOURTH, d, ROWS, VALUES, C)
         if C.PLAIN:
             return one & 51 | (two >> 2) & 51
         asm: tl.constexpr = "{.reg .b32 s; shr.b32 s, $2, 2; or.b32 s, s, $1; and.b32 $0, s, 0x33333333;}"
         return tl.inline_asm_elementwise(asm, "=r,r,r", [one, two], dtype=tl.uint8, is_pure=True, pack=4)
     else:  # the six parts of 3 bits would fill shared memory, so bytes come as often as they have to be shifted
-        low = _bytes(codes, at, t % FOURTH, t >= 0, d, ROWS, VALUES, C)
-        top = _bytes(codes, at, FOURTH + t % EIGHTH, t >= 0, d, ROWS, VALUES, C)
+        low = plane_bytes(codes, at, t % FOURTH, t >= 0, d, ROWS, VALUES, C)
+        top = plane_bytes(codes, at, FOURTH + t % EIGHTH, t >= 0, d, ROWS, VALUES, C)
         eighth = (t // EIGHTH).to(tl.int8)  # one for any four bytes of a word, which lie side by side
         shift = tl.broadcast_to(eighth[None, :] if VALUES else eighth[:, None], low.shape)
         if C.PLAIN:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.codebook import half_bytes
+from qattn_kernels.formats.codebook import half_bytes, plane_bytes
 from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave, interleave, part_order, stack, token_order, unstack
 
@@ -154,21 +154,10 @@ def _packed3(codes, at, d, VALUES: tl.constexpr, C: tl.constexpr):
     FOURTH: tl.constexpr = C.BLOCK // 4
     EIGHTH: tl.constexpr = C.BLOCK // 8
     t = tl.arange(0, FOURTH) if VALUES else part_order(FOURTH, C.PARTS // 4)
-    byte, odd = FOURTH + t % EIGHTH, (t // EIGHTH).to(tl.int8)
-    if VALUES:
-        place, inside = codes + at * (ROWS * C.D) + d[:, None] * ROWS, (d < C.D)[:, None]
-        low, top = (
-            tl.load(place + t[None, :], mask=inside, other=0),
-            tl.load(place + byte[None, :], mask=inside, other=0),
-        )
-        odd = tl.broadcast_to(odd[None, :], low.shape)
-    else:
-        place, inside = codes + at * (ROWS * C.D) + d[None, :], (d < C.D)[None, :]
-        low, top = (
-            tl.load(place + t[:, None] * C.D, mask=inside, other=0),
-            tl.load(place + byte[:, None] * C.D, mask=inside, other=0),
-        )
-        odd = tl.broadcast_to(odd[:, None], low.shape)
+    low = plane_bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
+    top = plane_bytes(codes, at, FOURTH + t % EIGHTH, t >= 0, d, ROWS, VALUES, C)
+    odd = (t // EIGHTH).to(tl.int8)
+    odd = tl.broadcast_to(odd[None, :] if VALUES else odd[:, None], low.shape)
     if C.PLAIN:
         return low, (top >> odd.to(tl.uint8)) & 85
     asm: tl.constexpr = "{.reg .b32 s; and.b32 s, $2, 1; shr.b32 s, $1, s; and.b32 $0, s, 0x55555555;}"
