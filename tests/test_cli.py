@@ -189,9 +189,11 @@ try:
     main({arguments!r})
 except SystemExit as ended:
     assert (ended.code or 0) == {code}, ended.code
-assert not [name for name in {LARGE!r} if name in sys.modules]
+loaded = [name for name in {LARGE!r} if name in sys.modules]
+assert not loaded, loaded
 """
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_every_public_name_is_there():

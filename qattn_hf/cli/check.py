@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qattn_hf.cli._common import MethodOption, ModelArgument, RecipeOption, SetOption, chosen_recipe
-from qattn_hf.layer_kinds import WINDOWED
 from qattn_hf.loading import model_source
 from qattn_hf.messages import size
 
@@ -114,6 +113,8 @@ def weights_line(result: Check) -> str:
 
 def print_layers(result: Check) -> None:
     """Print one line for each run of layers with equal settings."""
+    from qattn_hf.layer_kinds import WINDOWED
+
     if result.layers and all("own" in row for row in result.layers):
         print("nothing is packed: every layer is the model's own")
     if not result.layers:
