@@ -78,6 +78,7 @@ def compared(model: PreTrainedModel, want: torch.Tensor | None) -> dict[str, Any
     try:
         patch(model, "none", impl="reference", family=False)
         specs, packed = model._qattn.specs, model._qattn.packed
+        holding = [spec for spec in specs if getattr(spec, "reads", None) is None]  # the others hold nothing
         if want is None:
             return {"result": "stock"}
         got = model.generate(**prompts(), **GREEDY)
@@ -89,8 +90,8 @@ def compared(model: PreTrainedModel, want: torch.Tensor | None) -> dict[str, Any
         unpatch(model)
         if not torch.equal(model.generate(**prompts(), **GREEDY), want):
             return {"result": "error", "reason": "other tokens after unpatch"}
-        kind = "runs" if len(packed) == len(specs) else "part" if packed else "own"
-        return {"result": kind, "packed": len(packed), "of": len(specs), **packed_windows(model, specs, want)}
+        kind = "runs" if len(packed) == len(holding) else "part" if packed else "own"
+        return {"result": kind, "packed": len(packed), "of": len(holding), **packed_windows(model, specs, want)}
     except QAttnError as error:
         return {"result": "refused", "reason": str(error).splitlines()[0]}
     except Exception as error:

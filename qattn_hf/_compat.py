@@ -38,13 +38,13 @@ class LayerType(NamedTuple):
         kind: `full_attention`, `sliding_attention`, `linear_attention`, ...; `dummy` for a layer without attention.
         window: tokens of a sliding window, or of a chunk; None for other types.
         states: number of convolution and recurrent states, 1 for types that have none.
-        shared: the layer reads the keys and values of an earlier layer of its kind, and has none of its own.
+        reads: the earlier layer of its kind whose keys and values the layer reads; None where it has its own.
     """
 
     kind: str
     window: int | None = None
     states: int = 1
-    shared: bool = False
+    reads: int | None = None
 
 
 def layer_types(config: PretrainedConfig) -> list[LayerType]:
@@ -57,12 +57,15 @@ def layer_types(config: PretrainedConfig) -> list[LayerType]:
     types = [*types, *["dummy"] * (config.num_hidden_layers - len(types))]
     settings = settings if isinstance(settings, list) else [settings] * len(types)
     named = getattr(config, "layer_types", None) or types
-    found = []
-    for layer, kind, own, name in zip(config.per_layer_config, types, settings, named, strict=True):
+    found: list[LayerType] = []
+    writers: dict[str, int] = {}  # the last layer so far of each type that has keys and values of its own
+    for i, (layer, kind, own, name) in enumerate(zip(config.per_layer_config, types, settings, named, strict=True)):
         window = own.get("sliding_window") if name in WINDOWS else None
         if kind == "dummy" and name in WINDOWS:
             window = getattr(layer, WINDOWS[name])
-        shared = kind == "dummy" and name not in ("moe", "mlp", "dummy")
-        kind = "dummy" if kind in ("moe", "mlp") else kind
-        found.append(LayerType(name if shared else kind, window, own.get("number_of_states", 1), shared))
+        shares = kind == "dummy" and name not in ("moe", "mlp", "dummy")
+        kind = "dummy" if kind in ("moe", "mlp") else name if shares else kind
+        found.append(LayerType(kind, window, own.get("number_of_states", 1), writers[name] if shares else None))
+        if not shares:
+            writers[name] = i
     return found

@@ -11,6 +11,7 @@ import torch
 
 from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.handle import Written
 from qattn_kernels.layer.arena import Layout, rewritten_bytes, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State
@@ -24,6 +25,7 @@ class ArenaHolder:
         state: views of the arena by name.
         borrowed: whether others read the arena too, so that it is copied before the first write (`own`).
         moves: how often tensors were replaced, which invalidates captured steps.
+        shared: whether other layers read the keys and values too (`kv_sharing.py`).
     """
 
     geometry: Geometry
@@ -36,7 +38,9 @@ class ArenaHolder:
     arena: torch.Tensor | None = None
     borrowed = False
     moves = 0
+    shared = False
     _layout = ""  # where the tensors lie in the arena
+    _rewritten = 0  # bytes of `rewritten`
 
     def _no_tensor(self) -> NoReturn:
         raise UnsupportedError(
@@ -72,6 +76,7 @@ class ArenaHolder:
         layout = Layout(self.geometry, self.spec)
         with torch.inference_mode(False):
             self.arena, self.state, self._layout = arena, views(arena, layout), layout.encode()
+        self._rewritten = rewritten_bytes(layout)
         self.moves += 1
         self.borrowed = False
         if not torch.compiler.is_compiling():
@@ -80,7 +85,17 @@ class ArenaHolder:
     def rewritten(self) -> torch.Tensor:
         """The bytes of the arena that calls rewrite, a view (`layer.arena.rewritten_bytes`)."""
         assert self.arena is not None
-        return self.arena[: rewritten_bytes(Layout(self.geometry, self.spec))]
+        return self.arena[: self._rewritten]
+
+    def written(self, past: int, before: torch.Tensor | None = None) -> Written | None:
+        """What layers that share the keys and values of a call need to attend to them; None where there are none.
+
+        Args:
+            past: blocks before the call. before: `rewritten` as it was before the call; None: the call begins now.
+        """
+        if not self.shared or self.arena is None:
+            return None
+        return Written(self.arena, self.blocks, past, self.rewritten().clone() if before is None else before)
 
     @contextmanager
     def writing(self, tokens: int) -> Iterator[None]:

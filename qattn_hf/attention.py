@@ -88,18 +88,17 @@ def attention(
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache", window)
     scores, span = scores_of(query, scaling, kwargs), attention_mask.reshape(-1, 2)
     unpadded = not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
-    handle, queries = key.take(getattr(module, "layer_idx", None)), query.shape[2]
-    if handle is not key:  # layers that share keys may compute their last tokens alone
+    shared, queries = key.take(getattr(module, "layer_idx", None)), query.shape[2]
+    if shared:  # layers that share keys may compute their last tokens alone
         query = torch.nn.functional.pad(query, (0, 0, key.key.shape[2] - queries, 0))
 
     def attend() -> torch.Tensor:
-        if handle.layer.spec.latent:
-            return handle.layer.attend_latents(query, handle, span, scores, unpadded, up_projections(module))
-        return handle.layer.attend(query, handle, span, scores, unpadded)[0]
+        if key.layer.spec.latent:
+            return key.layer.attend_latents(query, key, span, scores, unpadded, up_projections(module))
+        return key.layer.attend(query, key, span, scores, unpadded)[0]
 
     attended = without_gradient(attend, query, key.key, key.value)
-    attended = attended if handle is key else attended[:, :, -queries:]
-    return attended.transpose(1, 2).contiguous(), None
+    return attended[:, :, -queries:].transpose(1, 2).contiguous(), None
 
 
 def refuse_arguments(

@@ -19,7 +19,7 @@ from qattn_hf.handle import Handle
 from qattn_hf.hybrid_layer import HybridLayer
 from qattn_hf.interrupted import Call
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, keeps_state
 from qattn_hf.model_layer import ModelLayer, new_layer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.tensor_parallel import shard_of
@@ -56,7 +56,10 @@ class QAttnCache(Cache):
             raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
         super().__init__(layers=[_new_layer(spec, max_cache_len, device_type) for spec in specs])
         self.recipe = recipe
-        self.mixed = any(isinstance(layer, (ModelLayer, HybridLayer)) for layer in self.layers)
+        self.mixed = any(keeps_state(spec) for spec in specs)
+        for spec in specs:
+            if isinstance(spec, ModelLayerSpec) and spec.reads is not None:
+                self.layers[spec.reads].shared = True
         self.bounded = any(isinstance(layer, BudgetLayer) for layer in self.layers)
         self.pool = None if self.mixed or self.bounded else pool  # what changes its size has no fixed place in memory
         self._call: Call | None = None  # the call that runs, or was interrupted
@@ -200,10 +203,12 @@ class QAttnCache(Cache):
     def _allocate(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Give a layer that has no tokens its tensors, out of the pool if that has some, unless it has fitting ones."""
         assert self.pool is not None
-        if self.layers[0].planned and not any(layer.is_initialized for layer in self.layers):
-            self.layers = self.pool.take(self.layers, key_states, value_states)
+        if self.layers[0].planned and not any(layer.is_initialized for layer in self.packed):
+            taken = self.pool.take(self.packed, key_states, value_states)
             # a list of its own: `self.layers` may be held by others when this cache is gone
-            weakref.finalize(self, self.pool.put, [*self.layers]).atexit = False
+            weakref.finalize(self, self.pool.put, [*taken]).atexit = False
+            own, rest = self.layers, iter(taken)
+            self.layers = [next(rest) if isinstance(layer, QAttnLayer) else layer for layer in own]
         layer = self.layers[layer_idx]
         if not layer.is_initialized or layer.geometry != layer.geometry_of(key_states, value_states):
             self.pool.allocate(layer.lazy_initialization, key_states, value_states)

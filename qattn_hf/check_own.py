@@ -23,6 +23,7 @@ def own_row(spec: ModelLayerSpec, heads: HeadSizes, dtype: torch.dtype, at_token
     values, states = heads.kv * 2 * heads.dim, spec.kind in STATES
     return {
         "method": "model",
+        "kind": spec.kind,
         "own": str(spec),
         "why": spec.why,
         "k_format": name,

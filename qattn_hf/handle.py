@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from qattn_hf.errors import UnsupportedError
+
+
+class Written(NamedTuple):
+    """What a layer wrote in a call, for the layers that read it too (`kv_sharing.py`).
+
+    Attributes:
+        arena: uint8, the state with the call's tokens: the layer's own, or a copy. blocks: of its capacity.
+        past: an upper bound of the blocks that any row had closed before the call.
+        before: uint8, the beginning of `arena` as it was before the call, as much as calls rewrite.
+    """
+
+    arena: torch.Tensor
+    blocks: int
+    past: int
+    before: torch.Tensor
 
 
 class Handle:
@@ -19,32 +34,31 @@ class Handle:
     Attributes:
         layer: the `QAttnLayer`. key, value: `[B, Hkv, T, D]`, the new tokens.
         cache: the `QAttnCache` of the layer; None where a layer is used alone.
+        written: what the layer wrote, once it did, if other layers read it.
     """
 
-    __slots__ = ("cache", "key", "layer", "taken", "value")
+    __slots__ = ("cache", "key", "layer", "taken", "value", "written")
 
     def __init__(self, layer: Any, key: torch.Tensor, value: torch.Tensor):
         self.layer, self.key, self.value = layer, key, value
         self.cache: Any = None
         self.taken = False
+        self.written: Written | None = None
 
-    def take(self, index: int | None) -> Handle:
-        """The handle from which layer `index` attends: this one at first, then one of the layer's own.
-
-        A model may share keys and values between layers. Their first reader writes them; each other one packs them once
-        more, in a layer of its own.
+    def take(self, index: int | None) -> bool:
+        """Whether layer `index` attends to what an earlier layer has written, whose handle this is, and writes nothing.
 
         Raises:
-            UnsupportedError: a layer reads the keys and values of one call twice.
+            UnsupportedError: the keys and values of one call are read twice, by a layer that does not share them.
         """
         if not self.taken or self.cache is None:
             self.taken = True
-            return self
-        layer = None if index is None else self.cache.layers[index]
-        if layer is None or layer is self.layer or type(layer) is not type(self.layer):
+            return False
+        layers = self.cache.layers
+        reads = None if index is None else getattr(layers[index].spec, "reads", None)
+        if self.written is None or reads is None or layers[reads] is not self.layer:
             _refuse("attention, a second time,")
-        again: Handle = layer.update(self.key, self.value)[0]
-        return again
+        return True
 
     def to(self, *args: Any, **kwargs: Any) -> Handle:
         """Return the handle itself: models that share keys between layers call this to move them to a device."""

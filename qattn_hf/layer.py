@@ -14,6 +14,8 @@ from qattn_hf.arena_holder import ArenaHolder
 from qattn_hf.device import capturing
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle
+from qattn_hf.kv_sharing import attend_again
+from qattn_hf.layer_kinds import window_of
 from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
@@ -21,7 +23,7 @@ from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.reference import crop
-from qattn_kernels.step.operator import attend
+from qattn_kernels.step.operator import attend, attend_and_keep
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa
 
 
@@ -213,6 +215,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             PyTorch's SDPA computed.
         """
         self._check_call(query, handle)
+        if handle.written is not None:
+            return attend_again(self, query, handle, span, scores, unpadded)
         key, value, tokens = handle.key, handle.value, query.shape[2]
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         if torch.compiler.is_compiling() or capturing():
@@ -221,10 +225,12 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 self._used = None
             else:
                 self.replayed_by_others = True
-            return attend(query, key, value, span, self.arena, self._layout, self.blocks, *sizes, self.blocks)
+            where = self.arena, self._layout, self.blocks
+            return self._fixed_step(handle, query, key, value, span, *where, *sizes, self.blocks)
         past, prompt_by = self._blocks_for(self.reserve(tokens)), self.spec.impl
         result: tuple[torch.Tensor, torch.Tensor | None]
         with self.writing(tokens):
+            handle.written = self.written(past)
             if unpadded and past == 0 and by_sdpa(query, key, value, self.spec, scores):
                 prompt = attend_prompt(query, key, value, span, self.state, self.spec, scores)
                 result, prompt_by = (prompt, None), "sdpa"
@@ -318,6 +324,15 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         return Geometry(batch, heads, k_dim, value_states.shape[-1], self.blocks, key_states.dtype)
 
     # Inside
+
+    def _fixed_step(self, handle: Handle, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step that is compiled or captured, by one operator, whose arguments are `call`."""
+        window = window_of(self.spec) if torch.compiler.is_compiling() else None  # before a capture `reserve` made room
+        if not self.shared and window is None:
+            return attend(*call)
+        out, lse, before = attend_and_keep(*call, window or 0, self._rewritten if self.shared else 0)
+        handle.written = self.written(self.blocks, before)
+        return out, lse
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.spec.window.block)

@@ -71,16 +71,18 @@ class ModelLayerSpec:
         window: tokens of the sliding window, or of a chunk; None where there is none.
         states: number of convolution and recurrent states.
         why: reason for which a layer with a window is not packed (`sliding.py`); None for other kinds.
+        reads: of a `dummy`, the earlier layer whose keys and values it attends to; None where it has no attention.
     """
 
     kind: str
     window: int | None = None
     states: int = 1
     why: str | None = None
+    reads: int | None = None
 
     def __str__(self) -> str:
         if self.kind == "dummy":
-            return "no keys of its own"
+            return "no attention" if self.reads is None else f"keys and values of layer {self.reads}"
         return f"{WINDOWED[self.kind]} of {self.window}" if self.kind in WINDOWED else STATES[self.kind]
 
     @property
@@ -92,6 +94,11 @@ class ModelLayerSpec:
 def window_of(spec: LayerSpec) -> int | None:
     """Tokens of the sliding window of a packed layer; None where it has none."""
     return spec.sliding_window if isinstance(spec, WindowLayerSpec) else None
+
+
+def keeps_state(spec: LayerSpec | ModelLayerSpec) -> bool:
+    """Whether a layer of this spec keeps something of the model's own: what is not packed, or stands beside it."""
+    return isinstance(spec, HybridLayerSpec) or (isinstance(spec, ModelLayerSpec) and spec.kind != "dummy")
 
 
 def local_window(spec: LayerSpec) -> int:
@@ -143,10 +150,10 @@ def model_layers(config: PretrainedConfig) -> list[ModelLayerSpec | None]:
     found: list[ModelLayerSpec | None] = []
     for layer in _compat.layer_types(text):
         own = ModelLayerSpec(layer.kind, layer.window, layer.states)
-        if layer.kind in ("full_attention", "hybrid") or (layer.kind in WINDOWED and not hides(text, layer.window)):
+        if layer.reads is not None:
+            found.append(ModelLayerSpec("dummy", reads=layer.reads))
+        elif layer.kind in ("full_attention", "hybrid") or (layer.kind in WINDOWED and not hides(text, layer.window)):
             found.append(None)
-        elif layer.kind in WINDOWED and layer.shared:
-            found.append(ModelLayerSpec("dummy"))
         elif layer.kind in (*WINDOWED, *STATES, "dummy"):
             found.append(own)
         else:

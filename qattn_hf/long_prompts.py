@@ -63,7 +63,7 @@ def prefill_chunk(
     whole = (
         chunk is None
         or tokens <= chunk
-        or len(packed) < len(cache.layers)
+        or len(packed) < len(cache.packed)
         or cache.mixed
         or generation_mode not in CUT_BY_TRANSFORMERS
         or generation_config.is_assistant

@@ -176,9 +176,9 @@ class StateLayer(ModelLayer, LinearAttentionLayer):
 
 
 class EmptyLayer(ModelLayer, _compat.NoStateLayer):
-    """A layer without keys and states: it has no attention, or reads those of another layer that is the model's own."""
+    """A layer without keys and states: it has no attention, or reads keys and values of an earlier layer."""
 
-    is_croppable = True
+    is_croppable = is_compileable = True
 
     def _holds(self, count: int) -> bool:
         return True

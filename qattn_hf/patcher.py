@@ -18,13 +18,14 @@ from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.heads import HeadSizes, head_sizes
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, keeps_state
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.stock_cache import STEPS
 from qattn_hf.supported_models import check_full, check_model, check_parts, check_selected
 from qattn_hf.tensor_parallel import shard_of
 from qattn_hf.window import narrowest
+from qattn_kernels.layer.spec import LayerSpec
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -64,12 +65,13 @@ def patch(
     chosen = find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
-    own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec))]
+    own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)) and keeps_state(spec)]
     if not chosen.settings.packs():
         check_full(model)
     decode = resolve_decode(model, chosen.settings.decode, own) if chosen.settings.packs() else ("stock", STEPS)
     text = model.config.get_text_config(decoder=True)
-    beside, sizes = (_implementation(model), None) if own else (None, _sizes(model))
+    beside = _implementation(model) if own else None
+    sizes = _sizes(model) if not own and all(isinstance(spec, LayerSpec) for spec in specs) else None
     patched = Patched(chosen, specs, beside, device_type, [], *decode, narrowest(text), sizes)
     name = patched.register()
     if hasattr(model, "_qattn"):

@@ -27,7 +27,7 @@ from qattn_hf.caching_allocator import ROUNDING, CachingAllocator
 from qattn_hf.check import quantization_of, without_weights
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, model_layers, window_of
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, keeps_state, model_layers, window_of
 from qattn_hf.live_memory import LiveMemory
 from qattn_hf.long_prompts import chunk_of
 from qattn_hf.memory_budget import BudgetLayerSpec
@@ -157,6 +157,11 @@ class Planner:
     def _check_packed(self, specs: Sequence[object], what: str) -> None:
         """Refuse layers that keep something of the model's own. `what`: which ones are planned, for the message."""
         own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec))]
+        if own and not any(map(keeps_state, own)):
+            raise UnsupportedError(
+                f"layers of {self.config.model_type} share keys and values, and the memory of their calls is not "
+                "planned; qattn check counts the bytes of any cache"
+            )
         if own:
             packs = (
                 "; sliding='packed' packs windows, where it can" if any(getattr(x, "why", None) for x in own) else ""

@@ -143,7 +143,7 @@ class Report:
         data = self.to_dict()
         # in a notebook rich would show the lines there and leave the text empty
         console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
-        own = [row for row in self.layers if "own" in row]
+        own = [row for row in self.layers if "own" in row and row["kind"] != "dummy"]
         why = f" ({data['decode_reason']})" if data["decode_reason"] else ""
         methods = " and ".join(dict.fromkeys([data["method"], *(r["method"] for r in self.layers if "own" not in r)]))
         console.print(
@@ -246,7 +246,7 @@ def _by_bits(side: str, tokens: dict[int, int]) -> str:
 
 
 def _notes(row: dict[str, Any]) -> str:
-    notes = [f"the model's own: {row['own']}"] if "own" in row else []
+    notes = [row["own"] if row["kind"] == "dummy" else f"the model's own: {row['own']}"] if "own" in row else []
     notes += [f"not packed: {row['why']}"] if row.get("why") else []
     notes += [f"{WINDOWED[row['kind']]} of {row['window']}"] if row.get("window") else []
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]

@@ -44,26 +44,17 @@ def decide(
         return [*own]
     why, specs = "sliding='model'", {}
     if setting != "model":
-        why = _why_never(config) or ""
-        if not why:
-            specs = {
-                i: WindowLayerSpec(
-                    **vars(packed(i)), sliding_window=kept.window or 1, chunked=kept.kind == "chunked_attention"
-                )
-                for i, kept in windows.items()
-            }
-            why = _why_not(specs, config, setting == "auto") or ""
+        specs = {
+            i: WindowLayerSpec(
+                **vars(packed(i)), sliding_window=kept.window or 1, chunked=kept.kind == "chunked_attention"
+            )
+            for i, kept in windows.items()
+        }
+        why = _why_not(specs, config, setting == "auto") or ""
     if why and setting == "packed":
         raise UnsupportedError(f"sliding='packed' cannot pack these windows: {why}; use sliding='model'")
     unpacked = {i: replace(kept, why=why) for i, kept in windows.items()}
     return [(unpacked if why else specs).get(i, kept) for i, kept in enumerate(own)]
-
-
-def _why_never(config: PretrainedConfig) -> str | None:
-    """Why no method packs the windows of this model, or None."""
-    if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", None):
-        return "layers share the keys and values of others"
-    return None
 
 
 def _why_not(specs: dict[int, WindowLayerSpec], config: PretrainedConfig, by_bytes: bool) -> str | None:

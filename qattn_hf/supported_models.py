@@ -123,8 +123,11 @@ def check_full(model: PreTrainedModel) -> None:
     latent.check_stock(model)
     text = model.config.get_text_config(decoder=True)
     kinds = [layer.kind for layer in _compat.layer_types(text)]
-    packed = [spec is None and kind != "hybrid" for spec, kind in zip(model_layers(text), kinds, strict=True)]
-    if where := [i for i, full in enumerate(packed) if not full]:
+    full: list[bool] = []
+    for own, kind in zip(model_layers(text), kinds, strict=True):
+        reads = None if own is None else own.reads
+        full.append(own is None and kind != "hybrid" if reads is None else full[reads])
+    if where := [i for i, is_full in enumerate(full) if not is_full]:
         raise UnsupportedError(
             f"{model.config.model_type} has {kinds[where[0]]} in layers {where[:4]}..., which is not supported here: "
             "take a method that packs, or use a stock cache"

@@ -11,17 +11,17 @@ from qattn_hf import changes
 from qattn_hf.budget_layer import BudgetLayer
 from qattn_hf.device import capturing
 from qattn_hf.errors import CapacityError, UnsupportedError
-from qattn_hf.handle import Handle
+from qattn_hf.handle import Handle, Written
 from qattn_hf.latent_layer import LatentLayer
 from qattn_hf.layer import QAttnLayer, with_room
 from qattn_hf.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
 from qattn_hf.memory_budget import BudgetLayerSpec
-from qattn_kernels.layer.arena import Layout, views
+from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.ops.crop.front import beyond_crop, drop_front, left_behind, ring_blocks
-from qattn_kernels.step.operator import attend, make_room
+from qattn_kernels.step.operator import attend, beginning
 
 
 class WindowLayer(QAttnLayer):
@@ -48,6 +48,11 @@ class WindowLayer(QAttnLayer):
     def limit(self) -> int:
         """Blocks up to which the layer grows: `most`, or fewer where `max_cache_len` is less."""
         return self.most if self.max_cache_len is None else min(self._blocks_for(self.max_cache_len), self.most)
+
+    def get_seq_length(self) -> torch.Tensor:
+        if torch.compiler.is_compiling() and self.arena is not None:
+            return columns_seen(beginning(self.arena, 8))
+        return super().get_seq_length()
 
     def reserve(self, tokens: int) -> int:
         """Make room for `tokens` more columns; as in `QAttnLayer`, but a call for which the whole capacity is too small
@@ -89,14 +94,14 @@ class WindowLayer(QAttnLayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the handle's tokens and attend to the window; arguments and results as in `QAttnLayer`."""
         scores, tokens = replace(scores, window=self.spec.local), query.shape[2]
+        if handle.written is not None:
+            return super().attend(query, handle, span, scores, unpadded)
         if torch.compiler.is_compiling():
             if tokens > SHORT_CALL:
                 raise UnsupportedError(
                     f"a compiled call of {tokens} tokens is not supported with a packed sliding window, whose ring "
                     f"takes {SHORT_CALL}: compile decode steps alone, or use sliding='model'"
                 )
-            self.own()
-            make_room(self.arena, self._layout, self.geometry.batch, self.blocks, self.spec.sliding_window)
         elif not capturing() and self.reserve(tokens) + tokens > self.capacity:
             return self._attend_long(query, handle, span, scores)
         return super().attend(query, handle, span, scores, unpadded)
@@ -141,6 +146,9 @@ class WindowLayer(QAttnLayer):
         arena, layout = copy.arena, Layout(copy.geometry, self.spec)
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         where = arena, self._layout, copy.geometry.blocks
+        if self.shared:  # a copy more, since blocks of this one are going to move
+            before = arena[: rewritten_bytes(layout)].clone()
+            handle.written = Written(arena.clone(), copy.geometry.blocks, past, before)
         result = attend(query, handle.key, handle.value, span, *where, *sizes, past)
         state, window = views(arena, layout), self.spec.window
         drop_front(state, layer_tensors(*layout), left_behind(state, window, self.spec.sliding_window))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,19 +37,20 @@ class FakeGraphs:
         with torch.inference_mode(False):  # a replay writes its outputs in any mode
             kept = tree_map_only(torch.Tensor, lambda x: torch.full_like(x, -1), out)
         filled = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor)]
-        # a graph keeps neither the cache nor its layers nor the model alive
-        layers, model = [weakref.ref(layer) for layer in cache.layers], weakref.ref(run.func)
+        # a graph keeps neither the cache nor its packed layers nor the model alive
+        layers = [weakref.ref(x) if x in cache.packed else partial(copy.copy, x) for x in cache.layers]
+        model = weakref.ref(run.func)
         shell = copy.copy(cache)
         shell.layers = []
 
         def replay() -> None:
             self.replayed += 1
             shell.layers = [layer() for layer in layers]
-            counts = [layer._used for layer in shell.layers]
+            counts = [layer._used for layer in shell.packed]
             out = model()(**{**inputs, "past_key_values": shell})
             for old, new in zip(filled, (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)), strict=True):
                 old.copy_(new)
-            for layer, count in zip(shell.layers, counts, strict=True):
+            for layer, count in zip(shell.packed, counts, strict=True):
                 layer._used = count
             shell.layers = []
 

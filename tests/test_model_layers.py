@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
-from small_types import PACKED, SHARED_KEYS, WINDOW, tiny
+from small_types import PACKED, WINDOW, tiny
 from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, patch, report, unpatch
@@ -30,10 +30,6 @@ def patched(model: PreTrainedModel, method: str = "none", **settings: Any) -> Pr
     return patch(model, method, impl="reference", family=False, **settings)
 
 
-def packed_layers(cache: QAttnCache) -> list[bool]:
-    return [layer in cache.packed for layer in cache.layers]
-
-
 @pytest.mark.filterwarnings("ignore:nothing is packed")
 @pytest.mark.parametrize("family", [name for name in PACKED if name != "deepseek_v3"])
 def test_report_counts_every_layer(family):
@@ -44,7 +40,7 @@ def test_report_counts_every_layer(family):
     assert [row["kernels"] != "model" for row in data["layers"]] == PACKED[family]
     for row in data["layers"]:
         if "own" in row:
-            assert (row["bytes"] > 0) == (row["own"] != "no keys of its own") and row["packed_tokens"] == 0
+            assert (row["bytes"] > 0) == (row["kind"] != "dummy") and row["packed_tokens"] == 0
             assert row["effective_bits_total"] == (32 if row["bytes"] else None)
     assert data["packed_tokens"] == (2 * 34 if any(PACKED[family]) else 0)
     if not all(PACKED[family]):
@@ -142,16 +138,6 @@ def test_settings_for_layers_that_are_not_packed():
         lambda: patched(model, "turbo", layers={"0,2": {"bits": 2}}), RecipeError, "0,2", "not packed", "window of 20"
     )
     patched(model, "turbo", layers={"0-1": {"bits": 2}})
-
-
-def test_layers_that_share_keys_pack_them_for_themselves():
-    """Also in a prompt, of which they may compute the last token alone."""
-    model = tiny("gemma4_text", num_hidden_layers=6, **SHARED_KEYS)
-    want = model.generate(IDS, attention_mask=MASK, **GREEDY)
-    cache = patched(model)(IDS).past_key_values
-    assert packed_layers(cache) == [False, True, False, True, False, True]
-    assert [row["bytes"] > 0 for row in report(cache).to_dict()["layers"]] == [True, True, True, True, False, True]
-    assert torch.equal(model.generate(IDS, attention_mask=MASK, **GREEDY), want)
 
 
 def test_over_stock_caches_is_refused():

@@ -122,6 +122,9 @@ def print_layers(result: Check) -> None:
     for _, group in itertools.groupby(result.layers, key=_alike):
         rows = list(group)
         first, last, row = rows[0]["layer"], rows[-1]["layer"], rows[0]
+        if row.get("kind") == "dummy":
+            print(f"  layers {first}-{last}: {row['own']}")
+            continue
         if "own" in row:
             held = "a state that is not counted" if row["bytes"] is None else size(row["bytes"])
             because = f" ({row['why']})" if row.get("why") else ""

@@ -83,7 +83,7 @@ class GraphedCall:
             cache.ran(self.uncaptured, reason)
             return self.step(**inputs)
         self.pool.allocate(cache.reserve, 1)  # before steps are looked up, since it may replace tensors
-        steps = self.pool.steps_of(cache.layers)
+        steps = self.pool.steps_of(cache.packed)
         signature = _signature(inputs)
         if signature not in steps:
             if self.step is self.model or self.pool.watched:

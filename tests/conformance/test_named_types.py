@@ -24,7 +24,7 @@ from test_vision_types import tiny as tiny_vision
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from qattn_hf import QAttnCache, patch, report, unpatch
+from qattn_hf import QAttnCache, patch, unpatch
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.window_layer import WindowLayer
 
@@ -82,7 +82,8 @@ def patched(row: Row, model: PreTrainedModel, method: str, **settings: Any) -> P
     return patch(model, method, **how)
 
 
-WINDOWED = ["gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mistral", "phi3"]  # whose windows can be packed
+# whose windows can be packed
+WINDOWED = ["gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "mistral", "phi3"]
 ROWS = [*map(Row, PACKED), *(Row(name, "packed") for name in (*WINDOWED, "llama4_text")), Row(VISION)]
 
 OWN = "layers keep what is the model's own"
@@ -106,7 +107,6 @@ OF_CONVOLUTION: dict[str, tuple[str, ...]] = {
 # Row and column, and parts of the message. `crop`: past the window; assisted generation records what it takes back.
 REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(WINDOWED, OF_WINDOW),
-    "gemma3n_text": {**OF_WINDOW, "packed": ("layers share the keys and values of others",)},
     "llama4_text": OF_CHUNK,
     **dict.fromkeys(["qwen3_next", "qwen3_5_text", "granitemoehybrid", "falcon_h1"], OF_STATE),
     "lfm2_moe": OF_CONVOLUTION,
@@ -317,15 +317,6 @@ def test_compiled_steps(row: Row):
             want, got = (call(token, past_key_values=x).logits for call, x in zip((model, step), caches, strict=True))
             torch.testing.assert_close(got, want, rtol=0, atol=1e-4)  # blocks lie elsewhere: sums in another order
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("model_type", [name for name, columns in REFUSED.items() if "packed" in columns])
-def test_windows_that_cannot_be_packed(model_type: str):
-    (words,) = REFUSED[model_type]["packed"]
-    refused(lambda: Row(model_type, "packed").patched(), UnsupportedError, words, "sliding='model'")
-    model = Row(model_type, "auto").patched("int8")
-    model(**Row(model_type).prompt())
-    assert words in report(model).to_dict()["layers"][0]["why"]
 
 
 WINDOWS = [(name, window) for window in (1, 63, 64, 65) for name in WINDOWED] + [("mistral", 4096)]

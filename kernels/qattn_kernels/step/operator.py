@@ -1,9 +1,13 @@
-"""The registered operator: append, close and attend in one call, the only writer of a layer's state."""
+"""The registered operators: append, close and attend in one call, the only writers of a layer's state.
+
+A compiled step may change an arena by one of them alone: Inductor copies what two operators change one after another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -153,32 +157,81 @@ def in_kernels(
         return out if spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
 
 
-def _shapes(query, key, value, span, arena, layout, blocks, scale, softcap, window, sinks, past):
+def _attend_and_keep(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_attend` of a compiled step, with two arguments more.
+
+    Args:
+        sliding_window: tokens of a window that has left blocks behind, which are taken from the layer first
+            (`ops.crop.front`), since such a step cannot ask whether the layer is full; 0: none.
+        keep: bytes at the arena's beginning that are returned as they were before, uint8 `[keep]`, for `_attend_again`.
+    """
+    *call, sliding_window, keep = arguments
+    key, arena, layout, blocks = call[1], call[4], call[5], call[6]
+    if sliding_window:
+        where = decode_layout(layout, key.shape[0], blocks)
+        state = views(arena, where)
+        drop_front(state, layer_tensors(*where), left_behind(state, where.spec.window, sliding_window))
+    before = beginning(arena, keep)
+    return *_attend(*call), before
+
+
+def _attend_again(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_attend` with other queries to what a call has written, with one argument more. The arena is then what it was,
+    so that this operator is none that changes it.
+
+    Args:
+        before: the arena's first bytes as they were before that call (`layer.arena.rewritten_bytes`). They are put
+            back, and the same tokens are written again.
+    """
+    *call, before = arguments
+    put_back(call[4], before)
+    return _attend(*call)
+
+
+def put_back(arena: torch.Tensor, before: torch.Tensor) -> None:
+    """Put the beginning of a layer's arena back to what `beginning` gave."""
+    arena[: before.shape[0]].copy_(before)
+
+
+def _beginning(arena: torch.Tensor, n_bytes: int) -> torch.Tensor:
+    """A copy of the first bytes of a layer's arena, uint8 `[n_bytes]`. As an operator, since Inductor takes a view in
+    place of a copy that it knows, and then copies the whole arena before the operator that changes it."""
+    return arena[:n_bytes].clone()
+
+
+# by hand: `torch.library.custom_op` takes several times as long for each call
+LIBRARY = torch.library.Library("qattn", "FRAGMENT")
+CALL = (
+    "Tensor query, Tensor key, Tensor value, Tensor span, Tensor{0} arena, str layout, SymInt blocks, float scale, "
+    "float softcap, int window, Tensor? sinks, SymInt past"
+)
+
+
+def _define(name: str, signature: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """Register an operator without gradients; `shapes` are those of its results."""
+    LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"qattn::{name}", shapes, lib=LIBRARY)
+    return getattr(torch.ops.qattn, name).default
+
+
+def _shapes(query, key, value, *others):
     batch, heads, tokens = query.shape[:3]
     out = query.new_empty((batch, tokens, heads, value.shape[3])).transpose(1, 2)
     return out, query.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
-def _make_room(arena: torch.Tensor, layout: str, batch: int, blocks: int, sliding_window: int) -> None:
-    """Take from a layer what a sliding window of so many tokens has left behind (`ops.crop.front`), for compiled steps,
-    which cannot ask first whether the layer is full. `arena`, `layout`, `blocks` as in `_attend`, of `batch` rows."""
-    where = decode_layout(layout, batch, blocks)
-    state = views(arena, where)
-    drop_front(state, layer_tensors(*where), left_behind(state, where.spec.window, sliding_window))
-
-
-# by hand: `torch.library.custom_op` takes several times as long for each call
-LIBRARY = torch.library.Library("qattn", "FRAGMENT")
-LIBRARY.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor span, Tensor(a!) arena, str layout, SymInt blocks, "
-    "float scale, float softcap, int window, Tensor? sinks, SymInt past) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+RESULTS = "-> (Tensor, Tensor)"
+# arguments, results and errors: see the functions
+attend = _define("attend", f"({CALL.format('(a!)')}) {RESULTS}", _attend, _shapes)
+attend_and_keep = _define(
+    "attend_and_keep",
+    f"({CALL.format('(a!)')}, int sliding_window, SymInt keep) -> (Tensor, Tensor, Tensor)",
+    _attend_and_keep,
+    lambda *call: (*_shapes(*call), call[4].new_empty((call[-1],))),
 )
-LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
-LIBRARY.impl("attend", torch.library.fallthrough_kernel, "Autograd")  # results have no gradient
-torch.library.register_fake("qattn::attend", _shapes, lib=LIBRARY)
-attend = torch.ops.qattn.attend.default  # arguments, results and errors: see `_attend`
-LIBRARY.define("make_room(Tensor(a!) arena, str layout, SymInt batch, SymInt blocks, int sliding_window) -> ()")
-LIBRARY.impl("make_room", _make_room, "CompositeExplicitAutograd")
-torch.library.register_fake("qattn::make_room", lambda *arguments: None, lib=LIBRARY)
-make_room = torch.ops.qattn.make_room.default  # see `_make_room`
+attend_again = _define("attend_again", f"({CALL.format('')}, Tensor before) {RESULTS}", _attend_again, _shapes)
+beginning = _define(
+    "beginning", "(Tensor arena, SymInt n_bytes) -> Tensor", _beginning, lambda arena, n: arena.new_empty((n,))
+)

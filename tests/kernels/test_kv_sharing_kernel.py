@@ -1,0 +1,51 @@
+"""Layers that read the keys and values of an earlier layer, in Triton: as with a cache of their own, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers import DEVICE, Case, case_id, make_layer, random_qkv
+from test_kv_sharing import check_readers
+from test_window_layer import windowed
+
+from qattn_hf.layer import QAttnLayer
+from qattn_kernels.step import prompt
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison", "no_grad")]
+DIM = 64
+KIVI: Case = ("kivi", {"group_size": 64, "residual_length": 64})
+# The interpreter is slow, and what methods and windows do here is the host's, which the reference shows too.
+METHODS: list[Case] = [("turbo", {"bits": "mixed"})]
+METHODS += [("int8", {}), KIVI, ("sinkq", {"group_size": 64, "sink_skip_layers": 0})] if DEVICE == "cuda" else []
+
+
+def layers(case: Case, window: int = 0) -> tuple[QAttnLayer, ...]:
+    """A layer that is read, one alone, and one for a reader."""
+    found = [windowed(case, window) if window else make_layer(case, None) for _ in range(3)]
+    for layer in found:
+        layer.spec = replace(layer.spec, impl="triton")
+    return tuple(found)
+
+
+@pytest.mark.parametrize("case", METHODS, ids=case_id)
+def test_readers(case: Case):
+    """A padded prompt, steps of which the second has a launch plan, a few tokens, a prompt behind them."""
+    calls = (78, 1, 1, 3, 60)
+    layer, alone, other = layers(case)
+    check_readers(layer, alone, [other], [x.to(DEVICE) for x in random_qkv(1, sum(calls), dim=DIM)], calls)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes half a minute")
+def test_readers_of_a_window():
+    """With a prompt for which the layer has no room."""
+    calls = (70, 1, 330, 20)
+    layer, alone, other = layers(("turbo", {}), 21)
+    check_readers(layer, alone, [other], [x.to(DEVICE) for x in random_qkv(2, sum(calls), dim=DIM)], calls)
+
+
+def test_readers_of_a_prompt_that_sdpa_computes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompt, "WORTH", 0)
+    layer, alone, other = layers(KIVI)
+    check_readers(layer, alone, [other], [x.to(DEVICE) for x in random_qkv(2, 131, dim=DIM)], (130, 1))
+    assert layer.prompt_by == "sdpa"
