@@ -70,8 +70,7 @@ def patch(
         check_full(model)
     decode = resolve_decode(model, chosen.settings.decode, own) if chosen.settings.packs() else ("stock", STEPS)
     text = model.config.get_text_config(decoder=True)
-    beside = _implementation(model) if own else None
-    sizes = _sizes(model) if not own and all(isinstance(spec, LayerSpec) for spec in specs) else None
+    beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
     patched = Patched(chosen, specs, beside, device_type, [], *decode, narrowest(text), sizes)
     name = patched.register()
     if hasattr(model, "_qattn"):
@@ -95,9 +94,12 @@ def patch(
     return model
 
 
-def _sizes(model: PreTrainedModel) -> list[HeadSizes] | None:
-    """Heads of each layer of a model on one device; None for a model on several, or split over processes."""
+def _sizes(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[HeadSizes] | None:
+    """Heads of each layer of a model on one device; None for a model on several, or split over processes, or where a
+    layer is not packed."""
     if shard_of(model).size > 1 or len({parameter.device for parameter in model.parameters()}) > 1:
+        return None
+    if not all(isinstance(spec, LayerSpec) for spec in specs):
         return None
     text = model.config.get_text_config(decoder=True)
     return [head_sizes(model.config, i) for i in range(text.num_hidden_layers)]

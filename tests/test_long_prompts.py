@@ -8,8 +8,8 @@ import pytest
 import torch
 from fake_graphs import as_on_a_gpu, path
 from helpers import random_ids, tiny_llama
+from small_types import SHARED_KEYS, tiny
 from transformers import CompileConfig, LlamaForCausalLM
-from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMode
 
 from qattn_hf import QAttnCache, long_prompts, patch, report
@@ -118,12 +118,13 @@ def test_what_stays_one_call(why):
 
 
 def test_layers_that_are_not_packed_take_the_prompt_whole():
-    model = patch(tiny_llama(), "turbo")
-    cache, config = QAttnCache.for_model(model), model.generation_config
-    asked = model, config, {"past_key_values": cache}, GenerationMode.GREEDY_SEARCH, cache, 250
-    assert long_prompts.prefill_chunk(*asked) == CHUNK
-    cache.layers[1] = DynamicLayer()
-    assert long_prompts.prefill_chunk(*asked) is None
+    """Layers that read what others have packed do not matter."""
+    shares = {"num_hidden_layers": 6, **SHARED_KEYS}
+    for changes, sliding, chunk in (({}, "packed", CHUNK), ({}, "model", None), (shares, "packed", CHUNK)):
+        model = patch(tiny("gemma4_text", **changes), "turbo", sliding=sliding)
+        cache, config = QAttnCache.for_model(model), model.generation_config
+        asked = model, config, {"past_key_values": cache}, GenerationMode.GREEDY_SEARCH, cache, 250
+        assert long_prompts.prefill_chunk(*asked) == chunk
 
 
 @pytest.mark.parametrize("by", ["recipe", "caller"])
