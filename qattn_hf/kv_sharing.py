@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from qattn_hf.layer import QAttnLayer
 
 
+def reaching(handle: Handle, query: torch.Tensor, span: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries `[B, Hq, T, D]` and span of a later layer as the handle's own layer takes them.
+
+    They go to the device of the keys, since an `accelerate` device map may put the layers on different ones. Where a
+    model computes the last tokens of a prompt alone, as Gemma 4 does, zeros stand for the queries before them.
+    """
+    device, tokens = handle.key.device, handle.key.shape[2]
+    query = torch.nn.functional.pad(query.to(device), (0, 0, tokens - query.shape[2], 0))
+    return query, span.to(device)
+
+
 def attend_again(
     layer: QAttnLayer, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

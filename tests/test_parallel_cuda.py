@@ -44,6 +44,23 @@ def test_layers_on_other_gpus_than_the_current_one(case: Case):
     assert torch.equal(got.cpu(), want.cpu())
 
 
+@pytest.mark.parametrize("sliding", ["model", "packed"])
+def test_a_layer_on_another_gpu_reads_keys_that_it_shares(sliding: str):
+    from accelerate import dispatch_model
+    from small_types import SHARED_KEYS, tiny
+
+    ids, changes = random_ids(2, 90), {"num_hidden_layers": 6, "vocab_size": 101, **SHARED_KEYS}
+    wanted: dict[str, Any] = dict(max_new_tokens=20, do_sample=False)
+    how = {"impl": "reference", "sliding": sliding, "decode": "eager"}  # kernels know no head dim of 16
+    want = patch(tiny("gemma4_text", **changes).cuda(), "turbo", **how).generate(ids.cuda(), **wanted)
+    places = {f"model.layers.{i}": int(i >= 4) for i in range(6)}
+    model = tiny("gemma4_text", **changes)
+    rest = [name for name, _ in model.model.named_children() if name != "layers"]
+    device_map = {**places, **{f"model.{name}": 0 for name in rest}, "model.norm": 1, "lm_head": 1}
+    got = patch(dispatch_model(model, device_map), "turbo", **how).generate(ids.cuda(), **wanted)
+    assert torch.equal(got.cpu(), want.cpu())
+
+
 @pytest.mark.parametrize("settings", [{}, LISTS], ids=["4 bits", "lists of heads"])
 def test_a_model_split_by_tensor_parallelism(tmp_path: Path, settings: dict[str, Any]):
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=98)

@@ -34,7 +34,7 @@ VISION = "mistral3"
 PADDING, NEW = 11, 5
 MORE, OTHER = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(4)).split([3, 5], 1)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
-CLOSE = {"rtol": 0, "atol": 1e-5}  # fp32 sums in another order, as of experts, who add up tokens in the order of rows
+CLOSE = {"rtol": 0, "atol": 2e-5}  # fp32 sums in another order, as of experts, who add up tokens in the order of rows
 
 
 class Row(NamedTuple):
