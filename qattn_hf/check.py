@@ -229,7 +229,7 @@ def _sizes(
         return {"at_tokens": at_tokens, "kv_bytes": full * at_tokens, "bytes_per_token": full,
                 "bytes_per_token_full_precision": full}  # fmt: skip
     rows = [
-        _packed_row(i, spec, sizes[i], recipe.settings_of(i).name(), dtype, device_type, at_tokens)
+        _packed_row(i, spec, sizes[i], recipe.method_of(i, spec), dtype, device_type, at_tokens)
         if isinstance(spec, LayerSpec)
         else {"layer": i, **own_row(spec, sizes[i], dtype, at_tokens)}
         for i, spec in enumerate(specs)

@@ -51,10 +51,15 @@ class WindowLayerSpec(LayerSpec):
     Attributes:
         sliding_window: tokens that a query sees, itself included; at most, where they are those of its chunk.
         chunked: a chunk begins at a multiple of `sliding_window` positions.
+        quantized: by the recipe's method; else keys and values have the model's precision.
     """
 
     sliding_window: int = 1
     chunked: bool = False
+    quantized: bool = True
+
+    def __str__(self) -> str:
+        return f"{WINDOWED[kind_of(self)]} of {self.sliding_window}, {'packed' if self.quantized else 'unquantized'}"
 
     @property
     def local(self) -> int:
@@ -94,6 +99,11 @@ class ModelLayerSpec:
 def window_of(spec: LayerSpec) -> int | None:
     """Tokens of the sliding window of a packed layer; None where it has none."""
     return spec.sliding_window if isinstance(spec, WindowLayerSpec) else None
+
+
+def quantized(spec: LayerSpec | ModelLayerSpec) -> bool:
+    """Whether the recipe's method has a layer of this spec: it is packed, and no unquantized window."""
+    return spec.quantized if isinstance(spec, WindowLayerSpec) else isinstance(spec, LayerSpec)
 
 
 def keeps_state(spec: LayerSpec | ModelLayerSpec) -> bool:

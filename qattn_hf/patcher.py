@@ -18,7 +18,7 @@ from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.heads import HeadSizes, head_sizes
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, keeps_state
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, keeps_state, quantized
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.stock_cache import STEPS
@@ -89,8 +89,9 @@ def patch(
     named = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
     if chosen.settings.packs() and named is not None:
         log.warning("cache_implementation=%r in the model's generation_config is not used: the packed cache is", named)
-    if not patched.packed:
-        warnings.warn(f"nothing is packed: every layer is the model's own, with {own[0]}", stacklevel=2)
+    if not any(map(quantized, specs)):
+        where = "unquantized" if patched.packed else "the model's own"
+        warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=2)
     return model
 
 

@@ -28,6 +28,7 @@ import dataclasses
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ from qattn_hf import latent, recipe_files
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import FamilyDefaults, find_family
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers, quantized
 from qattn_hf.memory_budget import shared
 from qattn_hf.messages import cut, named, shown
-from qattn_hf.methods import Method, list_methods
+from qattn_hf.methods import Method, get_method, list_methods
 from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
 from qattn_hf.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices, unknown
 from qattn_hf.sliding import decide
@@ -111,6 +112,14 @@ class Recipe:
             raise RecipeError(f"{error} ({settings} is the family's: give it yourself, or family=False)") from None
         return dataclasses.replace(recipe, by_family=False, family=defaults)
 
+    def unquantized(self) -> Method:
+        """Settings of windows with `sliding="unquantized"`: those of the method `none`."""
+        return get_method("none")(crop_horizon=self.settings.crop_horizon)
+
+    def method_of(self, layer: int, spec: LayerSpec) -> str:
+        """Name of the method of a packed layer."""
+        return (self.settings_of(layer) if quantized(spec) else self.unquantized()).name()
+
     def as_yaml(self) -> str:
         """YAML text from which `load_recipe` reads the same recipe again."""
         content = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
@@ -137,10 +146,11 @@ class Recipe:
         own, states = model_layers(config), hybrid_states(config)
         layers = len(own)
 
-        def packed(i: int) -> LayerSpec:
+        def packed(i: int, settings: Method | None = None) -> LayerSpec:
             queries, heads, dim, v_dim, is_latent = head_sizes(config, i)
-            spec = self.settings_of(i).layer_spec(i, layers, heads)
-            spec = latent.layer_spec(spec, self.settings_of(i).name()) if is_latent else spec
+            settings = settings or self.settings_of(i)
+            spec = settings.layer_spec(i, layers, heads)
+            spec = latent.layer_spec(spec, settings.name()) if is_latent else spec
             spec = shard_spec(spec, heads, shard)
             reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, v_dim)
             spec = dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason))
@@ -152,14 +162,14 @@ class Recipe:
             if max(choice.layers) >= layers:
                 raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
         try:
-            kept = decide(own, config, self.settings.sliding, packed)
+            kept = decide(own, config, self.settings.sliding, packed, partial(packed, settings=self.unquantized()))
             specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(kept)])
         except UnsupportedError:
             raise
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None
         for choice in self.choices:
-            if all(isinstance(specs[i], ModelLayerSpec) for i in choice.layers):
+            if not any(quantized(specs[i]) for i in choice.layers):
                 why = f"they have {specs[min(choice.layers)]}"
                 raise RecipeError(f"{self.origin}: layers {named(choice.where)} are not packed: {why}")
         return specs

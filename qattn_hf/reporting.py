@@ -36,7 +36,7 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
         rows = [
             own_row(i, layer)
             if isinstance(layer, ModelLayer)
-            else layer_row(i, layer, cache.recipe.settings_of(i).name())
+            else layer_row(i, layer, cache.recipe.method_of(i, layer.spec))
             for i, layer in enumerate(cache.layers)
         ]
         specs = [layer.spec for layer in cache.packed]
@@ -103,8 +103,9 @@ class Report:
           requests share prefixes, and the most requests and blocks that were held.
         - `layers`: one row a layer, with these figures and the formats of keys and values. A layer that is the model's
           own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
-          window is not packed. A packed one has the tokens of its `window`, or None, and `tokens_by_bits`: of a side
-          whose blocks differ, as `memory` makes them, the packed tokens by the bits of their codes.
+          window is not packed. A packed one has the tokens of its `window`, or None, whether it is `quantized` (a
+          window may be in the packed cache in the model's precision), and `tokens_by_bits`: of a side whose blocks
+          differ, as `memory` makes them, the packed tokens by the bits of their codes.
         """
         settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
@@ -246,9 +247,10 @@ def _by_bits(side: str, tokens: dict[int, int]) -> str:
 
 
 def _notes(row: dict[str, Any]) -> str:
+    unquantized = "" if row.get("quantized", True) else ", unquantized"
     notes = [row["own"] if row["kind"] == "dummy" else f"the model's own: {row['own']}"] if "own" in row else []
     notes += [f"not packed: {row['why']}"] if row.get("why") else []
-    notes += [f"{WINDOWED[row['kind']]} of {row['window']}"] if row.get("window") else []
+    notes += [f"{WINDOWED[row['kind']]} of {row['window']}{unquantized}"] if row.get("window") else []
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += [_by_bits(side, tokens) for side, tokens in row.get("tokens_by_bits", {}).items() if len(tokens) > 1]
     notes += ["sinks kept out"] if row.get("sinks") else []

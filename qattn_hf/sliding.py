@@ -1,7 +1,8 @@
 """Which layers with a sliding window, or attention in chunks, are packed: the setting `sliding` of a recipe.
 
-`packed` packs them all or refuses the model, `model` leaves them all to transformers' own cache, and `auto` packs them
-where that takes at most `PAYS` of the bytes. A model has one mask for all its windows, so that one answer serves all.
+`packed` packs them all or refuses the model, `model` leaves them all to transformers' own cache, `auto` packs them
+where that takes at most `PAYS` of the bytes, and `unquantized` has them in the packed cache in the model's precision, so
+that nothing is lost and decode steps are captured. A model has one mask for all its windows: one answer serves all.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ Layers = list[ModelLayerSpec | WindowLayerSpec | None]
 
 
 def decide(
-    own: Sequence[ModelLayerSpec | None], config: PretrainedConfig, setting: str, packed: Callable[[int], LayerSpec]
+    own: Sequence[ModelLayerSpec | None],
+    config: PretrainedConfig,
+    setting: str,
+    packed: Callable[[int], LayerSpec],
+    unquantized: Callable[[int], LayerSpec],
 ) -> Layers:
     """What each layer keeps of the model's own; None where it is packed without a window.
 
     Args:
         own: the same, with all windows left to the model (`model_layers`).
         setting: the recipe's `sliding`.
-        packed: the spec of a layer, by its index, as if it had no window.
+        packed, unquantized: the spec of a layer, by its index, as if it had no window.
 
     Raises:
         UnsupportedError: the setting is `packed` and a layer cannot be; the message says why.
@@ -44,9 +49,13 @@ def decide(
         return [*own]
     why, specs = "sliding='model'", {}
     if setting != "model":
+        quantized = setting != "unquantized"
         specs = {
             i: WindowLayerSpec(
-                **vars(packed(i)), sliding_window=kept.window or 1, chunked=kept.kind == "chunked_attention"
+                **vars((packed if quantized else unquantized)(i)),
+                sliding_window=kept.window or 1,
+                chunked=kept.kind == "chunked_attention",
+                quantized=quantized,
             )
             for i, kept in windows.items()
         }

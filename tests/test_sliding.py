@@ -117,6 +117,36 @@ def test_windows_that_cannot_be_packed():
     assert "sinks" in report(model).to_dict()["layers"][0]["why"]
 
 
+@pytest.mark.filterwarnings("ignore:nothing is packed")
+@pytest.mark.parametrize("family", ["mistral", "llama4_text"])
+def test_unquantized_windows_lose_nothing(family):
+    """Whatever the method, and with sinks, which packed windows refuse; the report says that they are not packed."""
+    stock, windows = tiny(family), [True, family == "mistral"]
+    want = stock.generate(IDS, **GREEDY)
+    for method, settings in (("none", {}), ("turbo", {"bits": 2, "sink_num": 4})):
+        model = patched(tiny(family), method, "unquantized", **settings)
+        got = model.generate(IDS, return_dict_in_generate=True, **GREEDY)
+        assert torch.equal(got.sequences, want) or (method != "none" and not all(windows))
+        data = report(model).to_dict()
+        assert [not row["quantized"] for row in data["layers"]] == windows
+        first, *_, last = data["layers"]
+        assert (first["method"], first["k_format"], first["packed_tokens"]) == ("none", "model", 0)
+        assert first["effective_bits"] is None and data["effective_bits"] == last["effective_bits"]
+        assert f"of {WINDOW}, unquantized" in str(report(model)).replace("\n", " ").replace("  ", "")
+
+
+def test_what_is_said_of_unquantized_windows():
+    with pytest.warns(UserWarning, match="nothing is packed: every layer is unquantized, with sliding window of 20"):
+        patched(tiny("mistral"), "turbo", "unquantized")
+    single = {"layers": {"0": {"bits": 2}}}
+    refused(lambda: patched(tiny("gemma2"), "turbo", "unquantized", **single), RecipeError, "not packed", "unquantized")
+    left = patched(tiny("gemma2"), "turbo", "model")._qattn.decode_reason
+    assert "1 layers keep what is the model's own" in left and "sliding='unquantized'" in left
+    rows = check(tiny("gemma3_text").config, "turbo:sliding=unquantized,family=false", device_type="cpu").layers
+    assert [(row["method"], row.get("window")) for row in rows] == [("none", WINDOW), ("turbo", None)]
+    assert rows[0]["bytes"] > rows[0]["values"] * 4  # the room for calls and crops
+
+
 def test_a_model_that_asks_for_another_window_is_refused():
     model = patched(tiny("mistral"))
     model.model.layers[1].self_attn.config.sliding_window = 30
@@ -157,11 +187,12 @@ def test_compiled_steps_pass_the_capacity():
         call(ids[:, 400:440], past_key_values=compiled)
 
 
-def test_steps_are_captured_once(fake):
+@pytest.mark.parametrize("sliding", ["packed", "unquantized"])
+def test_steps_are_captured_once(fake, sliding):
     """Blocks move between replays, at their addresses; a model whose layers are all packed is captured as any."""
     model = tiny("gemma3_text")
     want = model.generate(IDS, **GREEDY)
-    patched(as_on_a_gpu(model))
+    patched(as_on_a_gpu(model), sliding=sliding)
     for _ in range(2):
         assert torch.equal(model.generate(IDS, **GREEDY), want)
         assert report(model).to_dict()["decode"] == "graph"

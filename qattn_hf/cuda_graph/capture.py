@@ -42,7 +42,7 @@ def resolve_decode(
     Raises:
         UnsupportedError: the setting is `graph` or `compile` and the model cannot be captured, or compiled.
     """
-    moving = f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured yet" if own else None
+    moving = _moving(own) if own else None
     if setting == "eager":
         return setting, None
     reason = moving or why_not(model)
@@ -53,6 +53,12 @@ def resolve_decode(
     if setting in ("graph", "compile"):
         raise UnsupportedError(refusal(reason, setting))
     return "eager", reason
+
+
+def _moving(own: Sequence[ModelLayerSpec | HybridLayerSpec]) -> str:
+    windows = all(isinstance(spec, ModelLayerSpec) and spec.window is not None for spec in own)
+    hint = "; with sliding='unquantized' or 'packed' it is" if windows else ""
+    return f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured{hint}"
 
 
 def refusal(reason: str, setting: str = "graph") -> str:

@@ -1,9 +1,9 @@
 """The types that people name, each with everything that a cache is asked for, in one place.
 
-Rows of this matrix are types, with windows left to the model or packed (`-packed`), and a model with an image in its
-prompt; columns are tests. `none` gives what the stock model gives, `int8` what its own run gives that is not cut up,
-moved or copied. What a row refuses stands in `REFUSED`, with the words that say so. The reference computes; kernels are
-compared with it at the end.
+Rows of this matrix are types, with windows left to the model, packed or in the packed cache unquantized (`-packed`,
+`-unquantized`), and a model with an image in its prompt; columns are tests. `none` gives what the stock model gives,
+`int8` what its own run gives that is not cut up, moved or copied. What a row refuses stands in `REFUSED`, with the
+words that say so. The reference computes; kernels are compared with it at the end.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Row(NamedTuple):
     sliding: str = "model"
 
     def __str__(self) -> str:
-        return self.model_type + ("-packed" if self.sliding == "packed" else "")
+        return self.model_type + ("" if self.sliding == "model" else f"-{self.sliding}")
 
     @property
     def tokens(self) -> int:
         """Length of the prompt: past a window and past a block; of packed windows past the 384 tokens for which their
         layers have room, so that the first blocks are gone."""
-        return 400 if self.sliding == "packed" else 80
+        return 80 if self.sliding == "model" else 400
 
     def model(self, **changes: Any) -> PreTrainedModel:
         """The stock model, the same at every call."""
@@ -85,6 +85,7 @@ def patched(row: Row, model: PreTrainedModel, method: str, **settings: Any) -> P
 # whose windows can be packed
 WINDOWED = ["gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "mistral", "phi3"]
 ROWS = [*map(Row, PACKED), *(Row(name, "packed") for name in (*WINDOWED, "llama4_text")), Row(VISION)]
+ROWS += [Row("gemma3_text", "unquantized")]
 
 OWN = "layers keep what is the model's own"
 OF_WINDOW: dict[str, tuple[str, ...]] = {
@@ -158,7 +159,7 @@ def test_padded_batch(row: Row, method: str):
     windows = [isinstance(layer, WindowLayer) for layer in layers]
     own = PACKED.get(row.model_type, [True] * len(layers))
     assert [layer in packed for layer in layers] == [a or b for a, b in zip(own, windows, strict=True)]
-    assert any(windows) == (row.sliding == "packed")
+    assert any(windows) == (row.sliding != "model")
     for layer in packed:
         assert (layer.state["closed"] > 0).all()
         assert (layer.state["block_pos"][:, 0] > 0).all() == isinstance(layer, WindowLayer)
@@ -378,7 +379,7 @@ def history(row: Row, impl: str) -> torch.Tensor:
     cache.batch_select_indices([1])
     cache = pickled(copy.deepcopy(cache))
     found.append(after(model, cache, OTHER[:1].to(DEVICE)))
-    with contextlib.nullcontext() if row.sliding == "packed" else asked(row, "crop"):
+    with contextlib.nullcontext() if row.sliding != "model" else asked(row, "crop"):
         cache.crop(-OTHER.shape[1])
     found.append(after(model, cache, OTHER[1:].to(DEVICE)))
     return torch.cat(found, 1)
