@@ -114,7 +114,8 @@ class Recipe:
 
     def unquantized(self) -> Method:
         """Settings of windows with `sliding="unquantized"`: those of the method `none`."""
-        return get_method("none")(crop_horizon=self.settings.crop_horizon)
+        horizon: dict[str, Any] = {"crop_horizon": self.settings.crop_horizon}
+        return get_method("none")(**horizon)
 
     def method_of(self, layer: int, spec: LayerSpec) -> str:
         """Name of the method of a packed layer."""

@@ -1,8 +1,8 @@
 """Which layers with a sliding window, or attention in chunks, are packed: the setting `sliding` of a recipe.
 
 `packed` packs them all or refuses the model, `model` leaves them all to transformers' own cache, `auto` packs them
-where that takes at most `PAYS` of the bytes, and `unquantized` has them in the packed cache in the model's precision, so
-that nothing is lost and decode steps are captured. A model has one mask for all its windows: one answer serves all.
+where that takes at most `PAYS` of the bytes, and `unquantized` has them in the packed cache in the model's precision:
+nothing is lost, and decode steps are captured. A model has one mask for all its windows, so one answer serves all.
 """
 
 from __future__ import annotations

@@ -252,6 +252,8 @@ def test_softcap_window_and_sinks(short: int, compute: str):
     check(case, Scores(0.3, softcap=5.0), prefill=compute)
     check(replace(case, hq=1, spans=((9, 61), (70, 0))), Scores(0.1, window=40), prefill=compute)
     check(case, Scores(0.1, window=150, sinks=sinks), prefill=compute)
+    # the first query sees one token of the tile before its own window's other tokens
+    check(replace(case, tokens=10, past=131, short=0, hq=1), Scores(0.1, window=5), prefill=compute)
 
 
 @pytest.mark.parametrize("block_q", [32, 128])
