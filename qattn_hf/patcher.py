@@ -86,13 +86,18 @@ def patch(
     hooks.install(model, patched)
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
-    named = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
-    if chosen.settings.packs() and named is not None:
-        log.warning("cache_implementation=%r in the model's generation_config is not used: the packed cache is", named)
+        _note_unused(model)
     if not any(map(quantized, specs)):
         where = "unquantized" if patched.packed else "the model's own"
         warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=2)
     return model
+
+
+def _note_unused(model: PreTrainedModel) -> None:
+    """Say that the cache which a model's generation_config names is not used."""
+    named = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
+    if named is not None:
+        log.warning("cache_implementation=%r in the model's generation_config is not used: the packed cache is", named)
 
 
 def _sizes(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[HeadSizes] | None:
