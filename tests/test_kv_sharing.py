@@ -150,9 +150,15 @@ def test_compiled_steps_copy_no_arena():
     """Of windows and of layers that others read. Inductor would, if a step changed one by two operators."""
     how = {"impl": "reference", "family": False, "sliding": "packed", "decode": "compile"}
     model = patch(model_of("gemma4_text", 4), "int8", **how)
-    cache = QAttnCache.for_model(model, max_cache_len=200)
-    model(IDS, past_key_values=cache)
-    _, codes = run_and_get_code(torch.compile(model, fullgraph=True), IDS[:, :1], past_key_values=cache)
+    cache, twin = (QAttnCache.for_model(model, max_cache_len=200) for _ in range(2))
+    for each in (cache, twin):
+        model(IDS, past_key_values=each)
+    step, codes = torch.compile(model, fullgraph=True), list[str]()
+    for token in IDS[:, :3].split(1, 1):
+        out, found = run_and_get_code(step, token, past_key_values=cache)
+        codes += found
+        want = model(token, past_key_values=twin).logits
+        torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-4)  # fused sums in fp32
     sizes = {layer.arena.nbytes for layer in cache.packed}
     allocated = [line.strip() for code in codes for line in code.splitlines() if "empty_strided" in line]
     assert allocated and [line for line in allocated if any(f"(({size}, )" in line for size in sizes)] == []
