@@ -64,8 +64,9 @@ def layer_types(config: PretrainedConfig) -> list[LayerType]:
         if kind == "dummy" and name in WINDOWS:
             window = getattr(layer, WINDOWS[name])
         shares = kind == "dummy" and name not in ("moe", "mlp", "dummy")
-        kind = "dummy" if kind in ("moe", "mlp") else name if shares else kind
-        found.append(LayerType(kind, window, own.get("number_of_states", 1), writers[name] if shares else None))
+        reads = writers.get(name) if shares else None  # an assistant's layers read those of another model
+        kind = "dummy" if kind in ("moe", "mlp") else kind if reads is None else name
+        found.append(LayerType(kind, window, own.get("number_of_states", 1), reads))
         if not shares:
             writers[name] = i
     return found
