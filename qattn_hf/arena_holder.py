@@ -87,15 +87,12 @@ class ArenaHolder:
         assert self.arena is not None
         return self.arena[: self._rewritten]
 
-    def written(self, past: int, before: torch.Tensor | None = None) -> Written | None:
-        """What layers that share the keys and values of a call need to attend to them; None where there are none.
-
-        Args:
-            past: blocks before the call. before: `rewritten` as it was before the call; None: the call begins now.
-        """
+    def written(self, past: int, by_sdpa: bool = False) -> Written | None:
+        """What layers that share the keys and values of a call which begins now need to attend to them; None where
+        there are no such layers. Arguments as in `Written`."""
         if not self.shared or self.arena is None:
             return None
-        return Written(self.arena, self.blocks, past, self.rewritten().clone() if before is None else before)
+        return Written(self.arena, self.blocks, past, self.rewritten().clone(), by_sdpa)
 
     @contextmanager
     def writing(self, tokens: int) -> Iterator[None]:

@@ -14,7 +14,6 @@ from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.gradient import without_gradient
 from qattn_hf.handle import Handle
-from qattn_hf.kv_sharing import reaching
 from qattn_hf.latent import up_projections
 from qattn_hf.layer_kinds import asked_window, hides
 from qattn_kernels.layer.scores import Scores
@@ -89,9 +88,9 @@ def attention(
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache", window)
     scores, span = scores_of(query, scaling, kwargs), attention_mask.reshape(-1, 2)
     unpadded = not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
-    device, queries = query.device, query.shape[2]
-    if key.take(getattr(module, "layer_idx", None)):
-        query, span = reaching(key, query, span)
+    device = query.device
+    if key.take(getattr(module, "layer_idx", None)):  # a device map may have put that layer elsewhere
+        query, span = query.to(key.key.device), span.to(key.key.device)
 
     def attend() -> torch.Tensor:
         if key.layer.spec.latent:
@@ -99,7 +98,7 @@ def attention(
         return key.layer.attend(query, key, span, scores, unpadded)[0]
 
     attended = without_gradient(attend, query, key.key, key.value)
-    return attended[:, :, -queries:].transpose(1, 2).contiguous().to(device), None
+    return attended.transpose(1, 2).contiguous().to(device), None
 
 
 def refuse_arguments(

@@ -14,45 +14,49 @@ import torch
 
 from qattn_hf.device import capturing
 from qattn_hf.handle import Handle
-from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step import operator
-from qattn_kernels.step.operator import put_back
-from qattn_kernels.step.prompt import attend_prompt, by_sdpa
 
 if TYPE_CHECKING:
     from qattn_hf.layer import QAttnLayer
 
 
-def reaching(handle: Handle, query: torch.Tensor, span: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries `[B, Hq, T, D]` and span of a later layer as the handle's own layer takes them.
-
-    They go to the device of the keys, since an `accelerate` device map may put the layers on different ones. Where a
-    model computes the last tokens of a prompt alone, as Gemma 4 does, zeros stand for the queries before them.
-    """
-    device, tokens = handle.key.device, handle.key.shape[2]
-    query = torch.nn.functional.pad(query.to(device), (0, 0, tokens - query.shape[2], 0))
-    return query, span.to(device)
-
-
 def attend_again(
-    layer: QAttnLayer, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool
+    layer: QAttnLayer, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend to what `layer` wrote from this handle; arguments and results as of `QAttnLayer.attend`.
 
     Counters of sparse V, and SinkQ's pool where it is chosen by attention, are then those of the last layer that reads.
+
+    Args:
+        query: `[B, Hq, n, D]`, of all the handle's tokens or of the last n, where a model leaves the others of a prompt
+            out, as Gemma 4 does.
     """
-    written, key, value = handle.written, handle.key, handle.value
-    assert written is not None
-    arena, blocks, past, before = written
+    assert handle.written is not None
+    arena, blocks, past, before, by_sdpa = handle.written
+    key, value, last = handle.key, handle.value, query.shape[2]
+    if by_sdpa and not bool(layer.state["nonfinite"].any()):
+        return _of_prompt(query, key, value, scores), None
+    query = torch.nn.functional.pad(query, (0, 0, key.shape[2] - last, 0))
+    where = arena, layer._layout, blocks
     sizes = scores.scale, scores.softcap, scores.window, scores.sinks
     fixed = torch.compiler.is_compiling() or capturing()
     # in a copy of the state nothing can be lost
-    with nullcontext() if fixed or arena is not layer.arena else layer.writing(query.shape[2]):
-        if not fixed and unpadded and past == 0 and by_sdpa(query, key, value, layer.spec, scores):
-            put_back(arena, before)
-            state = views(arena, Layout(layer.geometry, layer.spec))
-            return attend_prompt(query, key, value, span, state, layer.spec, scores), None
-        where = arena, layer._layout, blocks
+    with nullcontext() if fixed or arena is not layer.arena else layer.writing(key.shape[2]):
         out, lse = operator.attend_again(query, key, value, span, *where, *sizes, past, before)
-    return out, lse
+    return out[:, :, -last:], lse[:, :, -last:]
+
+
+@torch.no_grad()
+def _of_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Causal attention of a prompt's last queries in the model's precision; nothing is written.
+
+    SDPA gives NaN to every query behind a key or value that is not finite, which kernels mask instead.
+    """
+    last, tokens = query.shape[2], key.shape[2]
+    seen = None
+    if 1 < last < tokens:
+        seen = torch.ones(last, tokens, dtype=torch.bool, device=query.device).tril(tokens - last)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=last == tokens > 1, scale=scores.scale, enable_gqa=True
+    )

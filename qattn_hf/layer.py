@@ -13,7 +13,7 @@ from qattn_hf import changes
 from qattn_hf.arena_holder import ArenaHolder
 from qattn_hf.device import capturing
 from qattn_hf.errors import CapacityError, UnsupportedError
-from qattn_hf.handle import Handle
+from qattn_hf.handle import Handle, Written
 from qattn_hf.kv_sharing import attend_again
 from qattn_hf.layer_kinds import window_of
 from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena
@@ -216,7 +216,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """
         self._check_call(query, handle)
         if handle.written is not None:
-            return attend_again(self, query, handle, span, scores, unpadded)
+            return attend_again(self, query, handle, span, scores)
         key, value, tokens = handle.key, handle.value, query.shape[2]
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         if torch.compiler.is_compiling() or capturing():
@@ -230,8 +230,9 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         past, prompt_by = self._blocks_for(self.reserve(tokens)), self.spec.impl
         result: tuple[torch.Tensor, torch.Tensor | None]
         with self.writing(tokens):
-            handle.written = self.written(past)
-            if unpadded and past == 0 and by_sdpa(query, key, value, self.spec, scores):
+            sdpa = unpadded and past == 0 and by_sdpa(query, key, value, self.spec, scores)
+            handle.written = self.written(past, sdpa)
+            if sdpa:
                 prompt = attend_prompt(query, key, value, span, self.state, self.spec, scores)
                 result, prompt_by = (prompt, None), "sdpa"
             else:
@@ -331,7 +332,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         if not self.shared and window is None:
             return attend(*call)
         out, lse, before = attend_and_keep(*call, window or 0, self._rewritten if self.shared else 0)
-        handle.written = self.written(self.blocks, before)
+        handle.written = Written(call[4], self.blocks, self.blocks, before) if self.shared else None
         return out, lse
 
     def _blocks_for(self, tokens: int) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from helpers import DEVICE, Case, case_id, make_layer, random_qkv
 from test_kv_sharing import check_readers
 from test_window_layer import windowed
 
 from qattn_hf.layer import QAttnLayer
+from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step import prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison", "no_grad")]
@@ -44,8 +46,18 @@ def test_readers_of_a_window():
     check_readers(layer, alone, [other], [x.to(DEVICE) for x in random_qkv(2, sum(calls), dim=DIM)], calls)
 
 
-def test_readers_of_a_prompt_that_sdpa_computes(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("finite", [True, False], ids=["finite", "a key that is not"])
+def test_readers_of_a_prompt_that_sdpa_computes(finite: bool, monkeypatch: pytest.MonkeyPatch):
+    """Also with the last queries alone, as Gemma 4 gives them. What is not finite is masked, which kernels do."""
     monkeypatch.setattr(prompt, "WORTH", 0)
     layer, alone, other = layers(KIVI)
-    check_readers(layer, alone, [other], [x.to(DEVICE) for x in random_qkv(2, 131, dim=DIM)], (130, 1))
+    q, k, v = (x.to(DEVICE) for x in random_qkv(2, 131, dim=DIM))
+    k[1, 1, 40, 3] = 1.0 if finite else float("nan")
+    check_readers(layer, alone, [other], (q, k, v), (130, 1))
     assert layer.prompt_by == "sdpa"
+    handle, span = alone.update(k, v)[0], torch.tensor([[0, 131]] * 2, dtype=torch.int32, device=DEVICE)
+    alone.reset()
+    alone.shared = True
+    whole, *parts = (alone.attend(q[:, :, -n:], handle, span, Scores(0.125), unpadded=True)[0] for n in (131, 1, 3))
+    for part in parts:
+        torch.testing.assert_close(part, whole[:, :, -part.shape[2] :], rtol=0, atol=1e-5)  # fp32 sums in another order
