@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -20,11 +20,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from qattn_hf.attention import scores_of
 from qattn_hf.handle import Handle
+from qattn_hf.kv_sharing import with_earlier
 from qattn_hf.layer_kinds import local_window, window_of
 from qattn_hf.live_memory import LiveMemory
 from qattn_kernels.launch.launches import recorded
 from qattn_kernels.launch.plan import ALIGNMENT, Result
-from qattn_kernels.layer.arena import Layout, places, views
+from qattn_kernels.layer.arena import Layout, places, rewritten_bytes, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -60,12 +61,22 @@ class Planned(NamedTuple):
         return results
 
 
+class Kept(NamedTuple):
+    """`Handle.written` of such a forward: where layers that share keys and values attend, and over how many blocks."""
+
+    arena: torch.Tensor
+    layout: Layout
+    blocks: int
+    before: torch.Tensor
+
+
 class CountedLayer(CacheLayerMixin):
     """Cache layer of such a forward: it counts tokens and stores nothing.
 
     Args:
         geometry: sizes of the layer, with the capacity. spec: None is a layer of transformers' `DynamicCache`.
         plans: of calls of packed layers, by what they depend on; all layers of a cache share them.
+        shared: whether other layers read its keys and values (`kv_sharing.py`); those have no spec.
 
     Attributes:
         past: tokens that each row holds.
@@ -74,9 +85,11 @@ class CountedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, geometry: Geometry, spec: LayerSpec | None, plans: dict[Hashable, Planned | None]):
+    def __init__(
+        self, geometry: Geometry, spec: LayerSpec | None, plans: dict[Hashable, Planned | None], shared: bool = False
+    ):
         super().__init__()
-        self.geometry, self.spec, self.past, self.plans = geometry, spec, 0, plans
+        self.geometry, self.spec, self.past, self.plans, self.shared = geometry, spec, 0, plans, shared
         self.held: dict[str, torch.Tensor] = {}
         if spec is not None:
             self.layout = Layout(geometry, spec)
@@ -102,10 +115,23 @@ class CountedLayer(CacheLayerMixin):
             out = query.new_empty((batch, tokens, heads, self.geometry.v_dim)).transpose(1, 2)
             query.new_empty((batch, heads, tokens), dtype=torch.float32)
             return out
-        scores, window = scores_of(query, scaling, kwargs), window_of(self.spec)
+        window = window_of(self.spec)
+        scores = replace(scores_of(query, scaling, kwargs), window=local_window(self.spec))
+        if handle.written is not None:
+            arena, layout, blocks, _ = cast(Kept, handle.written)
+            query = with_earlier(query, handle.key.shape[2])
+            return self._computed(query, handle, scores, arena, layout, blocks)[:, :, -tokens:]
         if window is not None:
-            return self._attend_window(query, handle, replace(scores, window=local_window(self.spec)), window)
-        return self._computed(query, handle, scores, self.arena, self.layout, self._blocks_for(self.past))
+            return self._attend_window(query, handle, scores, window)
+        blocks = self._blocks_for(self.past)
+        self._keep(handle, self.arena, self.layout, blocks)
+        return self._computed(query, handle, scores, self.arena, self.layout, blocks)
+
+    def _keep(self, handle: Handle, arena: torch.Tensor, layout: Layout, blocks: int) -> None:
+        """What layers that read the same keys and values need, for as long as the handle lives."""
+        if self.shared:
+            before = torch.empty(rewritten_bytes(layout), dtype=torch.uint8, device=META)
+            handle.written = cast(Any, Kept(arena, layout, blocks, before))
 
     def _attend_window(self, query: torch.Tensor, handle: Handle, scores: Scores, window: int) -> torch.Tensor:
         """The same of a packed window, in the steps of `WindowLayer`: blocks move to the front where the layer is full,
@@ -121,9 +147,12 @@ class CountedLayer(CacheLayerMixin):
                 self._drop_front(self.arena, self.layout, window)
                 del kept
         if used + tokens <= capacity:
+            self._keep(handle, self.arena, self.layout, self._blocks_for(used))
             return self._computed(query, handle, scores, self.arena, self.layout, self._blocks_for(used))
         layout = Layout(replace(self.geometry, blocks=self._blocks_for(used + tokens)), self.spec)
         arena = torch.empty(places(layout)[1], dtype=torch.uint8, device=META)
+        if self.shared:
+            self._keep(handle, torch.empty_like(arena), layout, self._blocks_for(used))
         out = self._computed(query, handle, scores, arena, layout, self._blocks_for(used))
         self._drop_front(arena, layout, window)
         return out

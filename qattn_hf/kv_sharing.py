@@ -37,7 +37,7 @@ def attend_again(
     key, value, last = handle.key, handle.value, query.shape[2]
     if by_sdpa and not bool(layer.state["nonfinite"].any()):
         return _of_prompt(query, key, value, scores), None
-    query = torch.nn.functional.pad(query, (0, 0, key.shape[2] - last, 0))
+    query = with_earlier(query, key.shape[2])
     where = arena, layer._layout, blocks
     sizes = scores.scale, scores.softcap, scores.window, scores.sinks
     fixed = torch.compiler.is_compiling() or capturing()
@@ -45,6 +45,12 @@ def attend_again(
     with nullcontext() if fixed or arena is not layer.arena else layer.writing(key.shape[2]):
         out, lse = operator.attend_again(query, key, value, span, *where, *sizes, past, before)
     return out[:, :, -last:], lse[:, :, -last:]
+
+
+def with_earlier(query: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Queries `[B, Hq, n, D]` behind as many zeros as make `tokens` of them."""
+    missing = tokens - query.shape[2]
+    return torch.nn.functional.pad(query, (0, 0, missing, 0)) if missing else query  # which would copy it
 
 
 @torch.no_grad()

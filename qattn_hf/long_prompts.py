@@ -11,6 +11,7 @@ from transformers.generation import GenerationMode
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import changing_rope
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer_kinds import quantized
 from qattn_kernels.layer.spec import LayerSpec
 
 PREFILL_CHUNK = 2**15  # tokens; a prompt of no more is one call, with the numbers of one call
@@ -29,9 +30,10 @@ def chunk_of(specs: Iterable[LayerSpec]) -> int | None:
     """Tokens of a call of a long prompt, by the settings of the layers; None: it is one call, however long.
 
     Where prompts are multiplied in INT8, cutting them costs roundings more and no time. A method that attends to new
-    tokens in the model's precision would lose that, with 2 bits a lot, and PyTorch's SDPA with it.
+    tokens in the model's precision would lose that, with 2 bits a lot, and PyTorch's SDPA with it. Unquantized windows
+    lose nothing.
     """
-    return PREFILL_CHUNK if all(spec.compute.prefill == "int8" for spec in specs) else None
+    return PREFILL_CHUNK if all(spec.compute.prefill == "int8" for spec in specs if quantized(spec)) else None
 
 
 def prefill_chunk(

@@ -34,7 +34,7 @@ from qattn_hf.memory_budget import BudgetLayerSpec
 from qattn_hf.patcher import attending
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.window_layer import packed_layer
-from qattn_kernels.layer.arena import Layout, rewritten_bytes
+from qattn_kernels.layer.arena import rewritten_bytes
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
@@ -54,12 +54,12 @@ class Way:
     Attributes:
         name: a method with its settings, or `full`, transformers' own `DynamicCache`.
         origin: the recipe, as a report names it.
-        specs: one a layer; None for `full`.
+        specs: one a layer, None for one that reads the keys and values of an earlier layer; None for `full`.
     """
 
     name: str
     origin: str
-    specs: list[LayerSpec] | None
+    specs: list[LayerSpec | None] | None
 
 
 @dataclass(frozen=True)
@@ -146,22 +146,17 @@ class Planner:
         if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
             raise UnsupportedError("memory= says itself what the cache takes: plan the fewest bits without it")
         check_packs(recipe)
-        by_kernels = [spec for spec in specs if isinstance(spec, LayerSpec) and spec.impl == "triton"]
-        if len(by_kernels) < len(specs):
+        packed = [spec if isinstance(spec, LayerSpec) else None for spec in specs]
+        if any(spec is not None and spec.impl != "triton" for spec in packed):
             raise UnsupportedError(
                 "the reference computes some of its layers, and only the memory of kernels is predicted; qattn check "
                 "says why"
             )
-        return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, by_kernels)
+        return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, packed)
 
     def _check_packed(self, specs: Sequence[object], what: str) -> None:
         """Refuse layers that keep something of the model's own. `what`: which ones are planned, for the message."""
-        own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec))]
-        if own and not any(map(keeps_state, own)):
-            raise UnsupportedError(
-                f"layers of {self.config.model_type} share keys and values, and the memory of their calls is not "
-                "planned; qattn check counts the bytes of any cache"
-            )
+        own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)) and keeps_state(spec)]
         if own:
             packs = (
                 "; sliding='packed' packs windows, where it can" if any(getattr(x, "why", None) for x in own) else ""
@@ -209,16 +204,18 @@ class Planner:
         geometries = self._geometries(way, batch, context)
         specs: list[LayerSpec | None] = [None] * len(geometries) if way.specs is None else [*way.specs]
         plans: dict[Hashable, activations.Planned | None] = {}
-        layers = [activations.CountedLayer(*layer, plans) for layer in zip(geometries, specs, strict=True)]
+        read = {spec.reads for spec in model_layers(self.config) if spec is not None}
+        layers = [
+            activations.CountedLayer(*layer, plans, i in read)
+            for i, layer in enumerate(zip(geometries, specs, strict=True))
+        ]
         cache, rewritten = 0, list[int]()
-        if way.specs is not None:
-            arenas = [layer.arena.nbytes for layer in layers]
-            rewritten = [  # a call may move the blocks of a window
-                rewritten_bytes(Layout(geometry, spec)) if window_of(spec) is None else n_bytes
-                for geometry, spec, n_bytes in zip(geometries, way.specs, arenas, strict=True)
-            ]
-            cache = sum(-(-n_bytes // ROUNDING) * ROUNDING for n_bytes in arenas)
-            for n_bytes in arenas:
+        for layer in layers:
+            if layer.spec is not None:
+                n_bytes = layer.arena.nbytes
+                # a call may move the blocks of a window
+                rewritten.append(rewritten_bytes(layer.layout) if window_of(layer.spec) is None else n_bytes)
+                cache += -(-n_bytes // ROUNDING) * ROUNDING
                 live.hold(n_bytes)
         with self._counted() as model:
             for tokens, past in self._calls(way, context):
@@ -240,13 +237,13 @@ class Planner:
         geometries = [Geometry(batch, size.kv, size.dim, size.v_dim, 1, self.dtype) for size in sizes]
         if way.specs is None:
             return geometries
-        blocks = [packed_layer(spec, context).blocks for spec in way.specs]
+        blocks = [1 if spec is None else packed_layer(spec, context).blocks for spec in way.specs]
         return [replace(geometry, blocks=n) for geometry, n in zip(geometries, blocks, strict=True)]
 
     def _calls(self, way: Way, context: int) -> Iterator[tuple[int, int]]:
         """Tokens and tokens before them of the calls that differ: the first and the last whole chunk of the prompt, the
         rest behind it, and the last decode step."""
-        own = None if way.specs is None else self.prefill_chunk_size or chunk_of(way.specs)
+        own = None if way.specs is None else self.prefill_chunk_size or chunk_of(filter(None, way.specs))
         chunk = min(own or context, context)
         whole, rest = divmod(context - 1 or 1, chunk)
         if whole:

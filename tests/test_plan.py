@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICE, random_ids, tiny_llama
-from small_types import tiny
+from small_types import SHARED_KEYS, tiny
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig
 
@@ -133,14 +133,29 @@ def test_weights_and_cache_are_what_generate_allocates(method):
     assert exact <= memory.weights < exact + len(own) * ROUNDING
 
 
+OF_KERNELS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"head_dim": 64},
+    "mistral": {"head_dim": 64},
+    "gemma4_text": {"head_dim": 64, "global_head_dim": 64, "num_hidden_layers": 6, **SHARED_KEYS},
+}
+
+
 @pytest.mark.parametrize("tokens", [300, 900])
-@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("mistral", marks=pytest.mark.slow)])
-def test_packed_windows_are_counted_as_generate_allocates_them(family, tokens):
-    """By the recipe's `sliding`; below what a window takes at most, and beyond it."""
-    config, method = tiny(family, head_dim=64).config, "int8:sliding=packed"
-    model = patch(tiny(family, head_dim=64), method)
+@pytest.mark.parametrize(
+    ("family", "sliding"),
+    [
+        ("gemma3_text", "packed"),
+        ("gemma4_text", "packed"),
+        ("gemma4_text", "unquantized"),
+        pytest.param("mistral", "packed", marks=pytest.mark.slow),
+    ],
+)
+def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, tokens):
+    """By the recipe's `sliding`; below what a window takes at most, and beyond it. Layers that share keys hold none."""
+    config, method = tiny(family, **OF_KERNELS[family]).config, f"int8:sliding={sliding}"
+    model = patch(tiny(family, **OF_KERNELS[family]), method)
     how = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
-    layers = model.generate(random_ids(2, tokens - 8), **how).past_key_values.layers
+    layers = model.generate(random_ids(2, tokens - 8), **how).past_key_values.packed
     planner = Planner(config)
     memory = planner.memory(planner.way(method), batch=2, context=tokens)
     arenas = sum(layer.arena.nbytes for layer in layers)
@@ -268,11 +283,9 @@ def test_what_cannot_be_planned():
         planner.way("turbo:p_scale=tile")
     with pytest.raises(UnsupportedError, match="packs nothing"):
         planner.way("sage2:cache=model")
-    hybrid, windows = (Planner(tiny(family).config) for family in ("qwen3_next", "gemma3n_text"))
+    hybrid = Planner(tiny("qwen3_next").config)
     with pytest.raises(UnsupportedError, match=r"linear attention or SSM.*qattn check counts"):
         hybrid.way("turbo")
-    with pytest.raises(UnsupportedError, match="share keys and values"):
-        windows.way("turbo:sliding=packed")
     with pytest.raises(UnsupportedError, match="latent attention"):
         Planner(tiny("deepseek_v3").config)
     quantized = config_of()
