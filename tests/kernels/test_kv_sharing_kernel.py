@@ -51,13 +51,13 @@ def test_readers_of_a_prompt_that_sdpa_computes(finite: bool, monkeypatch: pytes
     """Also with the last queries alone, as Gemma 4 gives them. What is not finite is masked, which kernels do."""
     monkeypatch.setattr(prompt, "WORTH", 0)
     layer, alone, other = layers(KIVI)
-    q, k, v = (x.to(DEVICE) for x in random_qkv(2, 131, dim=DIM))
+    q, k, v = (x.to(DEVICE) for x in random_qkv(2, 67, dim=DIM))
     k[1, 1, 40, 3] = 1.0 if finite else float("nan")
-    check_readers(layer, alone, [other], (q, k, v), (130, 1))
+    check_readers(layer, alone, [other], (q, k, v), (66, 1))
     assert layer.prompt_by == "sdpa"
-    handle, span = alone.update(k, v)[0], torch.tensor([[0, 131]] * 2, dtype=torch.int32, device=DEVICE)
+    handle, span = alone.update(k, v)[0], torch.tensor([[0, 67]] * 2, dtype=torch.int32, device=DEVICE)
     alone.reset()
     alone.shared = True
-    whole, *parts = (alone.attend(q[:, :, -n:], handle, span, Scores(0.125), unpadded=True)[0] for n in (131, 1, 3))
+    whole, *parts = (alone.attend(q[:, :, -n:], handle, span, Scores(0.125), unpadded=True)[0] for n in (67, 1, 3))
     for part in parts:
         torch.testing.assert_close(part, whole[:, :, -part.shape[2] :], rtol=0, atol=1e-5)  # fp32 sums in another order
