@@ -12,14 +12,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from qattn_hf.attention import scores_of
-from qattn_hf.handle import Handle
+from qattn_hf.handle import Handle, Written
 from qattn_hf.kv_sharing import with_earlier
 from qattn_hf.layer_kinds import local_window, window_of
 from qattn_hf.live_memory import LiveMemory
@@ -59,15 +59,6 @@ class Planned(NamedTuple):
         results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=META) for x in self.results]
         torch.empty(self.temporary, dtype=torch.uint8, device=META)
         return results
-
-
-class Kept(NamedTuple):
-    """`Handle.written` of such a forward: where layers that share keys and values attend, and over how many blocks."""
-
-    arena: torch.Tensor
-    layout: Layout
-    blocks: int
-    before: torch.Tensor
 
 
 class CountedLayer(CacheLayerMixin):
@@ -118,9 +109,10 @@ class CountedLayer(CacheLayerMixin):
         window = window_of(self.spec)
         scores = replace(scores_of(query, scaling, kwargs), window=local_window(self.spec))
         if handle.written is not None:
-            arena, layout, blocks, _ = cast(Kept, handle.written)
+            arena, capacity, past, *_ = handle.written
+            layout = Layout(replace(self.geometry, blocks=capacity), self.spec)
             query = with_earlier(query, handle.key.shape[2])
-            return self._computed(query, handle, scores, arena, layout, blocks)[:, :, -tokens:]
+            return self._computed(query, handle, scores, arena, layout, past)[:, :, -tokens:]
         if window is not None:
             return self._attend_window(query, handle, scores, window)
         blocks = self._blocks_for(self.past)
@@ -131,7 +123,7 @@ class CountedLayer(CacheLayerMixin):
         """What layers that read the same keys and values need, for as long as the handle lives."""
         if self.shared:
             before = torch.empty(rewritten_bytes(layout), dtype=torch.uint8, device=META)
-            handle.written = cast(Any, Kept(arena, layout, blocks, before))
+            handle.written = Written(arena, layout.geometry.blocks, blocks, before)
 
     def _attend_window(self, query: torch.Tensor, handle: Handle, scores: Scores, window: int) -> torch.Tensor:
         """The same of a packed window, in the steps of `WindowLayer`: blocks move to the front where the layer is full,

@@ -19,7 +19,7 @@ from qattn_hf.handle import Handle
 from qattn_hf.hybrid_layer import HybridLayer
 from qattn_hf.interrupted import Call
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, keeps_state
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, own_states
 from qattn_hf.model_layer import ModelLayer, new_layer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.tensor_parallel import shard_of
@@ -56,7 +56,7 @@ class QAttnCache(Cache):
             raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
         super().__init__(layers=[_new_layer(spec, max_cache_len, device_type) for spec in specs])
         self.recipe = recipe
-        self.mixed = any(keeps_state(spec) for spec in specs)
+        self.mixed = bool(own_states(specs))
         for spec in specs:
             if isinstance(spec, ModelLayerSpec) and spec.reads is not None:
                 self.layers[spec.reads].shared = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,15 +52,15 @@ class WindowLayerSpec(LayerSpec):
     Attributes:
         sliding_window: tokens that a query sees, itself included; at most, where they are those of its chunk.
         chunked: a chunk begins at a multiple of `sliding_window` positions.
-        quantized: by the recipe's method; else keys and values have the model's precision.
+        unquantized: keys and values have the model's precision, whatever the recipe's method.
     """
 
     sliding_window: int = 1
     chunked: bool = False
-    quantized: bool = True
+    unquantized: bool = False
 
     def __str__(self) -> str:
-        return f"{WINDOWED[kind_of(self)]} of {self.sliding_window}, {'packed' if self.quantized else 'unquantized'}"
+        return f"{WINDOWED[kind_of(self)]} of {self.sliding_window}, {'unquantized' if self.unquantized else 'packed'}"
 
     @property
     def local(self) -> int:
@@ -101,14 +102,15 @@ def window_of(spec: LayerSpec) -> int | None:
     return spec.sliding_window if isinstance(spec, WindowLayerSpec) else None
 
 
-def quantized(spec: LayerSpec | ModelLayerSpec) -> bool:
+def of_method(spec: LayerSpec | ModelLayerSpec) -> bool:
     """Whether the recipe's method has a layer of this spec: it is packed, and no unquantized window."""
-    return spec.quantized if isinstance(spec, WindowLayerSpec) else isinstance(spec, LayerSpec)
+    return isinstance(spec, LayerSpec) and not (isinstance(spec, WindowLayerSpec) and spec.unquantized)
 
 
-def keeps_state(spec: LayerSpec | ModelLayerSpec) -> bool:
-    """Whether a layer of this spec keeps something of the model's own: what is not packed, or stands beside it."""
-    return isinstance(spec, HybridLayerSpec) or (isinstance(spec, ModelLayerSpec) and spec.kind != "dummy")
+def own_states(specs: Iterable[LayerSpec | ModelLayerSpec | None]) -> list[ModelLayerSpec | HybridLayerSpec]:
+    """Specs of the layers that keep something of the model's own: what is not packed, or stands beside it."""
+    own = (spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)))
+    return [spec for spec in own if isinstance(spec, HybridLayerSpec) or spec.kind != "dummy"]
 
 
 def local_window(spec: LayerSpec) -> int:

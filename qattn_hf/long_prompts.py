@@ -11,7 +11,7 @@ from transformers.generation import GenerationMode
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import changing_rope
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import quantized
+from qattn_hf.layer_kinds import of_method
 from qattn_kernels.layer.spec import LayerSpec
 
 PREFILL_CHUNK = 2**15  # tokens; a prompt of no more is one call, with the numbers of one call
@@ -33,7 +33,7 @@ def chunk_of(specs: Iterable[LayerSpec]) -> int | None:
     tokens in the model's precision would lose that, with 2 bits a lot, and PyTorch's SDPA with it. Unquantized windows
     lose nothing.
     """
-    return PREFILL_CHUNK if all(spec.compute.prefill == "int8" for spec in specs if quantized(spec)) else None
+    return PREFILL_CHUNK if all(spec.compute.prefill == "int8" for spec in specs if of_method(spec)) else None
 
 
 def prefill_chunk(

@@ -18,7 +18,7 @@ from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.heads import HeadSizes, head_sizes
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, keeps_state, quantized
+from qattn_hf.layer_kinds import ModelLayerSpec, of_method, own_states
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.stock_cache import STEPS
@@ -65,7 +65,7 @@ def patch(
     chosen = find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
-    own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)) and keeps_state(spec)]
+    own = own_states(specs)
     if not chosen.settings.packs():
         check_full(model)
     decode = resolve_decode(model, chosen.settings.decode, own) if chosen.settings.packs() else ("stock", STEPS)
@@ -87,7 +87,7 @@ def patch(
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
         _note_unused(model)
-    if not any(map(quantized, specs)):
+    if not any(map(of_method, specs)):
         where = "unquantized" if patched.packed else "the model's own"
         warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=2)
     return model

@@ -27,7 +27,7 @@ from qattn_hf.caching_allocator import ROUNDING, CachingAllocator
 from qattn_hf.check import quantization_of, without_weights
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, keeps_state, model_layers, window_of
+from qattn_hf.layer_kinds import ModelLayerSpec, model_layers, own_states, window_of
 from qattn_hf.live_memory import LiveMemory
 from qattn_hf.long_prompts import chunk_of
 from qattn_hf.memory_budget import BudgetLayerSpec
@@ -154,9 +154,9 @@ class Planner:
             )
         return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, packed)
 
-    def _check_packed(self, specs: Sequence[object], what: str) -> None:
+    def _check_packed(self, specs: Sequence[LayerSpec | ModelLayerSpec | None], what: str) -> None:
         """Refuse layers that keep something of the model's own. `what`: which ones are planned, for the message."""
-        own = [spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)) and keeps_state(spec)]
+        own = own_states(specs)
         if own:
             packs = (
                 "; sliding='packed' packs windows, where it can" if any(getattr(x, "why", None) for x in own) else ""

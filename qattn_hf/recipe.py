@@ -39,7 +39,7 @@ from qattn_hf import latent, recipe_files
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import FamilyDefaults, find_family
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers, quantized
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers, of_method
 from qattn_hf.memory_budget import shared
 from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, get_method, list_methods
@@ -112,14 +112,14 @@ class Recipe:
             raise RecipeError(f"{error} ({settings} is the family's: give it yourself, or family=False)") from None
         return dataclasses.replace(recipe, by_family=False, family=defaults)
 
-    def unquantized(self) -> Method:
+    def _unquantized(self) -> Method:
         """Settings of windows with `sliding="unquantized"`: those of the method `none`."""
         horizon: dict[str, Any] = {"crop_horizon": self.settings.crop_horizon}
         return get_method("none")(**horizon)
 
     def method_of(self, layer: int, spec: LayerSpec) -> str:
         """Name of the method of a packed layer."""
-        return (self.settings_of(layer) if quantized(spec) else self.unquantized()).name()
+        return (self.settings_of(layer) if of_method(spec) else self._unquantized()).name()
 
     def as_yaml(self) -> str:
         """YAML text from which `load_recipe` reads the same recipe again."""
@@ -163,14 +163,14 @@ class Recipe:
             if max(choice.layers) >= layers:
                 raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
         try:
-            kept = decide(own, config, self.settings.sliding, packed, partial(packed, settings=self.unquantized()))
+            kept = decide(own, config, self.settings.sliding, packed, partial(packed, settings=self._unquantized()))
             specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(kept)])
         except UnsupportedError:
             raise
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None
         for choice in self.choices:
-            if not any(quantized(specs[i]) for i in choice.layers):
+            if not any(of_method(specs[i]) for i in choice.layers):
                 why = f"they have {specs[min(choice.layers)]}"
                 raise RecipeError(f"{self.origin}: layers {named(choice.where)} are not packed: {why}")
         return specs

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import kind_of, quantized, window_of
+from qattn_hf.layer_kinds import kind_of, of_method, window_of
 from qattn_hf.model_layer import ModelLayer
 from qattn_kernels.formats.base import Span
+from qattn_kernels.formats.model.reference import ModelFormat
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layer.support import no_triton, unsupported
@@ -50,7 +51,7 @@ def layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
         "method": method,
         "kind": kind_of(spec),
         "window": window,
-        "quantized": quantized(spec),
+        "quantized": not isinstance(spec.k, ModelFormat) or not isinstance(spec.v, ModelFormat),
         "k_format": spec.k.label,
         "v_format": spec.v.label,
         "kernels": spec.impl,
@@ -68,14 +69,14 @@ def layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
     tokens = int((lengths if window is None else lengths.clamp(max=window)).sum())
     opened = int((state["length"] - state["open_start"]).sum())
     packed, opened = (closed, opened) if spec.k.windowed or spec.v.windowed else (closed + opened, 0)
-    packed, opened = (packed, opened) if quantized(spec) else (0, packed + opened)
+    packed, opened = (packed, opened) if of_method(spec) else (0, packed + opened)
     row["bytes"] = sum(t.nbytes for t, _ in layer.state_tensors().values())
     row |= {
         "packed_tokens": packed,
         "open_tokens": opened,
         "bytes_full_precision": tokens * values * layer.dtype.itemsize,
         "values": tokens * values,
-        "effective_bits": _block_bits(layer, values) if quantized(spec) else None,
+        "effective_bits": _block_bits(layer, values) if of_method(spec) else None,
         "effective_bits_total": 8 * row["bytes"] / (tokens * values) if tokens else None,
         "capacity": layer.capacity,
         "short_blocks": int(((state["block_len"] > 0) & (state["block_len"] < spec.window.block)).sum()),

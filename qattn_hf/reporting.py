@@ -103,8 +103,8 @@ class Report:
           requests share prefixes, and the most requests and blocks that were held.
         - `layers`: one row a layer, with these figures and the formats of keys and values. A layer that is the model's
           own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
-          window is not packed. A packed one has the tokens of its `window`, or None, whether it is `quantized` (a
-          window may be in the packed cache in the model's precision), and `tokens_by_bits`: of a side whose blocks
+          window is not packed. A packed one has the tokens of its `window`, or None, whether it is `quantized` (not
+          with the method `none`, and not where windows are unquantized), and `tokens_by_bits`: of a side whose blocks
           differ, as `memory` makes them, the packed tokens by the bits of their codes.
         """
         settings = self.recipe.settings

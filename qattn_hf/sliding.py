@@ -49,13 +49,13 @@ def decide(
         return [*own]
     why, specs = "sliding='model'", {}
     if setting != "model":
-        quantized = setting != "unquantized"
+        plain = setting == "unquantized"
         specs = {
             i: WindowLayerSpec(
-                **vars((packed if quantized else unquantized)(i)),
+                **vars((unquantized if plain else packed)(i)),
                 sliding_window=kept.window or 1,
                 chunked=kept.kind == "chunked_attention",
-                quantized=quantized,
+                unquantized=plain,
             )
             for i, kept in windows.items()
         }
