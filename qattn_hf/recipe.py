@@ -163,7 +163,8 @@ class Recipe:
             if max(choice.layers) >= layers:
                 raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
         try:
-            kept = decide(own, config, self.settings.sliding, packed, partial(packed, settings=self._unquantized()))
+            unquantized = partial(packed, settings=self._unquantized())
+            kept = decide(own, config, self.settings, device_type, packed, unquantized)
             specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(kept)])
         except UnsupportedError:
             raise

@@ -2,7 +2,8 @@
 
 `packed` packs them all or refuses the model, `model` leaves them all to transformers' own cache, `auto` packs them
 where that takes at most `PAYS` of the bytes, and `unquantized` has them in the packed cache in the model's precision:
-nothing is lost, and decode steps are captured. A model has one mask for all its windows, so one answer serves all.
+nothing is lost, and decode steps are captured. `lossless`, the default, is `unquantized` where steps are captured for
+it, else `model`. A model has one mask for all its windows, so one answer serves all.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from transformers import PretrainedConfig
 
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import ModelLayerSpec, WindowLayerSpec
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, WindowLayerSpec, own_states
+from qattn_hf.memory_budget import BudgetLayerSpec
 from qattn_hf.messages import size
+from qattn_hf.methods import Method
 from qattn_kernels.layer.arena import Layout, places
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
@@ -30,7 +33,8 @@ Layers = list[ModelLayerSpec | WindowLayerSpec | None]
 def decide(
     own: Sequence[ModelLayerSpec | None],
     config: PretrainedConfig,
-    setting: str,
+    settings: Method,
+    device_type: str,
     packed: Callable[[int], LayerSpec],
     unquantized: Callable[[int], LayerSpec],
 ) -> Layers:
@@ -38,7 +42,7 @@ def decide(
 
     Args:
         own: the same, with all windows left to the model (`model_layers`).
-        setting: the recipe's `sliding`.
+        settings: of the recipe, with its `sliding`. device_type: `cuda` or `cpu`, where the model will run.
         packed, unquantized: the spec of a layer, by its index, as if it had no window.
 
     Raises:
@@ -47,9 +51,15 @@ def decide(
     windows = {i: kept for i, kept in enumerate(own) if kept is not None and kept.window is not None}
     if not windows:
         return [*own]
+    setting = settings.sliding
+    plain = setting in ("lossless", "unquantized")
     why, specs = "sliding='model'", {}
-    if setting != "model":
-        plain = setting == "unquantized"
+    if setting == "lossless":
+        reason = _why_model(own, windows, settings, device_type, packed, unquantized)
+        why = f"sliding='lossless': {reason}" if reason else ""
+    elif setting != "model":
+        why = ""
+    if not why:
         specs = {
             i: WindowLayerSpec(
                 **vars((unquantized if plain else packed)(i)),
@@ -64,6 +74,27 @@ def decide(
         raise UnsupportedError(f"sliding='packed' cannot pack these windows: {why}; use sliding='model'")
     unpacked = {i: replace(kept, why=why) for i, kept in windows.items()}
     return [(unpacked if why else specs).get(i, kept) for i, kept in enumerate(own)]
+
+
+def _why_model(
+    own: Sequence[ModelLayerSpec | None],
+    windows: dict[int, ModelLayerSpec],
+    settings: Method,
+    device_type: str,
+    packed: Callable[[int], LayerSpec],
+    unquantized: Callable[[int], LayerSpec],
+) -> str | None:
+    """Why windows that shall lose nothing are left to the model, since no step would be captured for them; or None."""
+    if device_type != "cuda" or settings.decode == "eager":
+        return "steps are eager with decode='eager'" if device_type == "cuda" else f"steps are eager on a {device_type}"
+    if other := next((kept for kept in own_states(own) if kept.window is None), None):
+        return f"steps are eager beside {other}"
+    specs = [(unquantized if i in windows else packed)(i) for i, kept in enumerate(own) if i in windows or kept is None]
+    if any(isinstance(spec, HybridLayerSpec) for spec in specs):
+        return "steps are eager beside an SSM"
+    if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
+        return "memory holds for packed layers alone"
+    return None if all(spec.impl == "triton" for spec in specs) else "kernels do not compute all layers"
 
 
 def _why_not(specs: dict[int, WindowLayerSpec], config: PretrainedConfig, by_bytes: bool) -> str | None:

@@ -56,8 +56,9 @@ def test_a_layer_on_another_gpu_reads_keys_that_it_shares(sliding: str):
     places = {f"model.layers.{i}": int(i >= 4) for i in range(6)}
     model = tiny("gemma4_text", **changes)
     rest = [name for name, _ in model.model.named_children() if name != "layers"]
-    device_map = {**places, **{f"model.{name}": 0 for name in rest}, "model.norm": 1, "lm_head": 1}
-    got = patch(dispatch_model(model, device_map), "turbo", **how).generate(ids.cuda(), **wanted)
+    device_map = {**places, **{f"model.{name}": 0 for name in rest}, "lm_head": 0}  # whose weights are the embedding's
+    dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)  # as `from_pretrained` does
+    got = patch(model, "turbo", **how).generate(ids.cuda(), **wanted)
     assert torch.equal(got.cpu(), want.cpu())
 
 

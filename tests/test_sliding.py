@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from transformers import Gemma3TextConfig, PreTrainedModel
 from qattn_hf import QAttnCache, patch, report, unpatch
 from qattn_hf.check import check
 from qattn_hf.errors import RecipeError, UnsupportedError
+from qattn_hf.layer_kinds import WindowLayerSpec, of_method
+from qattn_hf.recipe import find_recipe
 from qattn_hf.window_layer import WindowLayer
 from qattn_kernels.launch.constants import PrefillSizes, Sizes
 from qattn_kernels.layer.scores import Scores
@@ -92,6 +95,38 @@ def test_auto_goes_by_bytes(window, packs):
     assert all(("packed they take" in row["why"]) != packs for row in rows[:5] if "why" in row)
     if packs:
         assert sum(row["bytes"] for row in rows[:5]) <= 0.75 * 5 * window * 4 * 2 * 256 * 2
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="without Triton no kernel computes a layer")
+@pytest.mark.parametrize(
+    ("settings", "changes", "why"),
+    [
+        ("turbo", {}, None),
+        ("sinkq", {}, None),  # whose pool is beside windows, not in them
+        ("turbo:decode=eager", {}, "steps are eager with decode='eager'"),
+        ("turbo:memory=1GiB", {}, "memory holds for packed layers alone"),
+        ("turbo:impl=reference", {}, "kernels do not compute all layers"),
+        ("turbo", {"head_dim": 24}, "kernels do not compute all layers"),
+        ("turbo:block_kv=32,buffer_size=64", {}, "kernels do not compute all layers"),  # those without a window
+    ],
+)
+def test_windows_lose_nothing_by_default(settings, changes, why):
+    """In the packed cache where a GPU's steps are captured so, else they are the model's own."""
+    config = gemma3(sliding_window=512, **changes)
+    recipe = find_recipe(settings, None, {})
+    *windows, full = recipe.layer_specs(config, "cuda")
+    assert of_method(full) and not isinstance(full, WindowLayerSpec)
+    if why is None:
+        assert all(isinstance(spec, WindowLayerSpec) and spec.unquantized for spec in windows)
+    else:
+        assert all(spec.why == f"sliding='lossless': {why}" for spec in windows)
+    assert all("steps are eager on a cpu" in spec.why for spec in recipe.layer_specs(config, "cpu")[:-1])
+
+
+def test_windows_beside_other_states_are_the_models_own():
+    specs = find_recipe("turbo", None, {}).layer_specs(tiny("lfm3").config, "cuda")
+    (window,) = (spec for spec in specs if getattr(spec, "window", None) == WINDOW)
+    assert window.why == "sliding='lossless': steps are eager beside convolution"
 
 
 def test_check_predicts_the_bytes_of_a_cache():

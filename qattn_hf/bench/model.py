@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 FLOOR = "qattn_bench_floor"
@@ -37,8 +44,23 @@ def random_model(sizes: dict[str, int], device: torch.device, dtype: torch.dtype
         sizes: arguments of `LlamaConfig`, such as `hidden_size` and `num_hidden_layers`.
     """
     config = LlamaConfig(**sizes, tie_word_embeddings=False, max_position_embeddings=131072)
+    return _random(config, device, dtype)
+
+
+def model_of_config(source: str, device: torch.device) -> PreTrainedModel:
+    """A model of any config with random weights, made on the device in the config's dtype, of which no file of weights
+    is read.
+
+    Args:
+        source: a folder, a config file or a hub name.
+    """
+    config = AutoConfig.from_pretrained(source)
+    return _random(config, device, config.dtype or torch.float32)
+
+
+def _random(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device(device):
-        return _ready(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa"))
+        return _ready(AutoModelForCausalLM.from_config(config, dtype=dtype))  # by SDPA, if the model knows it
 
 
 def load_model(source: str, device: torch.device) -> PreTrainedModel:

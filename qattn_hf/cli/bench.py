@@ -96,6 +96,9 @@ def generate(
         str | None,
         typer.Option("--model", "-m", help="Folder or hub name.", show_default="Llama-3.1-8B's shape, random weights"),
     ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Of --model read the config alone, which may be a JSON file.")
+    ] = False,
     method: Annotated[list[str] | None, methods_option(DEFAULT_OF_GENERATE)] = None,
     way: Annotated[
         list[str] | None, typer.Option("--way", help="Such as `turbo graph` or `StaticCache`; may be repeated; or all.")
@@ -119,7 +122,7 @@ def generate(
 
     recipes, where = find_recipes(method or DEFAULT_OF_GENERATE), chosen_device(device)
     ways = chosen_ways(way, all_ways(recipes, where))
-    points, lm = chosen_points(measured, quick, where, batch, context), bench_model(model, quick, where)
+    points, lm = chosen_points(measured, quick, where, batch, context), bench_model(model, quick, where, random_weights)
     show(measured.rows(points, ways, lm, where, new_tokens), as_json, output, plot)
 
 
@@ -197,8 +200,12 @@ def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
     return list(known.values()) if "all" in names else [known[name] for name in names]
 
 
-def bench_model(source: str | None, quick: bool, device: torch.device) -> Any:
-    """The model of `--model`, else one with random weights: Llama-3.1-8B's shape, four layers of it, or a tiny one."""
+def bench_model(source: str | None, quick: bool, device: torch.device, random_weights: bool = False) -> Any:
+    """The model of `--model`, else one with random weights: Llama-3.1-8B's shape, four layers of it, or a tiny one.
+
+    Args:
+        random_weights: whether `source` gives the config alone.
+    """
     import torch
     from transformers.utils import logging
 
@@ -206,9 +213,12 @@ def bench_model(source: str | None, quick: bool, device: torch.device) -> Any:
 
     logging.set_verbosity_error()
     if source is not None:
-        path = model_source(source)
         print(f"loading {source}", file=sys.stderr, flush=True)
-        return models.load_model(path, device)
+        if not random_weights:
+            return models.load_model(model_source(source), device)
+        return models.model_of_config(source if Path(source).is_file() else model_source(source), device)
+    if random_weights:
+        raise UsageError("--random-weights: name a config with --model, a folder, a JSON file or a hub name")
     if device.type != "cuda":
         return models.random_model(models.TINY, device, torch.float32)
     return models.random_model(models.QUICK if quick else models.LLAMA_8B, device, torch.bfloat16)

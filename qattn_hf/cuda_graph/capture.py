@@ -57,7 +57,7 @@ def resolve_decode(
 
 def _moving(own: Sequence[ModelLayerSpec | HybridLayerSpec]) -> str:
     windows = all(isinstance(spec, ModelLayerSpec) and spec.window is not None for spec in own)
-    hint = "; with sliding='unquantized' or 'packed' it is" if windows else ""
+    hint = "; windows in the packed cache are, with sliding='unquantized' or 'packed'" if windows else ""
     return f"{len(own)} layers keep what is the model's own ({own[0]}), which is not captured{hint}"
 
 

@@ -64,8 +64,8 @@ class ShadowCaches:
     def __call__(self, call: Call) -> None:
         for name, cache in self.caches.items():
             layer = cache.layers[call.layer]
-            if not isinstance(layer, QAttnLayer):
-                continue  # a window that this recipe leaves to the model
+            if not isinstance(layer, QAttnLayer) or call.layer not in self.sums[name]:
+                continue  # a window in which this recipe loses nothing
             skip = max(0, self.first - int(layer.get_seq_length()))
             out = call.packed_out(layer)
             if skip < out.shape[1]:

@@ -16,7 +16,7 @@ from qattn_hf.attention import refuse_arguments, scores_of
 from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import hides, model_layers
+from qattn_hf.layer_kinds import hides, model_layers, of_method
 from qattn_hf.patcher import attending
 from qattn_hf.stock_cache import stock_attention
 from qattn_hf.window_layer import WindowLayer
@@ -89,8 +89,8 @@ def packed_layers(model: PreTrainedModel) -> list[int]:
 
 
 def packed_windows(cache: QAttnCache) -> list[int]:
-    """Indices of a cache's layers that are packed sliding windows."""
-    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, WindowLayer)]
+    """Indices of a cache's layers that are packed sliding windows; unquantized ones lose nothing and are left out."""
+    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, WindowLayer) and of_method(layer.spec)]
 
 
 def check_observed(cache: QAttnCache) -> None:

@@ -78,10 +78,11 @@ class Method(BaseModel):
         "auto",
         description="how generate runs decode steps; auto is graph (CUDA graph) on a GPU where the model allows it",
     )
-    sliding: Literal["model", "packed", "auto", "unquantized"] = Field(
-        "model",
-        description="layers with a sliding window: transformers' own cache, packed, (auto) packed where that takes at "
-        "most three quarters of the bytes, or in the packed cache unquantized",
+    sliding: Literal["lossless", "model", "packed", "auto", "unquantized"] = Field(
+        "lossless",
+        description="layers with a sliding window: transformers' own cache (model), in the packed cache unquantized, "
+        "(lossless) whichever of the two is faster, packed, or (auto) packed where that takes at most three quarters "
+        "of the bytes",
     )
     impl: Literal["auto", "reference", "triton"] = Field(
         "auto",

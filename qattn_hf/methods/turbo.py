@@ -134,7 +134,7 @@ class Turbo(WindowedMethod):
             raise ValueError(f"memory={self.memory!r} is no size: give bytes, or a text such as 12GiB")
         if "mixed" in (self._side_bits("k"), self._side_bits("v")):
             raise ValueError("memory clashes with bits='mixed', where heads have different bits: take bits=4 or bits=2")
-        if self.sliding != "model" or self.sparse_v_tau:
+        if self.sliding not in ("model", "lossless") or self.sparse_v_tau:
             raise ValueError("memory clashes with sparse_v_tau and with packed windows (sliding): leave them out")
         return self
 

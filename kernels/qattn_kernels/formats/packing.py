@@ -145,44 +145,28 @@ def _packed(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.conste
 
 @triton.jit
 def _packed3(codes, at, d, VALUES: tl.constexpr, C: tl.constexpr):
-    """The two planes of a block of 3 bits, a quarter of the block each, channels in the order of `d`: bytes with the
-    lower two bits of four tokens, and their highest bits at the even places of another byte.
+    """A block of 3 bits, channels in the order of `d`, as two tiles of bytes with a code in either half: of the first
+    and third quarter of the tokens, and of the second and fourth.
 
-    Of the highest bits a byte in memory has eight, of tokens that lie an eighth of the block apart: 0xa5 gives its even
-    bits, 0x05, to one eighth of the tokens, and its odd ones, 0x50, to the next."""
+    Of the lower two bits a byte in memory has four, of tokens a quarter of the block apart; of the highest bits eight,
+    of tokens an eighth apart: the even ones belong to the first eighth, the odd ones to the next. Of 0x39, codes 1, 2,
+    3 and 0, and 0x05 at the even places the first byte has 5 and 3, 0x35, the second 6 and 0, 0x06.
+    """
     ROWS: tl.constexpr = C.BLOCK * 3 // 8
     FOURTH: tl.constexpr = C.BLOCK // 4
     EIGHTH: tl.constexpr = C.BLOCK // 8
     t = tl.arange(0, FOURTH) if VALUES else part_order(FOURTH, C.PARTS // 4)
     low = plane_bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
-    top = plane_bytes(codes, at, FOURTH + t % EIGHTH, t >= 0, d, ROWS, VALUES, C)
-    odd = (t // EIGHTH).to(tl.int8)
-    odd = tl.broadcast_to(odd[None, :] if VALUES else odd[:, None], low.shape)
+    # in two parts: a shift that depends on the token would cost a conversion through shared memory
+    even = plane_bytes(codes, at, FOURTH + t, t < EIGHTH, d, ROWS, VALUES, C)
+    odd = plane_bytes(codes, at, FOURTH - EIGHTH + t, t >= EIGHTH, d, ROWS, VALUES, C)
     if C.PLAIN:
-        return low, (top >> odd.to(tl.uint8)) & 85
-    asm: tl.constexpr = "{.reg .b32 s; and.b32 s, $2, 1; shr.b32 s, $1, s; and.b32 $0, s, 0x55555555;}"
-    return low, tl.inline_asm_elementwise(asm, "=r,r,r", [top, odd], dtype=tl.uint8, is_pure=True, pack=4)
-
-
-@triton.jit
-def _unpack3(low, top, PART: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 codes of one quarter of the tokens, of the bytes that `_packed3` gives: of 0x39, whose parts are 1, 2, 3 and
-    0, and 0x05 the codes 5, 6, 3 and 0."""
-    if PLAIN:
-        return ((low >> (2 * PART)) & 3 | ((top >> (2 * PART)) & 1) << 2).to(tl.int8)
-    if PART == 0:
-        asm: tl.constexpr = (
-            "{.reg .b32 a, b; and.b32 a, $1, 0x03030303; shl.b32 b, $2, 2; and.b32 b, b, 0x04040404; or.b32 $0, a, b;}"
-        )
-    elif PART == 1:
-        asm: tl.constexpr = (
-            "{.reg .b32 a, b; shr.b32 a, $1, 2; and.b32 a, a, 0x03030303; and.b32 b, $2, 0x04040404; or.b32 $0, a, b;}"
-        )
-    elif PART == 2:
-        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 4; shr.b32 b, $2, 2; and.b32 a, a, 0x03030303; and.b32 b, b, 0x04040404; or.b32 $0, a, b;}"  # noqa: E501
-    else:
-        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 6; shr.b32 b, $2, 4; and.b32 a, a, 0x03030303; and.b32 b, b, 0x04040404; or.b32 $0, a, b;}"  # noqa: E501
-    return tl.inline_asm_elementwise(asm, "=r,r,r", [low, top], dtype=tl.int8, is_pure=True, pack=4)
+        top = even | odd >> 1
+        return low & 51 | (top << 2) & 68, (low >> 2) & 51 | top & 68
+    asm: tl.constexpr = "{.reg .b32 e, s, t; shr.b32 e, $4, 1; or.b32 e, e, $3; shl.b32 t, e, 2; and.b32 t, t, 0x44444444; and.b32 s, $2, 0x33333333; or.b32 t, s, t; shr.b32 s, $2, 2; and.b32 s, s, 0x33333333; and.b32 e, e, 0x44444444; or.b32 $1, s, e; mov.b32 $0, t;}"  # noqa: E501
+    return tl.inline_asm_elementwise(
+        asm, "=&r,=&r,r,r,r", [low, even, odd], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+    )
 
 
 @triton.jit
@@ -196,12 +180,12 @@ def _quarter_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl
 
 
 @triton.jit
-def _quarter(low, top, PART: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
+def _quarter(one, other, PART: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
     """int8 codes of one quarter of the tokens; see `_unpack2` for those of 2 bits."""
     if BITS == 3:
-        return _unpack3(low, top, PART, PLAIN)
+        return _unpack4(other if PART % 2 else one, PART // 2, PLAIN)
     else:
-        return _unpack2(low, PART, PLAIN)
+        return _unpack2(one, PART, PLAIN)
 
 
 @triton.jit
@@ -255,11 +239,11 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
         return interleave(stack(lo, hi), C.PARTS)
     else:
         ODD: tl.constexpr = 0.25 if BITS == 2 else 1.0
-        low, top = _quarter_bytes(codes, at, tl.arange(0, C.DP), BITS, False, C)
-        first = join_split(dot_split(_quarter(low, top, 0, BITS, C.PLAIN), x8))
-        second = join_split(dot_split(_quarter(low, top, 1, BITS, C.PLAIN), x8)) * ODD
-        third = join_split(dot_split(_quarter(low, top, 2, BITS, C.PLAIN), x8))
-        fourth = join_split(dot_split(_quarter(low, top, 3, BITS, C.PLAIN), x8)) * ODD
+        one, other = _quarter_bytes(codes, at, tl.arange(0, C.DP), BITS, False, C)
+        first = join_split(dot_split(_quarter(one, other, 0, BITS, C.PLAIN), x8))
+        second = join_split(dot_split(_quarter(one, other, 1, BITS, C.PLAIN), x8)) * ODD
+        third = join_split(dot_split(_quarter(one, other, 2, BITS, C.PLAIN), x8))
+        fourth = join_split(dot_split(_quarter(one, other, 3, BITS, C.PLAIN), x8)) * ODD
         even, odd = stack(first, third), stack(second, fourth)
         pairs = tl.reshape(tl.join(even, odd), (2, C.BLOCK // 4, even.shape[1], 2))
         return interleave(tl.reshape(tl.permute(pairs, (0, 3, 1, 2)), (C.BLOCK, even.shape[1])), C.PARTS)
@@ -277,11 +261,11 @@ def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
         lo, hi = half_values(codes, at, d, BITS, C)
         o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
     else:
-        low, top = _quarter_bytes(codes, at, d, BITS, True, C)
+        one, other = _quarter_bytes(codes, at, d, BITS, True, C)
         first, second = unstack(y_lo)
         third, fourth = unstack(y_hi)
-        o = dot_split(_quarter(low, top, 0, BITS, C.PLAIN), split_weights(first, C))
-        o = tl.dot(_quarter(low, top, 1, BITS, C.PLAIN), split_weights(second, C), acc=o, out_dtype=tl.int32)
-        o = tl.dot(_quarter(low, top, 2, BITS, C.PLAIN), split_weights(third, C), acc=o, out_dtype=tl.int32)
-        o = tl.dot(_quarter(low, top, 3, BITS, C.PLAIN), split_weights(fourth, C), acc=o, out_dtype=tl.int32)
+        o = dot_split(_quarter(one, other, 0, BITS, C.PLAIN), split_weights(first, C))
+        o = tl.dot(_quarter(one, other, 1, BITS, C.PLAIN), split_weights(second, C), acc=o, out_dtype=tl.int32)
+        o = tl.dot(_quarter(one, other, 2, BITS, C.PLAIN), split_weights(third, C), acc=o, out_dtype=tl.int32)
+        o = tl.dot(_quarter(one, other, 3, BITS, C.PLAIN), split_weights(fourth, C), acc=o, out_dtype=tl.int32)
     return join_split(o)

@@ -59,13 +59,15 @@ def chip_of(device: torch.device) -> Chip:
 @lru_cache(maxsize=1024)
 def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Chip) -> Launch:
     """For `rows` rows of queries a KV head and a ring or values of `dtype`."""
-    wide = size.DP > 128 and max(size.K_CHANNELS, size.V_CHANNELS) > 0  # too many for one warp's registers
     warps, stages = 1, 3
     if spec.v.in_model_precision:
         warps, stages = 2, 2
-    elif size.N > LEAST_COLUMNS or wide:
+    elif size.N > LEAST_COLUMNS:
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         warps = 2
+    warps = max(warps, *(fmt.core.decode_warps(size.D, size.BLOCK) for fmt in (spec.k, spec.v)))
+    if warps > 2 or 3 in (size.K_BITS, size.V_BITS):
+        stages = 2  # with three, shared memory would hold half as many programs
     places = chip.multiprocessors * _programs(size, spec, dtype, warps, stages, chip)
     # else the compiler may give these 168, which was 5 % slower at 32k on an H200 than the 226 they take so
     registers = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
