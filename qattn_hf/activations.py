@@ -131,8 +131,8 @@ class CountedLayer(CacheLayerMixin):
         assert self.spec is not None
         tokens, block = query.shape[2], self.spec.window.block
         capacity, used = self.geometry.blocks * block, min(self.past, self.geometry.blocks * block)
+        back = held_back(self.spec.window, window) + self.spec.window.horizon
         if used + tokens > capacity:
-            back = held_back(self.spec.window, window) + self.spec.window.horizon
             used = min(used, self.past - max(0, self.past - back) // block * block)
             if self.past:
                 kept = torch.empty_like(self.arena)
@@ -141,12 +141,16 @@ class CountedLayer(CacheLayerMixin):
         if used + tokens <= capacity:
             self._keep(handle, self.arena, self.layout, self._blocks_for(used))
             return self._computed(query, handle, scores, self.arena, self.layout, self._blocks_for(used))
-        layout = Layout(replace(self.geometry, blocks=self._blocks_for(used + tokens)), self.spec)
+        blocks = self._blocks_for(used + tokens)
+        if not self.past:  # the host knows which blocks a first prompt leaves behind, and copies the others
+            blocks = max(blocks, max(0, tokens - back) // block + self.geometry.blocks)
+        layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
         arena = torch.empty(places(layout)[1], dtype=torch.uint8, device=META)
         if self.shared:
             self._keep(handle, torch.empty_like(arena), layout, self._blocks_for(used))
         out = self._computed(query, handle, scores, arena, layout, self._blocks_for(used))
-        self._drop_front(arena, layout, window)
+        if self.past:
+            self._drop_front(arena, layout, window)
         return out
 
     def _drop_front(self, arena: torch.Tensor, layout: Layout, window: int) -> None:

@@ -16,11 +16,11 @@ from qattn_hf.latent_layer import LatentLayer
 from qattn_hf.layer import QAttnLayer, with_room
 from qattn_hf.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
 from qattn_hf.memory_budget import BudgetLayerSpec
-from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes, views
+from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena, rewritten_bytes, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
-from qattn_kernels.ops.crop.front import beyond_crop, drop_front, left_behind, ring_blocks
+from qattn_kernels.ops.crop.front import beyond_crop, drop_front, held_back, left_behind, ring_blocks
 from qattn_kernels.step.operator import attend, beginning
 
 
@@ -59,11 +59,11 @@ class WindowLayer(QAttnLayer):
         is left to `attend`."""
         self.own()
         used = self._used
-        if used is None or self.replayed_by_others or used + tokens > self.capacity:
+        if used is None or self.replayed_by_others or (used and used + tokens > self.capacity):
             used = self._used = self._slots_used()
         if used + tokens > self.capacity and self.blocks < self.limit:
             self._grow(min(with_room(self._blocks_for(used + tokens)), self.limit))
-        if used + tokens > self.capacity and self.is_initialized:
+        if used + tokens > self.capacity and self.is_initialized and self._behind(used):
             used = self._drop_front()
         if used + tokens <= self.capacity:
             return used
@@ -103,7 +103,7 @@ class WindowLayer(QAttnLayer):
                     f"takes {SHORT_CALL}: compile decode steps alone, or use sliding='model'"
                 )
         elif not capturing() and self.reserve(tokens) + tokens > self.capacity:
-            return self._attend_long(query, handle, span, scores)
+            return self._attend_long(query, handle, span, scores, unpadded)
         return super().attend(query, handle, span, scores, unpadded)
 
     def check_crop(self, count: int) -> None:
@@ -135,30 +135,48 @@ class WindowLayer(QAttnLayer):
             raise
         return used
 
+    def _behind(self, tokens: int) -> int:
+        """Blocks that a row of so many tokens without short blocks has left behind; of any other row at most so many."""
+        needed = tokens - held_back(self.spec.window, self.spec.sliding_window) - self.spec.window.horizon
+        return max(0, needed) // self.spec.window.block
+
     def _attend_long(
-        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores
+        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`attend` over a copy with room for all new tokens, of which the last blocks come back."""
+        """`attend` over a copy with room for all new tokens, of which the last blocks come back.
+
+        What they are the device knows; of the first call, without padding, the host does too, and need not wait."""
         self._check_call(query, handle)
         assert self._used is not None
         tokens, past = query.shape[2], self._blocks_for(self._used)
-        copy: Any = changes.with_blocks(self, self._blocks_for(self._used + tokens))
-        arena, layout = copy.arena, Layout(copy.geometry, self.spec)
+        first = unpadded and self._used == 0
+        behind = self._behind(tokens) if first else 0
+        blocks = max(self._blocks_for(self._used + tokens), behind + self.blocks)
+        if first:
+            layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
+            arena = empty_arena(layout, self.device)
+        else:
+            copy: Any = changes.with_blocks(self, blocks)
+            arena, layout = copy.arena, Layout(copy.geometry, self.spec)
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
-        where = arena, self._layout, copy.geometry.blocks
+        where = arena, self._layout, blocks
         if self.shared:  # a copy more, since blocks of this one are going to move
             before = arena[: rewritten_bytes(layout)].clone()
-            handle.written = Written(arena.clone(), copy.geometry.blocks, past, before)
+            handle.written = Written(arena.clone(), blocks, past, before)
         result = attend(query, handle.key, handle.value, span, *where, *sizes, past)
-        state, window = views(arena, layout), self.spec.window
-        drop_front(state, layer_tensors(*layout), left_behind(state, window, self.spec.sliding_window))
-        used = (state["closed"] * window.block + state["length"] - state["open_start"]).max()
-        self._grow(max(self.blocks, self._blocks_for(int(used))))
+        state = views(arena, layout)
+        if first:
+            used = tokens - behind * self.spec.window.block
+            state["closed"].sub_(behind)
+        else:
+            drop_front(state, layer_tensors(*layout), left_behind(state, self.spec.window, self.spec.sliding_window))
+            used = int((state["closed"] * self.spec.window.block + state["length"] - state["open_start"]).max())
+            self._grow(max(self.blocks, self._blocks_for(used)))
         self.torn = True
         for name, spec in self.tensor_specs().items():
-            new = state[name]
-            self.state[name].copy_(new if spec.block_dim is None else new.narrow(spec.block_dim, 0, self.blocks))
-        self._used = int(used)
+            new, dim = state[name], spec.block_dim
+            self.state[name].copy_(new if dim is None else new.narrow(dim, behind, self.blocks))
+        self._used = used
         self.count(0)
         self.prompt_by = self.spec.impl
         return result

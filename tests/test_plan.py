@@ -164,7 +164,7 @@ def test_packed_windows_are_counted_as_generate_allocates_them(family, sliding, 
     grown = [Layout(layer.geometry, layer.spec) for layer in layers if not isinstance(layer, WindowLayer)]
     assert (longer.cache > memory.cache) == bool(grown or tokens == 300)
     with pytest.raises(UnsupportedError, match=r"sliding window of 20.*sliding='packed'.*qattn check"):
-        planner.way("int8")
+        planner.way("int8:sliding=model")
     with pytest.raises(UnsupportedError, match="full attention is planned"):
         planner.way("full")
 
@@ -197,7 +197,7 @@ def test_a_packed_window_allocates_what_is_predicted(monkeypatch, tokens, past):
     counted = activations.CountedLayer(layer.geometry, spec, {})
     counted.past = past
     with LiveMemory() as live:
-        layer.attend(q, layer.update(k, v)[0], span, Scores(0.125))
+        layer.attend(q, layer.update(k, v)[0], span, Scores(0.125), unpadded=True)
     q, k, v = heads(tokens, "meta")
     with LiveMemory() as predicted:
         counted.attend(q, counted.update(k, v)[0], 0.125, {})

@@ -103,6 +103,28 @@ def test_methods_hold_the_codes_of_an_unbounded_layer(case):
     assert layer.blocks <= layer.most and (layer.state["closed"] < unbounded.state["closed"]).all()
 
 
+@pytest.mark.parametrize("case", WITHOUT_SINKS, ids=case_id)
+@pytest.mark.product("turbo-bits=mixed")
+def test_a_first_call_without_padding_does_not_wait_for_the_device(case, monkeypatch):
+    """The host knows which blocks it leaves behind: the layer holds and gives what one does that asks the device."""
+    for window, tokens in ((1, 575), (64, 576), (200, 640), (-70, 897)):
+        qkv, scores = random_qkv(2, tokens + 40), Scores(0.125, window=window)
+        layer, asks = windowed(case, window), windowed(case, window)
+        call(layer, qkv, 0, 300, window, padding=7)  # of other rows, which are gone then
+        layer.reset()
+        q, k, v = (x[:, :, :tokens] for x in qkv)
+        span = torch.tensor([[0, tokens]] * 2, dtype=torch.int32)
+        with monkeypatch.context() as watched:
+            watched.setattr(WindowLayer, "_slots_used", lambda self: pytest.fail("the host waited"))
+            out = layer.attend(q, layer.update(k, v)[0], span, scores, unpadded=True)[0]
+        assert torch.equal(out, asks.attend(q, asks.update(k, v)[0], span, scores)[0])
+        assert layer._used == asks._used == asks._slots_used()
+        for start, end in ((tokens, tokens + 1), (tokens + 1, tokens + 40)):
+            assert torch.equal(*(call(x, qkv, start, end, window) for x in (layer, asks)))
+        for name, state in asks.state.items():
+            assert torch.equal(layer.state[name], state), name
+
+
 def _crop(layer: QAttnLayer, unbounded: QAttnLayer, tokens: int) -> None:
     tokens = min(tokens, int(layer.get_seq_length()))
     try:
