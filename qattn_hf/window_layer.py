@@ -136,7 +136,7 @@ class WindowLayer(QAttnLayer):
         return used
 
     def _behind(self, tokens: int) -> int:
-        """Blocks that a row of so many tokens without short blocks has left behind; of any other row at most so many."""
+        """Blocks that a row of so many tokens without short blocks has left behind; others have at most so many."""
         needed = tokens - held_back(self.spec.window, self.spec.sliding_window) - self.spec.window.horizon
         return max(0, needed) // self.spec.window.block
 

@@ -77,7 +77,7 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
 
 
 def _small_memory(what: str) -> str | None:
-    """Why this GPU's multiprocessors have too little shared memory for such heads, or None; the interpreter needs none."""
+    """Why this GPU's multiprocessors have too little shared memory for such heads, or None."""
     if not torch.cuda.is_available():
         return None
     shared = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
