@@ -4,8 +4,9 @@
 
 These have the mark `gpu`: tests that need one, and tests of kernels, which run compiled on a GPU and in Triton's
 interpreter elsewhere. CI has no GPU, so what they showed is kept in `eval/results/gpu-tests.json`. Fails if one fails,
-if none ran, or without a GPU. Arguments go to pytest: files, in place of all; `-n 8` runs tests in eight processes,
-those of one group (`xdist_group`, as of tests that need much memory) in one of these.
+if none ran, or without a GPU. Arguments go to pytest: files, in place of all, those of one folder together, since
+pytest loses the fixtures of a folder that it meets twice; `-n 8` runs tests in eight processes, those of one group
+(`xdist_group`, as of tests that need much memory) in one of these.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry
-from qattn_kernels.ops.crop.front import drop_front, held_back, left_behind
+from qattn_kernels.ops.crop.front import drop_front, left_behind, most_left_behind
 
 NAME = "qattn_activations"
 META = torch.device("meta")
@@ -131,9 +131,9 @@ class CountedLayer(CacheLayerMixin):
         assert self.spec is not None
         tokens, block = query.shape[2], self.spec.window.block
         capacity, used = self.geometry.blocks * block, min(self.past, self.geometry.blocks * block)
-        back = held_back(self.spec.window, window) + self.spec.window.horizon
+        behind = partial(most_left_behind, self.spec.window, window)
         if used + tokens > capacity:
-            used = min(used, self.past - max(0, self.past - back) // block * block)
+            used = min(used, self.past - behind(self.past) * block)
             if self.past:
                 kept = torch.empty_like(self.arena)
                 self._drop_front(self.arena, self.layout, window)
@@ -143,7 +143,7 @@ class CountedLayer(CacheLayerMixin):
             return self._computed(query, handle, scores, self.arena, self.layout, self._blocks_for(used))
         blocks = self._blocks_for(used + tokens)
         if not self.past:  # the host knows which blocks a first prompt leaves behind, and copies the others
-            blocks = max(blocks, max(0, tokens - back) // block + self.geometry.blocks)
+            blocks = max(blocks, behind(tokens) + self.geometry.blocks)
         layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
         arena = torch.empty(places(layout)[1], dtype=torch.uint8, device=META)
         if self.shared:

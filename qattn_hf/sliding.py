@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, WindowLayerSpec, own_states
+from qattn_hf.layer_kinds import ModelLayerSpec, WindowLayerSpec, own_states
 from qattn_hf.memory_budget import BudgetLayerSpec
 from qattn_hf.messages import size
 from qattn_hf.methods import Method
@@ -53,13 +53,11 @@ def decide(
         return [*own]
     setting = settings.sliding
     plain = setting in ("lossless", "unquantized")
-    why, specs = "sliding='model'", {}
-    if setting == "lossless":
-        reason = _why_model(own, windows, settings, device_type, packed, unquantized)
-        why = f"sliding='lossless': {reason}" if reason else ""
-    elif setting != "model":
-        why = ""
-    if not why:
+    specs: dict[int, WindowLayerSpec] = {}
+    why = "sliding='model'" if setting == "model" else None
+    if setting == "lossless" and (reason := _why_model(own, settings, device_type, packed, unquantized)):
+        why = f"sliding='lossless': {reason}"
+    if why is None:
         specs = {
             i: WindowLayerSpec(
                 **vars((unquantized if plain else packed)(i)),
@@ -69,7 +67,7 @@ def decide(
             )
             for i, kept in windows.items()
         }
-        why = _why_not(specs, config, setting == "auto") or ""
+        why = _why_not(specs, config, setting == "auto")
     if why and setting == "packed":
         raise UnsupportedError(f"sliding='packed' cannot pack these windows: {why}; use sliding='model'")
     unpacked = {i: replace(kept, why=why) for i, kept in windows.items()}
@@ -78,20 +76,20 @@ def decide(
 
 def _why_model(
     own: Sequence[ModelLayerSpec | None],
-    windows: dict[int, ModelLayerSpec],
     settings: Method,
     device_type: str,
     packed: Callable[[int], LayerSpec],
     unquantized: Callable[[int], LayerSpec],
 ) -> str | None:
     """Why windows that shall lose nothing are left to the model, since no step would be captured for them; or None."""
-    if device_type != "cuda" or settings.decode == "eager":
-        return "steps are eager with decode='eager'" if device_type == "cuda" else f"steps are eager on a {device_type}"
-    if other := next((kept for kept in own_states(own) if kept.window is None), None):
+    if device_type != "cuda":
+        return f"steps are eager on a {device_type}"
+    if settings.decode == "eager":
+        return "steps are eager with decode='eager'"
+    chosen = [packed if kept is None else unquantized if kept.window is not None else None for kept in own]
+    specs = [spec_of(i) for i, spec_of in enumerate(chosen) if spec_of is not None]
+    if other := next((kept for kept in own_states([*own, *specs]) if getattr(kept, "window", None) is None), None):
         return f"steps are eager beside {other}"
-    specs = [(unquantized if i in windows else packed)(i) for i, kept in enumerate(own) if i in windows or kept is None]
-    if any(isinstance(spec, HybridLayerSpec) for spec in specs):
-        return "steps are eager beside an SSM"
     if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
         return "memory holds for packed layers alone"
     return None if all(spec.impl == "triton" for spec in specs) else "kernels do not compute all layers"

@@ -20,7 +20,7 @@ from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena, rewritt
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
-from qattn_kernels.ops.crop.front import beyond_crop, drop_front, held_back, left_behind, ring_blocks
+from qattn_kernels.ops.crop.front import beyond_crop, drop_front, left_behind, most_left_behind, ring_blocks
 from qattn_kernels.step.operator import attend, beginning
 
 
@@ -136,9 +136,7 @@ class WindowLayer(QAttnLayer):
         return used
 
     def _behind(self, tokens: int) -> int:
-        """Blocks that a row of so many tokens without short blocks has left behind; others have at most so many."""
-        needed = tokens - held_back(self.spec.window, self.spec.sliding_window) - self.spec.window.horizon
-        return max(0, needed) // self.spec.window.block
+        return most_left_behind(self.spec.window, self.spec.sliding_window, tokens)
 
     def _attend_long(
         self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool
@@ -152,12 +150,8 @@ class WindowLayer(QAttnLayer):
         first = unpadded and self._used == 0
         behind = self._behind(tokens) if first else 0
         blocks = max(self._blocks_for(self._used + tokens), behind + self.blocks)
-        if first:
-            layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
-            arena = empty_arena(layout, self.device)
-        else:
-            copy: Any = changes.with_blocks(self, blocks)
-            arena, layout = copy.arena, Layout(copy.geometry, self.spec)
+        layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
+        arena: Any = empty_arena(layout, self.device) if first else changes.with_blocks(self, blocks).arena
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         where = arena, self._layout, blocks
         if self.shared:  # a copy more, since blocks of this one are going to move

@@ -184,6 +184,18 @@ def test_first_calls_are_measured_in_two_processes(bench):
     assert "cache warm, kernels 0: int8: " in err
 
 
+def test_generate_takes_the_shape_of_any_config(bench, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {"model_type": "gemma3_text", "dtype": "bfloat16", "vocab_size": 101, "head_dim": 16, "sliding_window": 20}
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps({**shape, **sizes, "num_hidden_layers": 2}))
+    way = ("--way", "DynamicCache", "--batch", "1", "--context", "30", "--new-tokens", "4", "--json")
+    code, out, _ = bench("generate", "--model", str(file), "--random-weights", *way)
+    assert code == 0 and json.loads(out)["num_hidden_layers"] == 2 and json.loads(out)["dtype"] == "bfloat16"
+    code, _, err = bench("generate", "--random-weights", *way)
+    assert code == 2 and "--model" in err
+
+
 def test_generate_times_every_way(bench):
     code, out, _ = bench("generate", "--json", "--new-tokens", "6", "--batch", "2", "--context", "70")
     rows = {row["way"]: row for row in map(json.loads, out.splitlines())}

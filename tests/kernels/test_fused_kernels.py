@@ -175,7 +175,7 @@ def test_mixed_heads_may_all_have_one_width(n_h: int):
     assert max(map(error, got, want)) < 0.04
 
 
-HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (256, 2), (512, 8)]
+HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (256, 2)]
 DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else [TURBO]) for sizes in HEAD_DIMS]
 if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
     DIMS_OF += [(case, *((96, 1) if case[0] == "turboquant" else (80, 3))) for case in BY_CHANNELS]

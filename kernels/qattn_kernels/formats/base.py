@@ -287,7 +287,7 @@ class Format:
 
     def decode_warps(self, dim: int, block: int) -> int:
         """Warps whose registers hold what a program of a decode has of a head dim and of blocks of so many tokens."""
-        return 2 if dim > 256 else 1
+        return 1
 
     def of_process(self, own: range, size: int) -> Format:
         """The part of a process that has the KV heads `own`, of `size` processes.

@@ -11,7 +11,7 @@ from qattn_kernels.formats import Format
 from qattn_kernels.formats.base import Low
 from qattn_kernels.layer.spec import LayerSpec
 
-HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half tiles
 MOST_GROUP = 8
 FP8_CAPABILITY = (8, 9)
@@ -19,8 +19,7 @@ FP8_CAPABILITY = (8, 9)
 LATENT_DIMS = (16, 32, 64, 128, 256, 512)
 ROPE_DIMS = (16, 32, 64, 128)
 LATENT_BLOCK = 64 * 512
-# Bytes of shared memory of a multiprocessor that latents of more than 128 channels need, or heads of 512
-LARGEST_SHARED = 233472
+LATENT_SHARED = 233472  # bytes of shared memory of a multiprocessor that latents of more than 128 channels need
 
 
 def no_triton(device_type: str) -> str | None:
@@ -40,8 +39,6 @@ def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim
     group = query_heads // heads
     if k_dim != v_dim or k_dim not in HEAD_DIMS:
         return f"head dims are {k_dim} and {v_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}, K and V alike"
-    if k_dim > 256 and (reason := _small_memory(f"heads of {k_dim} channels")):
-        return reason
     if group > MOST_GROUP:
         return f"{group} query heads share a KV head; the kernels know up to {MOST_GROUP}"
     if spec.compute.p_scale != "row":
@@ -67,25 +64,15 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
             return f"{what} of latent attention (MLA) have {dim} channels; the kernels know {', '.join(map(str, dims))}"
     if latent * spec.window.block > LATENT_BLOCK:
         return f"blocks have {spec.window.block} tokens, and of latents of {latent} channels the kernels hold fewer"
-    if latent > 128 and (reason := _small_memory(f"latents of {latent} channels")):
-        return reason
+    if latent > 128 and torch.cuda.is_available():
+        shared = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
+        if shared < LATENT_SHARED:
+            return f"latents of {latent} channels need {LATENT_SHARED} bytes of shared memory; this GPU has {shared}"
     if spec.sparsity.tau > 0:
         return "sparse V over the latents of latent attention (MLA) is the reference's"
     if any(fmt.core.low_kind(heads) > Low.ALL for fmt in (spec.k, spec.v)):
         return "heads of different bits in latent attention (MLA), which has one, are the reference's"
     return None
-
-
-def _small_memory(what: str) -> str | None:
-    """Why this GPU's multiprocessors have too little shared memory for such heads, or None."""
-    if not torch.cuda.is_available():
-        return None
-    shared = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
-    return (
-        f"{what} need {LARGEST_SHARED} bytes of shared memory; this GPU has {shared}"
-        if shared < LARGEST_SHARED
-        else None
-    )
 
 
 def _no_fp8(spec: LayerSpec) -> str | None:

@@ -25,6 +25,13 @@ def ring_blocks(window: Window, sliding_window: int) -> int:
     return blocks + max(2, window.span // window.block, blocks // 8)
 
 
+def most_left_behind(window: Window, sliding_window: int, tokens: int) -> int:
+    """What the host knows of `left_behind`: the blocks of a row that holds `tokens` tokens, none of them in a short
+    block; at least as many as of any other row."""
+    needed = tokens - held_back(window, sliding_window) - window.horizon
+    return max(0, needed) // window.block
+
+
 def left_behind(state: State, window: Window, sliding_window: int) -> torch.Tensor:
     """int64 `[B]`: the first packed blocks of each row that no later query sees, not even after a crop within the
     horizon."""

@@ -41,7 +41,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
     few = tuned.plan[1] <= FEW_SPLITS  # not of the capacity: sums must not depend on it
-    chunk, warps = (FEW_SPLITS, 1) if few else (MANY_SPLITS, 4 if size.DP <= 256 else 8)
+    chunk, warps = (FEW_SPLITS, 1) if few else (MANY_SPLITS, 4)
     return merge(call, size, parts, stats, skip_counts, tuned.plan, chunk, warps)
 
 
