@@ -46,7 +46,6 @@ def kernels_table(results: Path) -> str:
     rows = [
         two_sides("method", {name: known(name) for name in list_methods()}),
         ["head dim, of K and V alike", ", ".join(map(str, support.HEAD_DIMS)), "any other"],
-        ["query heads of a KV head", f"up to {support.MOST_GROUP}", "more"],
         ["latent attention: channels of the latent", ", ".join(map(str, support.LATENT_DIMS)), "any other"],
         ["of its RoPE part", ", ".join(map(str, support.ROPE_DIMS)), "any other"],
         choices("turbo", "block_kv", buffer_size=128),

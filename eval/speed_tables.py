@@ -40,19 +40,50 @@ def slopes_table(results: Path) -> str:
 
 def heads_table(results: Path) -> str:
     """Speed-up of a decode step over the best SDPA by the heads of the layer."""
-    rows = [row for result in load(results, "speed-heads") for row in result["rows"] if row["room"] == 1]
+    found = load(results, "speed-heads")
+    rows = [
+        {**row, "gpu": result["device"].split()[1]} for result in found for row in result["rows"] if row["room"] == 1
+    ]
     if not rows:
         return NOT_MEASURED
     methods, lines = ways(rows, packed=True), []
-    for (query, kv, dim, batch, context), found in by_point(
-        rows, "heads", "kv_heads", "head_dim", "batch", "context"
+    for (query, kv, dim, gpu, batch, context), here in by_point(
+        rows, "heads", "kv_heads", "head_dim", "gpu", "batch", "context"
     ).items():
-        stock = best_stock(found)
+        stock = best_stock(here)
         if stock is not None:
-            times = {row["way"]: row["ms"] for row in found if row["packed"] and "ms" in row}
+            times = {row["way"]: row["ms"] for row in here if row["packed"] and "ms" in row}
             cells = [f"{stock['ms'] / times[name]:.2f}x" if name in times else "" for name in methods]
-            lines.append([f"{query}, {kv}, {dim}", f"{batch} x {context}", f"{stock['ms']:.4f}", *cells])
-    return markdown(["query heads, KV heads, head dim", "B x context", "best SDPA, ms", *methods], lines)
+            lines.append([f"{query}, {kv}, {dim}", gpu, f"{batch} x {context}", f"{stock['ms']:.4f}", *cells])
+    return markdown(["query heads, KV heads, head dim", "GPU", "B x context", "best SDPA, ms", *methods], lines)
+
+
+def warps_table(results: Path) -> str:
+    """Milliseconds of a decode step by the warps of a program, each method's beside one another."""
+    rows = [row for result in load(results, "speed-warps") for row in result["rows"]]
+    packed = [row for row in rows if row["warps"] is not None]
+    counts, lines = sorted({row["warps"] for row in packed}), []
+    for (query, kv, dim, way, batch, context), here in sorted(
+        by_point(packed, "heads", "kv_heads", "head_dim", "way", "batch", "context").items()
+    ):
+        times = {row["warps"]: f"{row['ms']:.4f}" for row in here if "ms" in row}
+        cells = [times.get(count, "") for count in counts]
+        lines.append([f"{query}, {kv}, {dim}", f"`{way}`", f"{batch} x {context}", *cells])
+    header = ["query heads, KV heads, head dim", "method", "B x context", *(f"warps: {count}, ms" for count in counts)]
+    return markdown(header, lines) if lines else NOT_MEASURED
+
+
+def rotations_speed_table(results: Path) -> str:
+    """Milliseconds of a decode step with the rotation in launches of its own, and inside of the other kernels."""
+    rows = [row for result in load(results, "speed-before-after-rotations") for row in result["rows"]]
+    points = sorted({(row["batch"], row["context"]) for row in rows})
+    lines = []
+    for (way,), here in by_point(rows, "way").items():
+        times = {(row["batch"], row["context"], row["tree"]): row["ms"] for row in here if row["pass"] < 2}
+        cells = [", ".join(f"{times[(*point, tree)]:.4f}" for tree in ("before", "after")) for point in points]
+        lines.append([f"`{way}`", *cells])
+    header = ["ms before, after", *(f"{batch} x {context}" for batch, context in points)]
+    return markdown(header, lines) if lines else NOT_MEASURED
 
 
 def long_prompts_table(results: Path) -> str:

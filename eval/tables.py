@@ -40,8 +40,10 @@ from speed_tables import (
     heads_table,
     long_prompts_table,
     plan_table,
+    rotations_speed_table,
     slopes_table,
     sparse_v_table,
+    warps_table,
     windows_table,
 )
 from task_tables import scores_table, tasks_table
@@ -144,6 +146,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode": partial(speed_table, bench="decode"),
     "decode-slopes": slopes_table,
     "decode-heads": heads_table,
+    "decode-warps": warps_table,
+    "rotations-speed": rotations_speed_table,
     "long-prompts": long_prompts_table,
     "sparse-v": sparse_v_table,
     "plan-check": plan_table,

@@ -256,7 +256,7 @@ def _packed_row(
     """One of `Check.layers`, of a packed layer."""
     geometry = Geometry(1, heads.kv, heads.dim, heads.v_dim, 1, dtype)
     at_length, near, far = (layer_bytes(spec, geometry, n, dtype) for n in (at_tokens, SPACING, 2 * SPACING))
-    reason = no_triton(device_type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.v_dim)
+    reason = no_triton(device_type) or unsupported(spec, heads.kv, heads.dim, heads.v_dim)
     window = window_of(spec)
     bits: dict[str, Any] = {
         "bytes_per_token": (far - near) / SPACING,

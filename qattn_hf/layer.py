@@ -98,7 +98,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 "use bits=4 or bits=2"
             )
         k_dim, v_dim = key_states.shape[-1], value_states.shape[-1]
-        reason = unsupported(self.spec, heads, heads, k_dim, v_dim) if self.spec.impl == "triton" else None
+        reason = unsupported(self.spec, heads, k_dim, v_dim) if self.spec.impl == "triton" else None
         if reason is not None:
             raise UnsupportedError(f"this layer was meant for Triton kernels, but {reason}: use impl='reference'")
         self.geometry = self.geometry_of(key_states, value_states)

@@ -148,12 +148,12 @@ class Recipe:
         layers = len(own)
 
         def packed(i: int, settings: Method | None = None) -> LayerSpec:
-            queries, heads, dim, v_dim, is_latent = head_sizes(config, i)
+            _, heads, dim, v_dim, is_latent = head_sizes(config, i)
             settings = settings or self.settings_of(i)
             spec = settings.layer_spec(i, layers, heads)
             spec = latent.layer_spec(spec, settings.name()) if is_latent else spec
             spec = shard_spec(spec, heads, shard)
-            reason = no_triton(device_type) or unsupported(spec, heads, queries, dim, v_dim)
+            reason = no_triton(device_type) or unsupported(spec, heads, dim, v_dim)
             spec = dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason))
             of_layer = {field.name: getattr(spec, field.name) for field in dataclasses.fields(LayerSpec)}
             return HybridLayerSpec(**of_layer, states=states[i]) if states[i] else spec

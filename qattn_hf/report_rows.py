@@ -127,7 +127,7 @@ def _why_reference(layer: QAttnLayer) -> str | None:
     geo = layer.geometry
     if layer.spec.impl != "reference" or layer.device.type != "cuda":
         return None
-    reason = no_triton("cuda") or unsupported(layer.spec, geo.heads, geo.heads, geo.k_dim, geo.v_dim)
+    reason = no_triton("cuda") or unsupported(layer.spec, geo.heads, geo.k_dim, geo.v_dim)
     return reason or "the recipe or the model's query heads ask for the reference"
 
 

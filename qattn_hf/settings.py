@@ -26,7 +26,7 @@ NAMES = {int: "integer", float: "number", str: "text"}
 def known(method: str, **settings: Any) -> bool:
     """Whether Triton kernels support a method with these settings, for a supported head dim and GPU."""
     spec = get_method(method)(**settings).last_layer_spec(2)
-    return support.unsupported(spec, 2, 2, support.HEAD_DIMS[0], support.HEAD_DIMS[0]) is None
+    return support.unsupported(spec, 2, support.HEAD_DIMS[0], support.HEAD_DIMS[0]) is None
 
 
 def values_of(annotation: Any) -> tuple[Any, ...]:

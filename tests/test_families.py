@@ -90,7 +90,7 @@ def test_a_section_costs_no_kernels(model_type: str, method: str):
 
     def reason(recipe: Recipe) -> str | None:
         spec = recipe.settings.layer_spec(1, 2, 8)
-        return unsupported(spec, 8, 32, 128, 128)
+        return unsupported(spec, 8, 128, 128)
 
     recipe = find_recipe(method, None, {})
     assert reason(recipe) or not reason(recipe.for_model(config_of(model_type)))

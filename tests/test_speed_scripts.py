@@ -91,3 +91,10 @@ def test_tables_of_budgets_and_latents(script, tmp_path):
     assert tables.budget_table(tmp_path).count("| 1.0 | 4.25 | 0.50000 | 0.25000 |") == 1
     assert "| 16 | 1 x 64, a step | 3.000 | 2.000 (1.50x) |" in tables.latent_table(tmp_path)
     assert tables.outgrown_table(tmp_path) == "Not measured yet."
+
+
+def test_decode_is_timed_with_several_numbers_of_warps(script, capsys):
+    script("decode_warps").main(["--heads", "4,2,32", "--points", "1x96", "--methods", "int8", "--warps", "1,2"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["warps"] for row in rows] == [None, 1, 2] and all(row["ms"] > 0 for row in rows)
+    assert rows[0]["way"].startswith("sdpa ") and {row["way"] for row in rows[1:]} == {"int8"}

@@ -40,7 +40,7 @@ class Heads:
 def make_layer(settings: Method, heads: Heads, batch: int, capacity: int, device: torch.device) -> QAttnLayer:
     """An empty packed layer with room for `capacity` tokens a row, by a method's settings."""
     spec = settings.last_layer_spec(heads.kv)
-    reason = no_triton(device.type) or unsupported(spec, heads.kv, heads.query, heads.dim, heads.dim)
+    reason = no_triton(device.type) or unsupported(spec, heads.kv, heads.dim, heads.dim)
     layer = QAttnLayer(replace(spec, impl=settings.chosen_impl(device.type, reason)), capacity)
     nothing = torch.empty(batch, heads.kv, 0, heads.dim, dtype=heads.dtype, device=device)
     layer.lazy_initialization(nothing, nothing)

@@ -32,8 +32,8 @@ def layer_at(stage: int, aged: int, blocks: int = 6, **pieces) -> QAttnLayer:
 def check(stage: int, aged: int, qkv: Inputs, cuts: list[int], blocks: int = 6, **pieces) -> None:
     """State bit for bit and outputs of prompt and steps, over the widths of a stage; row 0 has padding."""
     fused, reference = (layer_at(stage, aged, blocks, **pieces) for _ in range(2))
-    heads, group = qkv[1].shape[1], qkv[0].shape[1] // qkv[1].shape[1]
-    assert unsupported(fused.spec, heads, heads * group, qkv[1].shape[3], qkv[2].shape[3]) is None
+    heads = qkv[1].shape[1]
+    assert unsupported(fused.spec, heads, qkv[1].shape[3], qkv[2].shape[3]) is None
     outs = [feed(run, one, qkv, cuts, first=5) for run, one in ((fused_step, fused), (reference_step, reference))]
     assert differing(fused, reference) == []
     assert max(error(*pair) for pair in zip(*outs, strict=True)) < ROUNDING

@@ -175,23 +175,23 @@ def test_kernels_are_compiled_ahead():
 
 
 REASONS = [
-    (TURBO, (16, 64, 512), None),
-    (INT8, (128, 64, 512), None),
-    (("turbo", {"block_kv": 128, "buffer_size": 128}), (16, 64, 512), "blocks have 128 tokens"),
-    (("turbo", {"block_kv": 128, "buffer_size": 128}), (16, 32, 256), None),
-    (("turbo", {"block_kv": 32, "buffer_size": 32}), (16, 64, 512), "32 tokens"),
-    (("turbo", {"sparse_v_tau": 1e-3}), (16, 64, 512), "sparse V"),
-    (("turbo", {"buffer_scale": "universal"}), (16, 64, 512), "buffer_scale is 'universal'"),
-    (("kivi", {"bits": 3, "group_size": 64}), (16, 64, 512), None),
-    (TURBO, (16, 64, 576), "latents of latent attention (MLA) have 576 channels"),
-    (TURBO, (16, 24, 512), "RoPE parts of latent attention (MLA) have 24 channels"),
+    (TURBO, (64, 512), None),
+    (INT8, (64, 512), None),
+    (("turbo", {"block_kv": 128, "buffer_size": 128}), (64, 512), "blocks have 128 tokens"),
+    (("turbo", {"block_kv": 128, "buffer_size": 128}), (32, 256), None),
+    (("turbo", {"block_kv": 32, "buffer_size": 32}), (64, 512), "32 tokens"),
+    (("turbo", {"sparse_v_tau": 1e-3}), (64, 512), "sparse V"),
+    (("turbo", {"buffer_scale": "universal"}), (64, 512), "buffer_scale is 'universal'"),
+    (("kivi", {"bits": 3, "group_size": 64}), (64, 512), None),
+    (TURBO, (64, 576), "latents of latent attention (MLA) have 576 channels"),
+    (TURBO, (24, 512), "RoPE parts of latent attention (MLA) have 24 channels"),
 ]
 
 
 @pytest.mark.parametrize(("case", "sizes", "reason"), REASONS, ids=lambda x: str(x)[:40])
-def test_what_the_kernels_take(case: Case, sizes: tuple[int, int, int], reason: str | None):
-    heads, rope, latent = sizes
-    found = unsupported(spec_of(case), 1, heads, rope, latent)
+def test_what_the_kernels_take(case: Case, sizes: tuple[int, int], reason: str | None):
+    rope, latent = sizes
+    found = unsupported(spec_of(case), 1, rope, latent)
     assert found is None if reason is None else reason in found
 
 
@@ -199,8 +199,8 @@ def test_wide_latents_need_the_shared_memory_of_hopper(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     a100 = SimpleNamespace(shared_memory_per_multiprocessor=167936)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: a100)
-    assert "233472 bytes of shared memory; this GPU has 167936" in unsupported(spec_of(TURBO), 1, 16, 64, 512)
-    assert unsupported(spec_of(TURBO), 1, 16, 64, 128) is None
+    assert "233472 bytes of shared memory; this GPU has 167936" in unsupported(spec_of(TURBO), 1, 64, 512)
+    assert unsupported(spec_of(TURBO), 1, 64, 128) is None
 
 
 @pytest.mark.parametrize("case", [INT8, TURBO], ids=case_id)

@@ -220,7 +220,7 @@ def test_int8_of_half_precision_queries(dtype: torch.dtype):
 
 @pytest.mark.parametrize(
     ("hq", "heads", "dim", "dim_v"),
-    [(3, 1, 80, 0), (8, 2, 96, 0), (8, 1, 32, 16), (2, 2, 128, 0), (1, 1, 256, 0), (1, 1, 64, 128)],
+    [(3, 1, 80, 0), (8, 2, 96, 0), (24, 2, 64, 0), (8, 1, 32, 16), (2, 2, 128, 0), (1, 1, 256, 0), (1, 1, 64, 128)],
 )
 def test_heads_and_head_dims(hq: int, heads: int, dim: int, dim_v: int):
     case = Case(tokens=40, past=140, hq=hq, heads=heads, dim=dim, dim_v=dim_v)

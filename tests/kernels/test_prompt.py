@@ -37,7 +37,7 @@ def inputs(rows: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
 def served(case: Case) -> bool:
     """Whether SDPA serves a prompt of these settings."""
     x, spec = torch.empty(1, 2, 8192, 64, device=DEVICE, dtype=DTYPE), make_layer(case).spec
-    return unsupported(spec, 2, 2, 64, 64) is None and by_sdpa(x, x, x, spec, SCORES)
+    return unsupported(spec, 2, 64, 64) is None and by_sdpa(x, x, x, spec, SCORES)
 
 
 def attend(layer: QAttnLayer, x: tuple[torch.Tensor, ...], unpadded: bool) -> torch.Tensor:

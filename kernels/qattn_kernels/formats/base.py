@@ -285,8 +285,9 @@ class Format:
         """Whether decode kernels of it, on both sides, are faster if the compiler is told to use all registers."""
         return False
 
-    def decode_warps(self, dim: int, block: int) -> int:
-        """Warps whose registers hold what a program of a decode has of a head dim and of blocks of so many tokens."""
+    def decode_warps(self, dim: int, block: int, columns: int) -> int:
+        """Warps whose registers hold what a program of a decode has of a head dim, of blocks of so many tokens and of
+        so many columns of queries; at least."""
         return 1
 
     def of_process(self, own: range, size: int) -> Format:

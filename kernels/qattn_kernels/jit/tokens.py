@@ -6,16 +6,20 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import broken
+from qattn_kernels.jit.rotation import rotate_rows
 from qattn_kernels.layout import Row, RowState
 
 
 @triton.jit
 def _load_new(X, strides, b, h, fresh, new, first, C: tl.constexpr):
-    """fp32 `[BLOCK, DP]`, zeros where `new` is false."""
+    """fp32 `[BLOCK, DP]`, zeros where `new` is false; rotated where kernels rotate."""
     d = tl.arange(0, C.DP)
     column = tl.where(new, first + fresh, 0).to(tl.int64)
     at = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + column * strides[2]
     x = tl.load(X + at[:, None] + d[None, :], mask=new[:, None] & (d < C.D)[None, :], other=0.0)
+    if C.ROTATION is not None:
+        R: tl.constexpr = C.ROTATION
+        x = rotate_rows(x.to(tl.float32), False, R).to(X.dtype.element_ty)
     return x.to(tl.float32)
 
 

@@ -31,7 +31,8 @@ class Call(NamedTuple):
     or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the open span that it takes, `moved` the
     slots that a short call moves. `pages`: with blocks in a pool, int32 `[B, NB]`, the page of each block, and how many
     pages there are; else None. `call_mean`
-    fp32 `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads."""
+    fp32 `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads.
+    `turned`: the queries that a decode reads: as they were given, or rotated, which the append writes."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -50,7 +51,8 @@ class Call(NamedTuple):
     chosen: torch.Tensor | None
     moved: torch.Tensor | None
     call_mean: torch.Tensor
-    pages: tuple[torch.Tensor, int] | None = None
+    pages: tuple[torch.Tensor, int] | None
+    turned: torch.Tensor
 
     @property
     def k_mean(self) -> torch.Tensor:
@@ -125,4 +127,4 @@ def make_call(
     call_mean = state["length"]
     if sizes.SMOOTH_K:
         call_mean = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
-    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, call_mean, pages)
+    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, call_mean, pages, query)

@@ -10,10 +10,24 @@ from qattn_kernels.formats.base import Format
 from qattn_kernels.layer.spec import LayerSpec
 
 LEAST_COLUMNS = 8  # of a tensor core tile
-MOST_COLUMNS = 32  # of one program; more queries of a short call go to more programs
+MOST_COLUMNS = 16  # of one program; more queries of a short call go to more programs
 LATENT_COLUMNS = (16, 64)  # the same two of latent attention: query heads share each latent that a program dequantizes
 RING_TILE = 64  # slots of the ring that a decode reads at a time
 WHOLE_RING = 128  # slots at most that one program reads: one tile is open there but for steps that close a block
+
+
+class Rotation(NamedTuple):
+    """The rotation of a side (`ops/rotate/reference.py`), as kernels that rotate tokens themselves are compiled for it.
+
+    Attributes:
+        SIGNS: a bit for each channel, set where its sign changes.
+        SIZE: channels that are rotated together. STAGES: of their transform. UNIT: makes it orthonormal.
+    """
+
+    SIGNS: int
+    SIZE: int
+    STAGES: int
+    UNIT: float
 
 
 class Sizes(NamedTuple):
@@ -23,7 +37,8 @@ class Sizes(NamedTuple):
 
     Heads and dims:
         H: KV heads. G: query heads of each. D: head dim, of K. DP: the power of two that holds it.
-        V: all of these sizes, with D and DP of values, for functions that take values; in them None.
+        V: all of these sizes, with D, DP and ROTATION of values, for functions that take values; in them None.
+        ROTATION: the `Rotation` of keys and queries in a short call, None where they are not rotated, or were before.
     The window (`layout.Window`):
         BLOCK: tokens of a block. SPAN, RESIDUAL: of it. RING: slots; 0 where tokens get their final form at once.
     Formats:
@@ -53,6 +68,7 @@ class Sizes(NamedTuple):
     D: int
     DP: int
     V: Any
+    ROTATION: Any
     BLOCK: int
     SPAN: int
     RESIDUAL: int
@@ -187,6 +203,7 @@ def sizes_of(
         D=dim,
         DP=power_of_two(dim),
         V=None,
+        ROTATION=None,
         BLOCK=at.block,
         SPAN=at.span,
         RESIDUAL=at.residual,

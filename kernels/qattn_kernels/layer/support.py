@@ -13,7 +13,6 @@ from qattn_kernels.layer.spec import LayerSpec
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCKS = (64, 128)  # and 32 of codes that no product of integers takes in half tiles
-MOST_GROUP = 8
 FP8_CAPABILITY = (8, 9)
 # Latent attention: channels of the latent and of the RoPE part, and the most numbers of a block of latents
 LATENT_DIMS = (16, 32, 64, 128, 256, 512)
@@ -32,15 +31,12 @@ def no_triton(device_type: str) -> str | None:
     return f"Triton kernels need a CUDA GPU, and the model is on {device_type}"
 
 
-def unsupported(spec: LayerSpec, heads: int, query_heads: int, k_dim: int, v_dim: int) -> str | None:
+def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | None:
     """Why the kernels cannot compute a layer of this spec and these sizes, or None."""
     if spec.latent:
         return _unsupported_latent(spec, heads, k_dim, v_dim) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec)
-    group = query_heads // heads
     if k_dim != v_dim or k_dim not in HEAD_DIMS:
         return f"head dims are {k_dim} and {v_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}, K and V alike"
-    if group > MOST_GROUP:
-        return f"{group} query heads share a KV head; the kernels know up to {MOST_GROUP}"
     if spec.compute.p_scale != "row":
         return f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row"
     pool = spec.sink_pool

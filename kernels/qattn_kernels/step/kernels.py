@@ -13,6 +13,8 @@ from qattn_kernels.ops.append.launch import append, append_long, call_mean, empt
 from qattn_kernels.ops.decode.launch import decode
 from qattn_kernels.ops.latent import launch as latent
 from qattn_kernels.ops.prefill.launch import prefill
+from qattn_kernels.ops.rotate import launch as rotate
+from qattn_kernels.ops.rotate.reference import rotated
 from qattn_kernels.ops.sink_pool.launch import compete, restore
 
 
@@ -33,16 +35,18 @@ def fused_step(
     attend to their own tokens as the method's prefill does. Arguments and results as in `step.operator.attend`.
     `table`: of a short call over a pool of pages, as in `step.paged.attend_pages`.
     """
-    call = make_call(query, key, value, span, state, spec, scores, table)
-    if call.tokens <= SHORT_CALL:
+    if query.shape[2] <= SHORT_CALL:
+        call = rotate.inside(make_call(query, key, value, span, state, spec, scores, table))
         compete(call)
         rank(call)
         append(call)
         return latent.decode(call) if spec.latent else decode(call)
+    query, key, value = rotated(query, key, value, spec.compute, rotate.rotate)
+    call = make_call(query, key, value, span, state, spec, scores)
     unpacked = write_long(call, past)
     out, lse = latent.prefill(call, unpacked) if spec.latent else prefill(call.query, unpacked, spec, scores)
     finish(call)
-    return out, lse
+    return out if spec.compute.rotate_v == "none" else rotate.rotate([out], back=True)[0], lse
 
 
 def write_long(call: Call, past: int) -> UnpackedKV:

@@ -5,7 +5,7 @@ A compiled step may change an arena by one of them alone: Inductor copies what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,11 @@ import torch
 from qattn_kernels.launch.plan import planned
 from qattn_kernels.layer.arena import Layout, decode_layout, views
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.layer.spec import SHORT_CALL, Compute, LayerSpec
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import State
 from qattn_kernels.ops.crop.front import drop_front, left_behind
-from qattn_kernels.ops.rotate.reference import rotate, rotate_back
 from qattn_kernels.step.reference import reference_step
-
-Rotate = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 
 
 class CapacityError(ValueError):
@@ -42,15 +39,6 @@ def check_capacity(state: State, spec: LayerSpec, span: torch.Tensor) -> None:
             f"the cache holds {have} tokens a row and this call needs {need}; nothing was written. Make it with a "
             "larger max_cache_len; a cache without one grows, but not inside a compiled call"
         )
-
-
-def rotated(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, rotate: Rotate
-) -> Iterator[torch.Tensor]:
-    """Query, key and value as the layer multiplies and stores them; `rotate` is called once, with all that rotate."""
-    sides = ((query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v))
-    turned = iter(rotate([x for x, rotation in sides if rotation == "hadamard"]))
-    return (x if rotation == "none" else next(turned) for x, rotation in sides)
 
 
 def _attend(
@@ -94,9 +82,7 @@ def _attend(
     state = views(arena, where)
     check_capacity(state, layer, span)
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
-        query, key, value = rotated(query, key, value, layer.compute, partial(map, rotate))
         out, lse = reference_step(query, key, value, span, state, layer, scores)
-        out = out if layer.compute.rotate_v == "none" else rotate_back(out)
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
@@ -148,13 +134,10 @@ def in_kernels(
     table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`compute` with the state tensors; `table` as in `step.paged.attend_pages`."""
-    from qattn_kernels.ops.rotate import launch  # which loads Triton when it is first used
-    from qattn_kernels.step.kernels import fused_step
+    from qattn_kernels.step.kernels import fused_step  # which loads Triton when it is first used
 
     with torch.cuda.device_of(query):  # Triton launches on the current device, whatever the tensors' own is
-        query, key, value = rotated(query, key, value, spec.compute, launch.rotate)
-        out, lse = fused_step(query, key, value, span, state, spec, scores, past, table)
-        return out if spec.compute.rotate_v == "none" else launch.rotate([out], back=True)[0], lse
+        return fused_step(query, key, value, span, state, spec, scores, past, table)
 
 
 def _attend_and_keep(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,7 +17,8 @@ from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
-from qattn_kernels.step.operator import check_capacity, rotated
+from qattn_kernels.ops.rotate.reference import rotated
+from qattn_kernels.step.operator import check_capacity
 
 if TYPE_CHECKING:
     from qattn_kernels.launch.call import Call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from qattn_kernels.layer.scores import Scores
@@ -11,6 +13,7 @@ from qattn_kernels.layout import State
 from qattn_kernels.ops.append.reference import append
 from qattn_kernels.ops.decode.reference import decode
 from qattn_kernels.ops.prefill.reference import packed_past, prefill
+from qattn_kernels.ops.rotate.reference import rotate, rotate_back, rotated
 from qattn_kernels.ops.sink_pool.mass import given
 from qattn_kernels.ops.sink_pool.reference import compete
 from qattn_kernels.ops.sink_pool.table import settle
@@ -31,6 +34,7 @@ def reference_step(
     Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode); longer ones
     attend to their own tokens as the method's prefill does. Arguments and results as in `step.operator.attend`.
     """
+    q, k, v = rotated(q, k, v, spec.compute, partial(map, rotate))
     given_span = span.expand(q.shape[0], 2)
     span = fitting(state, spec.window, given_span)
     count = span[:, 1].contiguous()
@@ -54,4 +58,6 @@ def reference_step(
         settle(state, open_span.closed)
     if result.skip_counts is not None:
         add_skip_counts(state, result.skip_counts)
-    return columns_back(result.out.to(q.dtype), span), columns_back(result.lse[..., None], span)[..., 0]
+    out = columns_back(result.out.to(q.dtype), span)
+    out = out if spec.compute.rotate_v == "none" else rotate_back(out)
+    return out, columns_back(result.lse[..., None], span)[..., 0]

@@ -43,9 +43,6 @@ class ChannelBlockFormat(OpenFormat):
     def channel_group(self, dim: int) -> int:
         return self.group(dim)
 
-    def decode_warps(self, dim: int, block: int) -> int:
-        return 2 if dim > 128 else 1
-
     def group(self, dim: int) -> int:
         """Channels that share a scale; the last group of a head dim may be a short one."""
         raise NotImplementedError

@@ -34,6 +34,9 @@ class Fp8ChannelFormat(OpenFormat):
             return None
         return f"v_scale is {self.v_scale!r}; the kernels scale values by block"
 
+    def decode_warps(self, dim: int, block: int, columns: int) -> int:
+        return 2 if columns > 8 else 1
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         rows = (geo.batch, geo.heads)
         specs = {"codes": TensorSpec((*rows, geo.blocks, dim, window.block), torch.uint8, block_dim=2)}

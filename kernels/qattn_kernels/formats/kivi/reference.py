@@ -70,10 +70,10 @@ class KiviFormat(OpenFormat):
     def kernel_clip(self) -> float:
         return self.clip if self.bits == 2 else 0.0
 
-    def decode_warps(self, dim: int, block: int) -> int:
+    def decode_warps(self, dim: int, block: int, columns: int) -> int:
         if self.per_token and dim > max(block, 128):  # of more groups than one a token, which are dequantized
             return 4
-        return super().decode_warps(dim, block)
+        return super().decode_warps(dim, block, columns)
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         b, h, n, tokens = geo.batch, geo.heads, geo.blocks, window.block * self.bits // 8

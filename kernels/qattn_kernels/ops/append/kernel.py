@@ -31,6 +31,7 @@ from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_co
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import RowState
 from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
+from qattn_kernels.ops.rotate.kernel import rotate_queries
 
 
 class Codec(NamedTuple):
@@ -260,15 +261,17 @@ def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
         tl.atomic_add(NONFINITE + bh, worse)
 
 
-@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
+@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB", "T"])
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                 K, V, K_MEAN, CHOSEN, open_blocks, ROWS, PAGES, NB, K_QUANTIZE: tl.constexpr,
+                 K, V, K_MEAN, CHOSEN, open_blocks, ROWS, PAGES, NB, QUERIES, T, K_QUANTIZE: tl.constexpr,
                  K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_QUANTIZE: tl.constexpr,
                  V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
     """Program (block of the open span, head, row) of a call of at most `NEW` tokens; the decode commits the lengths.
     `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `CHOSEN`: bits of the
-    tokens that the sink pool took, of `open_blocks` blocks a head. `PAGES`: see `jit.rows.block_at`."""
+    tokens that the sink pool took, of `open_blocks` blocks a head. `PAGES`: see `jit.rows.block_at`.
+    `QUERIES`: those of `T` tokens, where they go rotated, and the strides of both; where keys are rotated the programs
+    behind those of blocks write them, else nobody reads it."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
@@ -298,6 +301,9 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
         _short_side(
             V, K_MEAN, v, pos, new, stale, block, Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, V_C
         )
+    if C.ROTATION is not None:
+        if j == tl.num_programs(0) - 1:
+            rotate_queries(QUERIES, b, h, T, C)
 
 
 @triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
@@ -345,32 +351,6 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         _long_sides(K, V, K_MEAN, k, v, tokens, unpacked, slots, block,
                     Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, K_GET),
                     Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, V_GET), False, C)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["NB"])
-def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, K_MEAN, UNPACKED, NB, slots, K_LOCATE: tl.constexpr,
-                V_LOCATE: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (block of the past, head, row): packed blocks into the unpacked keys and values."""
-    index, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    unpacked = UnpackedTensors(*UNPACKED)
-    if index < tl.load(RowState(*STATE).closed + b):
-        t, bh = tl.arange(0, C.BLOCK), b * C.H + h
-        slot = index * C.BLOCK + t
-        there = t < tl.load(BLOCK_LEN + b * NB + index)
-        keep = there & (slot_bits(DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8), slot) == 0)
-        tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
-        if h == 0:
-            tl.store(unpacked.pos + b.to(tl.int64) * slots + slot, tl.load(BLOCK_POS + b * NB + index) + t)
-        k_place, _, _ = K_LOCATE(K, b, h, C.K_LOW, C)
-        v_place, _, _ = V_LOCATE(V, b, h, C.V_LOW, C)
-        k, k_scale = K_GET(K, b, h, index, NB, k_place, False, C)
-        V_C: tl.constexpr = C.V
-        v, v_scale = V_GET(V, b, h, index, NB, v_place, True, V_C)
-        if C.SMOOTH_K and (unpacked.k.dtype.element_ty != tl.int8):
-            d = tl.arange(0, C.DP)
-            k += tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)[None, :]
-        store_unpacked(UnpackedSide(unpacked.k, unpacked.k_scale, slots), k, k_scale, bh, slot, False, C)
-        store_unpacked(UnpackedSide(unpacked.v, unpacked.v_scale, slots), v, v_scale, bh, slot, True, V_C)
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T"])

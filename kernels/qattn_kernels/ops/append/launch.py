@@ -13,7 +13,8 @@ from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.ops.append.k_mean import mean_kernel
-from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel, unpack_past_kernel
+from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel
+from qattn_kernels.ops.append.past import unpack_past_kernel
 from qattn_kernels.ops.append.ranking import priorities_kernel, rank_kernel
 from qattn_kernels.reference.rows import open_span_blocks
 
@@ -55,10 +56,13 @@ def call_mean(call: Call) -> None:
 def append(call: Call) -> None:
     """Write the tokens of a short call and close what is full; the decode commits the lengths."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
+    rotates = call.sizes.ROTATION is not None
+    queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
     launch(
-        short_kernel, (open_span_blocks(call.spec.window, call.tokens), call.sizes.H, call.batch),
+        short_kernel, (open_span_blocks(call.spec.window, call.tokens) + rotates, call.sizes.H, call.batch),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.pages, call.blocks,
+        queries, call.tokens,
         k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
         power_of_two(call.tokens), call.sizes, **codes(call.sizes),
     )  # fmt: skip

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
+from qattn_kernels.jit.rotation import rotate_rows
 from qattn_kernels.jit.rows import commit_row, first_block, load_row, settle_sinks
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.ops.decode.parts import (
@@ -174,7 +175,7 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
                  least, CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
     `SINKS`: the model's learned logits, one a query head, which are no tokens; `TABLE`: of the sink pool, by which the
-    bits of `DROPPED` are brought up to date here, since every split has read the old ones.
+    bits of `DROPPED` are brought up to date here, since every split has read the old ones. `C`: of values.
 
     `RESULT` `[B, T, Hq, D]`, `LSE` fp32 `[B, Hq, T]`.
     """
@@ -221,6 +222,9 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
     spare = t - count  # of the columns that are padding, before `first` and behind the row's tokens
     column = tl.where(t < count, first + t, tl.where(spare < first, spare, spare + count))
     result = tl.where(t < count, acc / tl.where(l == 0.0, 1.0, l), 0.0)
+    if C.ROTATION is not None:
+        R: tl.constexpr = C.ROTATION
+        result = tl.reshape(rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], True, R), [C.DP])
     lse = tl.where(t < count, m * LN2 + tl.log(l), 0.0)
     heads = C.H * C.G
     out = (b.to(tl.int64) * T + column) * heads + head

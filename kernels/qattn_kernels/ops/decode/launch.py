@@ -33,7 +33,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     skip_counts, sparsity = skip_counts_of(state) if size.SPARSE_V else None, call.spec.sparsity
     launch(
         decode_kernel, (batch * size.H, -(-rows // size.Q), parts.shape[1]),
-        call.query, call.query.stride()[:3], call.rows, call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks,
+        call.turned, call.turned.stride()[:3], call.rows, call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks,
         call.table, call.moved, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, skip_counts, call.pages, call.blocks, batch, tokens,
         scoring(call), (sparsity.tau, sparsity.budget),
@@ -42,7 +42,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     few = tuned.plan[1] <= FEW_SPLITS  # not of the capacity: sums must not depend on it
     chunk, warps = (FEW_SPLITS, 1) if few else (MANY_SPLITS, 4)
-    return merge(call, size, parts, stats, skip_counts, tuned.plan, chunk, warps)
+    return merge(call, size.V, parts, stats, skip_counts, tuned.plan, chunk, warps)
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:
@@ -71,8 +71,8 @@ def merge(
     chunk: int,
     warps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weigh the parts of each query by their log-sum-exp, `chunk` of them at once; results as of `decode`. `size`: with
-    the head dim of values."""
+    """Weigh the parts of each query by their log-sum-exp, `chunk` of them at once; results as of `decode`. `size`: of
+    values."""
     scores, heads, device = call.scores, size.H * size.G, call.query.device
     out = torch.empty((call.batch, call.tokens, heads, size.D), dtype=call.query.dtype, device=device)
     lse = torch.empty((call.batch, heads, call.tokens), dtype=torch.float32, device=device)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from qattn_kernels.launch.constants import LEAST_COLUMNS, Sizes
+from qattn_kernels.launch.constants import Sizes
 from qattn_kernels.launch.tuned import DEFAULT, Decode, gpu_name, tuned_for
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -17,6 +17,9 @@ REGISTERS = 65536  # of a multiprocessor: every GPU since Volta
 OWN_REGISTERS = 256  # of a thread: what most kernels are compiled to
 MODEL_REGISTERS = 168  # where values are in the model's precision
 MOST_REGISTERS = 255  # of a thread on any GPU
+# Channels that one warp holds. Two wait for one another several times a block, and took up to twice as long on an H100
+# with 16 columns and 32k tokens, where unpacking is most of the work.
+ONE_WARP_DIM = 128
 OWN_SHARED = 2048  # bytes of a program beside its tiles
 
 
@@ -62,10 +65,10 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     warps, stages = 1, 3
     if spec.v.in_model_precision:
         warps, stages = 2, 2
-    elif size.N > LEAST_COLUMNS:
+    elif size.DP > ONE_WARP_DIM:
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         warps = 2
-    warps = max(warps, *(fmt.core.decode_warps(size.D, size.BLOCK) for fmt in (spec.k, spec.v)))
+    warps = max(warps, *(fmt.core.decode_warps(size.D, size.BLOCK, size.N) for fmt in (spec.k, spec.v)))
     if warps > 2 or 3 in (size.K_BITS, size.V_BITS):
         stages = 2  # with three, shared memory would hold half as many programs
     places = chip.multiprocessors * _programs(size, spec, dtype, warps, stages, chip)

@@ -1,16 +1,11 @@
-"""The rotation in Triton, bit for bit `ops/rotate/reference.py`."""
+"""The rotation in Triton, bit for bit `ops/rotate/reference.py`: of whole tensors, or of what a short call loads."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _butterflies(x):
-    """A stage: `[n, SIZE]` to the sums of neighbours, and behind them their differences."""
-    one, other = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-    return tl.reshape(tl.permute(tl.join(one + other, one - other), (0, 2, 1)), (x.shape[0], x.shape[1]))
+from qattn_kernels.jit.rotation import butterflies, rotate_rows
 
 
 @triton.jit
@@ -26,9 +21,7 @@ def _turn(X, OUT, x_strides, out_strides, SIGNS, rows, heads, tokens, unit, BACK
     sign = tl.load(SIGNS + d)
     if not BACK:
         x *= sign
-    for _ in tl.static_range(STAGES):
-        x = _butterflies(x)
-    x *= unit
+    x = butterflies(x, STAGES) * unit
     if BACK:
         x *= sign
     at = b * out_strides[0] + h * out_strides[1] + t * out_strides[2]
@@ -49,3 +42,24 @@ def rotate_kernel(X, OUT, x_strides, out_strides, SIGNS, rows, heads, tokens, un
             if tl.program_id(0) * ROWS < rows[i] * (DIM // SIZE):
                 _turn(X[i], OUT[i], x_strides[3 * i : 3 * i + 3], out_strides[3 * i : 3 * i + 3], SIGNS, rows[i],
                       heads[i], tokens, unit, BACK, DIM, SIZE, STAGES, ROWS)  # fmt: skip
+
+
+@triton.jit
+def _places(strides, b, head, t):
+    return b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + t.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def rotate_queries(QUERIES, b, h, T, C: tl.constexpr):
+    """The queries of `T` tokens of a KV head, rotated as its keys are in a short call. `QUERIES`: where they lie, where
+    they go, and the strides of both."""
+    d = tl.arange(0, C.DP)
+    for tile in range(tl.cdiv(T * C.G, C.Q)):
+        n = tile * C.Q + tl.arange(0, C.Q)
+        inside = (n < T * C.G)[:, None] & (d < C.D)[None, :]
+        at = _places(QUERIES[2], b, h * C.G + n % C.G, n // C.G)
+        q = tl.load(QUERIES[0] + at[:, None] + d[None, :], mask=inside, other=0.0)
+        R: tl.constexpr = C.ROTATION
+        q = rotate_rows(q.to(tl.float32), False, R).to(q.dtype)
+        at = _places(QUERIES[3], b, h * C.G + n % C.G, n // C.G)
+        tl.store(QUERIES[1] + at[:, None] + d[None, :], q, mask=inside)

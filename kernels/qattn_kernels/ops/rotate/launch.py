@@ -1,11 +1,14 @@
-"""Launches of the rotation."""
+"""The rotation: a launch of its own before a long call, inside the kernels of a short one."""
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
+from qattn_kernels.launch.call import Call
+from qattn_kernels.launch.constants import Rotation
 from qattn_kernels.launch.launches import constant, launch
 from qattn_kernels.ops.rotate.kernel import rotate_kernel
 from qattn_kernels.ops.rotate.reference import signs
@@ -32,3 +35,21 @@ def rotate(tensors: list[torch.Tensor], back: bool = False) -> list[torch.Tensor
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@lru_cache(maxsize=64)
+def rotation_of(dim: int) -> Rotation:
+    """The rotation of so many channels."""
+    size = dim & -dim
+    bits = sum(1 << d for d, sign in enumerate(signs(dim, torch.device("cpu")).tolist()) if sign < 0)
+    return Rotation(bits, size, size.bit_length() - 1, 1 / math.sqrt(size))
+
+
+def inside(call: Call) -> Call:
+    """A short call whose kernels rotate what they load: new keys and values wherever they are read, queries in the
+    append, the output in the merge. A launch less each way, of which one step of few rows has about four."""
+    compute, size = call.spec.compute, call.sizes
+    k = rotation_of(size.D) if compute.rotate == "hadamard" else None
+    v = rotation_of(size.V.D) if compute.rotate_v == "hadamard" else None
+    size = size._replace(ROTATION=k, V=size.V._replace(ROTATION=v))
+    return call._replace(sizes=size, turned=call.query if k is None else torch.empty_like(call.query))

@@ -7,9 +7,14 @@ the output; a channel that stands out is spread over all, so that one scale fits
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
 import torch
+
+from qattn_kernels.layer.spec import Compute
+
+Rotate = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 
 SEED = 0  # of the signs: a cache is read with those it was written with
 
@@ -45,3 +50,12 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 def rotate_back(x: torch.Tensor) -> torch.Tensor:
     """The inverse."""
     return (transform(x.float()) * signs(x.shape[-1], x.device)).to(x.dtype)
+
+
+def rotated(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, rotate: Rotate
+) -> Iterator[torch.Tensor]:
+    """Query, key and value as the layer multiplies and stores them; `rotate` is called once, with all that rotate."""
+    sides = ((query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v))
+    turned = iter(rotate([x for x, rotation in sides if rotation == "hadamard"]))
+    return (x if rotation == "none" else next(turned) for x, rotation in sides)
