@@ -36,6 +36,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
         "intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.0] * 6, "vocab_size_per_layer_input": 101,
     },
+    "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 48)},
     "gemma4_text": {
         "global_head_dim": 32, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8,

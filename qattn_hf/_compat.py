@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig, cache_utils
 from transformers.cache_utils import LinearAttentionLayer, get_layer_types_and_kwargs
 
-TESTED = ("5.17", "5.23")
+TESTED = ("5.17", "5.24")
+VERSION = Version(transformers.__version__).release[:2]
+# name of the cache among the arguments and outputs of a model; models since 5.24 take the old name too, until 5.40
+CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 
 # cache layer of a layer without keys and states: masks and lengths are never taken from it
 NoStateLayer: type = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
@@ -18,13 +21,20 @@ NoStateLayer: type = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 
 def warn_if_untested() -> None:
     """Warn if the installed transformers is outside the tested range (`TESTED`)."""
-    minor = Version(transformers.__version__).release[:2]
     low, high = (Version(v).release for v in TESTED)
-    if not low <= minor <= high:
+    if not low <= VERSION <= high:
         warnings.warn(
             f"qattn_hf was tested with transformers {TESTED[0]} to {TESTED[1]}, not with {transformers.__version__}",
             stacklevel=3,
         )
+
+
+def by_cache_name(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a model's call with its cache as `CACHE`, whichever name a user gave it."""
+    if CACHE == "past_key_values" or "past_key_values" not in kwargs:
+        return kwargs
+    old = kwargs.pop("past_key_values")
+    return {CACHE: old, **kwargs}
 
 
 # field of a layer's config with its window, by the layer's type

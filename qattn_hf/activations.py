@@ -18,6 +18,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from qattn_hf._compat import CACHE
 from qattn_hf.attention import scores_of
 from qattn_hf.handle import Handle, Written
 from qattn_hf.kv_sharing import with_earlier
@@ -224,7 +225,7 @@ def run(model: PreTrainedModel, layers: list[CountedLayer], tokens: int, past: i
         ids = torch.empty((rows, tokens), dtype=torch.int64, device=META)
         extra: dict[str, Any] = {"position_ids": torch.empty_like(ids), "logits_to_keep": 1}
         extra = {name: value for name, value in extra.items() if name in known}
-        logits = model(ids, past_key_values=Cache(layers=layers), use_cache=True, **extra).logits
+        logits = model(ids, use_cache=True, **{CACHE: Cache(layers=layers)}, **extra).logits
         logits[:, -1].to(copy=True, dtype=torch.float32).argmax(-1)  # as `generate` does
 
 

@@ -29,7 +29,8 @@ from qattn_kernels.layer.spec import LayerSpec
 
 
 class QAttnCache(Cache):
-    """Packed KV cache of a model, for `past_key_values`. A patched model makes one where none is passed.
+    """Packed KV cache of a model, passed as `past_key_values`, which transformers calls `cache` from 5.24 on. A patched
+    model makes one where none is passed.
 
     Make it with `QAttnCache.for_model(model)`; `generate` and `model(...)` of a patched model return one too.
 

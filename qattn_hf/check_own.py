@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from qattn_hf._compat import CACHE
 from qattn_hf.heads import HeadSizes
 from qattn_hf.layer_kinds import STATES, ModelLayerSpec
 from qattn_hf.model_layer import state_tensors
@@ -53,7 +54,7 @@ def fill_states(rows: list[dict[str, Any]], built: PreTrainedModel) -> None:
     cache = DynamicCache(config=built.config)
     try:
         with torch.device("meta"), torch.no_grad():
-            built.eval()(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
+            built.eval()(torch.zeros(1, 1, dtype=torch.int64), use_cache=True, **{CACHE: cache})
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         return
     for row in lacking:

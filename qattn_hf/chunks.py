@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qattn_hf._compat import CACHE
+
 CHUNK = 61  # tokens; no multiple of a block or group, so that chunks end at every place within one
 
 
@@ -52,11 +54,11 @@ def feed(
     for start, stop in pairwise(at):
         out = model(
             ids[:, start:stop],
-            past_key_values=cache,
             use_cache=True,
+            **{CACHE: cache},
             **_mask_arguments(attention_mask, cached, start, stop),
         )
-        cache = out.past_key_values
+        cache = out[CACHE]
         yield Chunk(start, stop, out.logits.float(), cache)
 
 

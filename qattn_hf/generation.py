@@ -13,6 +13,7 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
+from qattn_hf._compat import CACHE
 from qattn_hf.attention import check_prompt_mask, mask
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import python_hook
@@ -33,7 +34,7 @@ def check_cache(cache: Any, layers: int) -> None:
     if not isinstance(cache, QAttnCache):
         raise UnsupportedError(
             f"a patched model needs its own cache, not a {type(cache).__name__}: pass QAttnCache.for_model(model), "
-            "or no past_key_values, or unpatch(model)"
+            f"or no {CACHE}, or unpatch(model)"
         )
     if len(cache.layers) != layers:
         raise UnsupportedError(
@@ -68,10 +69,10 @@ def prepare_cache(
         check_prompt_mask(mask, generation_config)
     if generation_config.use_cache is False:
         return  # each call makes a cache of its own and drops it
-    cache, last = model_kwargs.get("past_key_values"), model._qattn.last
+    cache, last = model_kwargs.get(CACHE), model._qattn.last
     last.skip_next(False)
     if cache is None:
-        cache = model_kwargs["past_key_values"] = model._qattn.new_cache()
+        cache = model_kwargs[CACHE] = model._qattn.new_cache()
     else:
         check_cache(cache, len(model._qattn.specs))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
@@ -87,6 +88,10 @@ def prepare_cache(
     cache.prefill_chunk_size = generation_config.prefill_chunk_size
     if drafted:
         cache.raise_horizon(drafted)
+        # transformers from 5.24 on would ask for compiled calls, which have another shape for each length of a draft
+        generation_config.disable_compile = (
+            generation_config.disable_compile or generation_config.compile_config is None
+        )
     if not generation_config.is_assistant:  # an assistant's cache serves many short calls: it grows instead
         model._qattn.pool.allocate(cache.plan, max_cache_length + drafted)
 
@@ -195,7 +200,6 @@ def generate_masks(
     *,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    past_key_values: Any,
     **kwargs: Any,
 ) -> Any:
     """Override of `create_masks_for_generate`: the mask of a step of one token, built directly.
@@ -205,10 +209,11 @@ def generate_masks(
     Args:
         kinds: the layer types by which the model looks its mask up; empty if it takes the mask as it is.
         inputs_embeds: `[B, T, hidden]`. attention_mask: int64 `[B, S]`, cached tokens included, or None.
+        kwargs: the cache as `CACHE`, and what only transformers' function reads.
     """
-    if inputs_embeds.shape[1] == 1 and isinstance(past_key_values, QAttnCache):
-        offset = past_key_values.get_seq_length().to(inputs_embeds.device)
+    cache = kwargs.get(CACHE)
+    if inputs_embeds.shape[1] == 1 and isinstance(cache, QAttnCache):
+        offset = cache.get_seq_length().to(inputs_embeds.device)
         step_mask = mask(inputs_embeds.shape[0], 1, 0, offset, attention_mask, inputs_embeds.device)
         return dict.fromkeys(kinds, step_mask) if kinds else step_mask
-    cached = dict(inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values)
-    return create_masks_for_generate(**cached, **kwargs)
+    return create_masks_for_generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)

@@ -15,6 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import attention, latent
+from qattn_hf._compat import CACHE, by_cache_name
 from qattn_hf.attention import check_mask
 from qattn_hf.cache import QAttnCache
 from qattn_hf.continuous.cache import PagedCache
@@ -36,24 +37,24 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         names: positional parameters of the module's forward, by which `args` become keywords.
 
     Returns:
-        no positional arguments, and the keywords with `past_key_values` and `use_cache` set.
+        no positional arguments, and the keywords with the cache and `use_cache` set.
 
     Raises:
         UnsupportedError: training, attention weights as output, a cache of another kind or model, a mask with holes,
             packed sequences, tokens beyond a sliding window.
     """
     patched = patch_of(module)
-    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
     _check_call(module, kwargs)
     if isinstance(kwargs.get("cache"), PagedCache):
         return (), {**kwargs, "attention_mask": UNREAD}
     use_cache = kwargs.get("use_cache")
     decoder: Any = module
     text = decoder.config.get_text_config(decoder=True)
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     if cache is None:
         _check_positions(kwargs)
-        cache = kwargs["past_key_values"] = _new_cache(patched)
+        cache = kwargs[CACHE] = _new_cache(patched)
     check_cache(cache, len(patched.specs))
     # attention reads through our cache in any case; `after_forward` keeps it out of the output where none was wanted
     kwargs["use_cache"] = bool(text.use_cache if use_cache is None else use_cache)
@@ -67,7 +68,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
 # Of continuous batching, which needs no mask: transformers builds none where a model is given one of four dimensions.
 UNREAD = torch.empty(0, 0, 0, 0)
 
-NOT_COMPILED = "a compiled call cannot make its cache: pass past_key_values=, a cache that an uncompiled call wrote to"
+NOT_COMPILED = f"a compiled call cannot make its cache: pass {CACHE}=, a cache that an uncompiled call wrote to"
 
 
 @torch.compiler.disable(reason=NOT_COMPILED)
@@ -100,7 +101,7 @@ def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], 
     """
     if isinstance(kwargs.get("cache"), PagedCache):
         return output
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = kwargs.get(CACHE)
     if output is None:
         if isinstance(cache, QAttnCache):
             cache.take_back()
@@ -129,7 +130,7 @@ def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str,
         UnsupportedError: training, attention weights as output, another device than at `patch`, tokens beyond a
             sliding window.
     """
-    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
     _check_call(module, kwargs)
     patched, device = patch_of(module), next(module.parameters()).device
     if patched.device_type != device.type and patched.device_type != (device := device_of(module)).type:
@@ -137,7 +138,7 @@ def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str,
             f"the model was patched for {patched.device_type} and runs on {device.type}; patch it again"
         )
     if patched.window is not None and not torch.compiler.is_compiling():
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         check_reach(patched.window, _shape(kwargs)[1] + (0 if cache is None else int(cache.get_seq_length())))
 
 

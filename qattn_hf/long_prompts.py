@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from qattn_hf._compat import CACHE
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import changing_rope
 from qattn_hf.layer import QAttnLayer
@@ -17,7 +18,7 @@ from qattn_kernels.layer.spec import LayerSpec
 PREFILL_CHUNK = 2**15  # tokens; a prompt of no more is one call, with the numbers of one call
 
 # What `generate` passes to a model with a prompt of text alone, all of which transformers cuts.
-TEXT = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+TEXT = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 CUT_BY_TRANSFORMERS = (
     GenerationMode.GREEDY_SEARCH,
     GenerationMode.SAMPLE,

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import LlamaForCausalLM
 
 from qattn_hf import report
+from qattn_hf._compat import CACHE
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=12)
 IDS = random_ids(2, 70)
@@ -26,7 +27,7 @@ class FakeGraphs:
         self.error: Exception | None = None
 
     def record(self, run: Any, device: torch.device, graphs: weakref.WeakSet[Any]) -> tuple[Any, Any]:
-        cache = run.keywords["past_key_values"]
+        cache = run.keywords[CACHE]
         state = [(tensor, tensor.clone()) for tensor, _ in cache.state_tensors().values()]
         out = run()
         for tensor, before in state:
@@ -47,7 +48,7 @@ class FakeGraphs:
             self.replayed += 1
             shell.layers = [layer() for layer in layers]
             counts = [layer._used for layer in shell.packed]
-            out = model()(**{**inputs, "past_key_values": shell})
+            out = model()(**{**inputs, CACHE: shell})
             for old, new in zip(filled, (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)), strict=True):
                 old.copy_(new)
             for layer, count in zip(shell.packed, counts, strict=True):
@@ -61,7 +62,9 @@ class FakeGraphs:
 
 def as_on_a_gpu(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """`generate` asks for the compiled call, as it does on a GPU."""
-    model._valid_auto_compile_criteria = lambda kwargs, config: kwargs["past_key_values"].is_compileable
+    model._valid_auto_compile_criteria = lambda kwargs, config: (
+        kwargs[CACHE].is_compileable and not config.disable_compile
+    )
     return model
 
 

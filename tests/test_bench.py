@@ -11,6 +11,7 @@ from helpers import Case, attention_fp64, case_id, cases, feed, make_layer, rand
 from torch.nn.attention import SDPBackend
 
 from qattn_hf import patch
+from qattn_hf._compat import CACHE
 from qattn_hf.bench import decode, generate, layers, sdpa, tables, throughput
 from qattn_hf.bench.layers import Heads
 from qattn_hf.bench.timing import Times, measure
@@ -277,7 +278,7 @@ def test_ways_of_a_gpu_leave_no_trace(monkeypatch):
     monkeypatch.setattr(
         type(model),
         "_valid_auto_compile_criteria",
-        lambda self, kwargs, _: type(kwargs["past_key_values"]).__name__ in ("StaticCache", "QAttnCache"),
+        lambda self, kwargs, _: type(kwargs[CACHE]).__name__ in ("StaticCache", "QAttnCache"),
     )
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
     ways = all_ways(find_recipes(["turbo"]), torch.device("cuda"))

@@ -9,9 +9,10 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from helpers import random_ids, tiny_llama
-from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from qattn_hf import QAttnCache, UnsupportedError, patch, report, unpatch
+from qattn_hf._compat import CACHE
 from qattn_hf.cuda_graph.capture import why_not
 from qattn_hf.device import device_of
 
@@ -36,7 +37,7 @@ def test_use_cache_false(how, by):
     for part in (model, model.get_decoder()):
         assert part(IDS, use_cache=True).past_key_values is not None
         assert part(IDS, **asked).past_key_values is None
-        assert "past_key_values" not in part(IDS, **asked)
+        assert CACHE not in part(IDS, **asked)
         assert len(part(IDS, **asked, return_dict=False)) == 1
     assert torch.equal(model(IDS, **asked).logits, want.logits)
     assert int(want.past_key_values.get_seq_length()) == 70
@@ -49,6 +50,19 @@ def test_use_cache_false_goes_on_with_a_cache_that_was_passed():
     cache = model(IDS[:, :64]).past_key_values
     out = model(IDS[:, 64:], past_key_values=cache, use_cache=False)
     assert out.past_key_values is None and int(cache.get_seq_length()) == 70
+
+
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_a_cache_is_passed_by_either_name_of_transformers(name: str):
+    model = patch(tiny_llama(), "turbo")
+    want, cache = model(IDS).logits, model(IDS[:, :64])[CACHE]
+    out = model(IDS[:, 64:], **{name: cache})
+    assert out[CACHE] is cache and torch.allclose(out.logits, want[:, 64:], atol=0.1)  # what turbo's codes cost
+    assert int(cache.get_seq_length()) == 70
+    tokens = model.generate(IDS, **{name: QAttnCache.for_model(model)}, **GREEDY)
+    assert torch.equal(tokens, model.generate(IDS, **GREEDY))
+    with pytest.raises(UnsupportedError, match=f"not a DynamicCache.* or no {CACHE}"):
+        model(IDS, **{name: DynamicCache(config=model.config)})
 
 
 def test_generate_of_a_checkpoint_whose_config_says_use_cache_false():

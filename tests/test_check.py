@@ -16,7 +16,7 @@ from qattn_hf.cli import main
 from qattn_hf.compare import size_of
 
 REFUSED = {
-    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2},
     "bert": {**SIZES, "is_decoder": False},
 }

@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from transformers.generation import utils as generation
 
 from qattn_hf import CapacityError, QAttnCache, patch, release, report, unpatch
+from qattn_hf._compat import CACHE
 from qattn_hf.cuda_graph import graph, pool
 
 
@@ -180,7 +181,7 @@ def decode_steps(model: LlamaForCausalLM, cache: QAttnCache) -> Any:
         nonlocal token
         for _ in range(count):
             span = torch.tensor([[[[0, 1]]]], dtype=torch.int32)
-            out = step(input_ids=token, attention_mask=span, past_key_values=cache, return_dict=True)
+            out = step(input_ids=token, attention_mask=span, return_dict=True, **{CACHE: cache})
             token = out.logits.argmax(-1)
         return out
 
@@ -279,7 +280,7 @@ def test_inputs_are_copied_and_the_cache_is_handed_back(fake, model):
     cache = QAttnCache.for_model(model, max_cache_len=256)
     token = model(IDS, past_key_values=cache).logits[:, -1:].argmax(-1)
     step = model.get_compiled_call(None)
-    call = dict(attention_mask=torch.tensor([[[[0, 1]]]] * 2, dtype=torch.int32), past_key_values=cache, use_cache=True)
+    call = {"attention_mask": torch.tensor([[[[0, 1]]]] * 2, dtype=torch.int32), CACHE: cache, "use_cache": True}
     outs = [step(input_ids=token + i, **call) for i in range(4)]
     assert fake.replayed == 3 and all(out.past_key_values is cache for out in outs)
     assert len({out.logits.data_ptr() for out in outs}) == 4

@@ -13,6 +13,7 @@ from transformers import CompileConfig, LlamaForCausalLM
 from transformers.generation import GenerationMode
 
 from qattn_hf import QAttnCache, long_prompts, patch, report
+from qattn_hf._compat import CACHE
 
 CHUNK = 100  # in place of the default, which would take minutes on a CPU
 GREEDY: dict[str, Any] = dict(max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True)
@@ -108,8 +109,8 @@ def test_what_stays_one_call(why):
     elif why == "embeddings":
         inputs, ids = {"inputs_embeds": model.get_input_embeddings()(ids)}, None
     elif why == "a cache with tokens":
-        inputs = {"past_key_values": QAttnCache.for_model(model)}
-        model(ids[:, :40], past_key_values=inputs["past_key_values"])
+        inputs = {CACHE: QAttnCache.for_model(model)}
+        model(ids[:, :40], past_key_values=inputs[CACHE])
     elif why == "drafts":
         inputs, ids = {"prompt_lookup_num_tokens": 2}, ids[:1]
     _, calls = generate(model, ids, **inputs)
@@ -124,7 +125,7 @@ def test_layers_that_are_not_packed_take_the_prompt_whole():
     for changes, sliding, chunk in cases:
         model = patch(tiny("gemma4_text", **changes), "turbo", sliding=sliding)
         cache, config = QAttnCache.for_model(model), model.generation_config
-        asked = model, config, {"past_key_values": cache}, GenerationMode.GREEDY_SEARCH, cache, 250
+        asked = model, config, {CACHE: cache}, GenerationMode.GREEDY_SEARCH, cache, 250
         assert long_prompts.prefill_chunk(*asked) == chunk
 
 

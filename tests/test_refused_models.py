@@ -28,7 +28,6 @@ OLD, BOTH = ("attention interface", "use a stock cache"), ("encoder-decoder", "s
 BIDIRECTIONAL = ("is_causal=False", "is_decoder=True", "use it as it is")
 INDEXED = ("indexer chooses", "stock cache")
 MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, OLD),
     "gpt_neo": ({"hidden_size": 32, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}, OLD),
     "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, OLD),
     "t5": ({"d_model": 32, "d_ff": 32, "d_kv": 16, "num_layers": 2, "num_heads": 2}, BOTH),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from qattn_hf._compat import CACHE
 from qattn_hf.bench.model import kv_bytes
 from qattn_hf.bench.timing import attempt, release, synchronize
 from qattn_hf.bench.ways import Way
@@ -154,7 +155,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, inputs:
     gaps = [now - before for before, now in zip([began, *stamps.times], stamps.times, strict=False)]
     if len(gaps) != new_tokens or (watch and len(steps) != new_tokens - 1):
         raise RuntimeError(f"asked for {new_tokens} tokens, saw {len(gaps)} and {len(steps)} decode steps")
-    return Run(gaps, steps, bool(compiled), out.past_key_values, stamps.first_peak, _peak(device))
+    return Run(gaps, steps, bool(compiled), out[CACHE], stamps.first_peak, _peak(device))
 
 
 @contextmanager

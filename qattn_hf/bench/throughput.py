@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
+from qattn_hf._compat import CACHE
 from qattn_hf.bench import layers, sdpa
 from qattn_hf.bench.generate import Run, generate
 from qattn_hf.bench.layers import Heads
@@ -103,7 +104,7 @@ def _generated(model: PreTrainedModel, way: Way, point: Point) -> dict[str, Any]
         batch = _rows_that_fit(point, _bytes_of(make(model, 1, point.context)))
         cache = make(model, batch, point.context)
         ids = torch.randint(1, 97, (batch, point.context), device=model.device)
-        run: Run = generate(model, ids, NEW_TOKENS, {"past_key_values": cache}, watch=False)
+        run: Run = generate(model, ids, NEW_TOKENS, {CACHE: cache}, watch=False)
     ran = {"decode": report(cache).to_dict()["decode"], "impl": cache.packed[0].spec.impl} if way.packed else {}
     if way.packed and ran["decode"] != way.decode:
         raise RuntimeError(f"{way.name} asks for decode={way.decode!r}, but {ran['decode']!r} ran")

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from qattn_hf import patch, unpatch
+from qattn_hf._compat import CACHE
 from qattn_hf.bench.model import FLOOR, counting_cache, register_floor
 from qattn_hf.bench.timing import capture, release, synchronize
 from qattn_hf.recipe import Recipe, find_recipe
@@ -53,7 +54,7 @@ def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]
     """
     cuda = device.type == "cuda"
     ways = [
-        Way("floor", "eager", False, _floor, lambda model: {"past_key_values": counting_cache(model)}),
+        Way("floor", "eager", False, _floor, lambda model: {CACHE: counting_cache(model)}),
         *(
             Way(name, "captured", False, _floor, step=partial(captured_step, compiled=name == COMPILED_FLOOR))
             for name in (("floor, captured", COMPILED_FLOOR) if cuda else ())
@@ -138,7 +139,7 @@ def captured_step(model: PreTrainedModel, batch: int, replays: int = 50, compile
     positions, cache = torch.zeros_like(token), counting_cache(model)
 
     def call() -> None:
-        logits = model(token, position_ids=positions, past_key_values=cache, use_cache=True).logits
+        logits = model(token, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
         token.copy_(logits[:, -1:].argmax(-1))
 
     step = torch.compile(call) if compiled else call

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from qattn_hf._compat import CACHE
 from qattn_hf.cli._prompts import Prompt, is_right
 
 
@@ -96,7 +97,7 @@ def answer(model: Any, tokenizer: Any, ids: torch.Tensor, prompt: Prompt, advanc
     seconds = time.perf_counter() - began
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     text = text.split(prompt.stop)[0] if prompt.stop else text
-    return Answer(text.strip(), tokens, torch.cat(out.logits).float(), seconds, out.past_key_values)
+    return Answer(text.strip(), tokens, torch.cat(out.logits).float(), seconds, out[CACHE])
 
 
 @torch.inference_mode()
@@ -107,7 +108,7 @@ def forced_logits(model: Any, ids: torch.Tensor, tokens: list[int], advance: Cal
     for token in tokens[:-1]:
         advance()
         step = torch.tensor([[token]], device=ids.device)
-        out = model(step, past_key_values=out.past_key_values, use_cache=True)
+        out = model(step, use_cache=True, **{CACHE: out[CACHE]})
         rows.append(out.logits[0, -1])
     return torch.stack(rows).float()
 

@@ -59,12 +59,13 @@ def build(
 def read(lm: Any, recipe: Any, ids: Any) -> tuple[Any, Any]:
     """The cache of a model that has read tokens `[1, S]`, and these tokens; long texts are cut as `generate` does."""
     from qattn_hf import patch
+    from qattn_hf._compat import CACHE
 
     patch(lm, recipe=recipe)
     ids = ids.to(lm.device)
     # the one new token is written, but not read into the cache
     out = lm.generate(ids, max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
-    return out.past_key_values, ids
+    return out[CACHE], ids
 
 
 @cache.command("info")

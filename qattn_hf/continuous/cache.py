@@ -208,6 +208,12 @@ class PagedCache(PagedAttentionCache):
     def extend_read_and_write_indices(self, *args: Any) -> None:
         """Nothing: pages are read and written by block, not by token."""
 
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
+        """Keys and values as they are, and the cache among the attention's arguments, which writes them; models of
+        transformers before 5.24 never call it, and put the cache there themselves."""
+        kwargs["cache"] = self
+        return key, value
+
     def begin(self, requests: Sequence[Any]) -> None:
         """Note what the next forward serves, before its inputs are prepared.
 

@@ -1,5 +1,5 @@
-"""What this package takes from inside transformers' continuous batching, in one place. Seen in transformers 5.23; older
-ones without a module `cache_allocators` have another pool."""
+"""What this package takes from inside transformers' continuous batching, in one place. Seen in transformers 5.23 and
+5.24; older ones without a module `cache_allocators` have another pool."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def check_version() -> None:
     """Raises UnsupportedError where transformers has no allocators that another pool can take the place of."""
     if continuous_api is None:
         raise UnsupportedError(
-            f"continuous batching over packed pages needs transformers 5.23, this is {transformers.__version__}: "
-            "call generate, or unpatch(model)"
+            "continuous batching over packed pages needs transformers 5.23 or later, this is "
+            f"{transformers.__version__}: call generate, or unpatch(model)"
         )
 
 

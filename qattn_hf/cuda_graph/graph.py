@@ -12,12 +12,12 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
+from qattn_hf._compat import CACHE
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import SyncWatch, fingerprint, record, refusal
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.errors import UnsupportedError
 
-CACHE = "past_key_values"
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -68,7 +68,7 @@ class GraphedCall:
         pool.serve(fingerprint(model))
 
     def __call__(self, **inputs: Any) -> Any:
-        """Output of the model for `inputs`, with `past_key_values` among them.
+        """Output of the model for `inputs`, with the cache among them.
 
         Raises:
             CapacityError: no room for the token; nothing was written.

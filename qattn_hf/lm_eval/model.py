@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from qattn_hf import patch, unpatch
+from qattn_hf._compat import CACHE
 from qattn_hf.errors import QAttnError
 from qattn_hf.lm_eval.arguments import split_arguments
 from qattn_hf.lm_eval.scoring import Text, packed_by_row, score
@@ -191,7 +192,7 @@ class QAttnLM(HFLM):
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
         stock_cache = None
         if not self.packs:  # the cache that `generate` would make, so that its bytes can be counted
-            stock_cache = kwargs["past_key_values"] = DynamicCache(config=self.model.config)
+            stock_cache = kwargs[CACHE] = DynamicCache(config=self.model.config)
         real = int(kwargs["attention_mask"].sum())
         began = time.perf_counter()
         out = super()._model_generate(context, max_length, stop, **kwargs)
