@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import random_ids, tiny_llama
+from small_types import tiny
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import QAttnError, load_recipe, patch, report
@@ -91,6 +92,19 @@ def test_a_trial_packs_its_layer_and_no_other(readings):
     each = [next(iter(losses(model, [trial], reading))) for trial in trials]
     assert together == pytest.approx(each, rel=1e-3, abs=1e-8)
     assert abs(together[2]) < 1e-6 < min(together[0], together[1])
+
+
+def test_a_trial_counts_what_readers_of_its_keys_lose():
+    """Of Gemma 3n's type the last layer reads the keys of layer 3: a trial of that is the model with it alone packed."""
+    model, ids = tiny("gemma3n_text", initializer_range=0.3), random_ids(2, 150) % 90 + 3
+    reading = read_as(ids, batch=2)
+    low = find_recipes(["turbo:bits=2"])["turbo:bits=2"].layer_specs(model.config)[3]
+    (found,) = losses(model, [Trial(3, low)], reading)
+    layers = {"3-5": {"method": "turbo", "bits": 2}}
+    recipe = find_recipe("none", None, {"sliding": "model", "layers": layers})
+    figures = compare(model, {"only layer 3": recipe}, reading)[0]
+    # without the reader it is a fifth; compare leaves out each row's last token
+    assert found == pytest.approx(figures["kl"], rel=0.1)
 
 
 def test_a_budget_in_bits_is_met_by_real_tensors(by_bits, readings):

@@ -15,6 +15,7 @@ from qattn_hf.fidelity.metrics import divergence
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.fidelity.texts import Reading
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer_kinds import model_layers
 from qattn_kernels.layer.spec import LayerSpec
 
 
@@ -28,8 +29,8 @@ class Trial(NamedTuple):
 def losses(model: PreTrainedModel, trials: Sequence[Trial], reading: Reading) -> Iterator[float]:
     """Measure each trial, and yield its KL in nats a token, mean over the scored tokens of all rows, in their order.
 
-    The model reads through transformers' own cache; only the trial's layer attends through a packed one. Rows of
-    several trials are read at once, up to `reading.batch` rows.
+    The model reads through transformers' own cache; only the trial's layer attends through a packed one, and those that
+    read its keys and values (KV sharing). Rows of several trials are read at once, up to `reading.batch` rows.
 
     Args:
         model: not patched; it is left as it was.
@@ -44,20 +45,23 @@ def _read(
     model: PreTrainedModel, trials: Sequence[Trial], reading: Reading, full: list[torch.Tensor]
 ) -> Iterator[float]:
     rows, device = len(reading.ids), device_of(model).type
-    layers = [QAttnLayer(trial.spec, device_type=device) for trial in trials]
+    written = {i: own.reads for i, own in enumerate(model_layers(model.config)) if own and own.reads is not None}
+    layers: dict[tuple[int, int], QAttnLayer] = {}  # by trial and layer: one that reads another's keys packs them, too
 
     def replace_output(call: Call) -> torch.Tensor | None:
-        if all(trial.layer != call.layer for trial in trials):
+        tried = written.get(call.layer, call.layer)
+        if all(trial.layer != tried for trial in trials):
             return None
         out = call.out.clone()
-        for i, (trial, layer) in enumerate(zip(trials, layers, strict=True)):
-            if trial.layer == call.layer:
+        for i, trial in enumerate(trials):
+            if trial.layer == tried:
+                layer = layers.setdefault((i, call.layer), QAttnLayer(trial.spec, device_type=device))
                 own = slice(i * rows, (i + 1) * rows)
                 out[own] = call.of(own).packed_out(layer).to(out.dtype)
         return out
 
     sums, count, full_chunks = [0.0] * len(trials), 0, iter(full)
-    with observed(model, replace_output):
+    with observed(model, replace_output, written):
         for chunk in feed(model, reading.ids.repeat(len(trials), 1).to(device_of(model)), reading.at):
             if chunk.stop > reading.first:
                 log_p = next(full_chunks).float().log_softmax(-1)
