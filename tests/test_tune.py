@@ -95,7 +95,7 @@ def test_a_trial_packs_its_layer_and_no_other(readings):
 
 
 def test_a_trial_counts_what_readers_of_its_keys_lose():
-    """Of Gemma 3n's type the last layer reads the keys of layer 3: a trial of that is the model with it alone packed."""
+    """Of Gemma 3n's type the last layer reads the keys of layer 3: its trial is the model with that alone packed."""
     model, ids = tiny("gemma3n_text", initializer_range=0.3), random_ids(2, 150) % 90 + 3
     reading = read_as(ids, batch=2)
     low = find_recipes(["turbo:bits=2"])["turbo:bits=2"].layer_specs(model.config)[3]
