@@ -46,7 +46,11 @@ def _read(
 ) -> Iterator[float]:
     rows, device = len(reading.ids), device_of(model).type
     written = {i: own.reads for i, own in enumerate(model_layers(model.config)) if own and own.reads is not None}
-    layers: dict[tuple[int, int], QAttnLayer] = {}  # by trial and layer: one that reads another's keys packs them, too
+    layers = {  # by trial and layer: one that reads another's keys packs them, too
+        (i, layer): QAttnLayer(trial.spec, device_type=device)
+        for i, trial in enumerate(trials)
+        for layer in (trial.layer, *(reader for reader, read in written.items() if read == trial.layer))
+    }
 
     def replace_output(call: Call) -> torch.Tensor | None:
         tried = written.get(call.layer, call.layer)
@@ -55,9 +59,8 @@ def _read(
         out = call.out.clone()
         for i, trial in enumerate(trials):
             if trial.layer == tried:
-                layer = layers.setdefault((i, call.layer), QAttnLayer(trial.spec, device_type=device))
                 own = slice(i * rows, (i + 1) * rows)
-                out[own] = call.of(own).packed_out(layer).to(out.dtype)
+                out[own] = call.of(own).packed_out(layers[i, call.layer]).to(out.dtype)
         return out
 
     sums, count, full_chunks = [0.0] * len(trials), 0, iter(full)
