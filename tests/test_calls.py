@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Traine
 
 from qattn_hf import QAttnCache, UnsupportedError, patch, report, unpatch
 from qattn_hf._compat import CACHE
+from qattn_hf.chunks import feed
 from qattn_hf.cuda_graph.capture import why_not
 from qattn_hf.device import device_of
 
@@ -63,6 +64,16 @@ def test_a_cache_is_passed_by_either_name_of_transformers(name: str):
     assert torch.equal(tokens, model.generate(IDS, **GREEDY))
     with pytest.raises(UnsupportedError, match=f"not a DynamicCache.* or no {CACHE}"):
         model(IDS, **{name: DynamicCache(config=model.config)})
+
+
+@pytest.mark.filterwarnings("error:`past_key_values` is deprecated")
+def test_no_call_of_our_own_uses_the_old_name_where_it_is_deprecated(caplog):
+    model = patch(tiny_llama(), "turbo")
+    model.generate(IDS, **GREEDY)
+    model.generate(IDS[:1], prompt_lookup_num_tokens=2, **GREEDY)
+    *_, last = feed(model, IDS, [0, 40, 70])
+    assert int(last.cache.get_seq_length()) == 70
+    assert not [record for record in caplog.records if "`past_key_values`" in record.message]
 
 
 def test_generate_of_a_checkpoint_whose_config_says_use_cache_false():
