@@ -16,6 +16,14 @@ from qattn_kernels.ops.rotate.reference import signs
 NUMBERS = 2048  # of one program
 
 
+@lru_cache(maxsize=64)
+def rotation_of(dim: int) -> Rotation:
+    """The rotation of so many channels."""
+    size = dim & -dim
+    bits = sum(1 << d for d, sign in enumerate(signs(dim, torch.device("cpu")).tolist()) if sign < 0)
+    return Rotation(bits, size, size.bit_length() - 1, 1 / math.sqrt(size))
+
+
 def rotate(tensors: list[torch.Tensor], back: bool = False) -> list[torch.Tensor]:
     """Each `[B, H, T, D]`, of one B, T and D, rotated or turned back in its own dtype and order of memory, in one
     launch."""
@@ -25,29 +33,21 @@ def rotate(tensors: list[torch.Tensor], back: bool = False) -> list[torch.Tensor
     out = [torch.empty_like(x) for x in given]
     heads = tuple(x.shape[1] for x in given)
     batch, _, tokens, dim = given[0].shape
-    rows, size = tuple(batch * h * tokens for h in heads), dim & -dim
-    tile = NUMBERS // size
+    rows, rotation = tuple(batch * h * tokens for h in heads), rotation_of(dim)
+    tile = NUMBERS // rotation.SIZE
     launch(
-        rotate_kernel, (-(-max(rows) * (dim // size) // tile), len(given)),
+        rotate_kernel, (-(-max(rows) * (dim // rotation.SIZE) // tile), len(given)),
         tuple(given), tuple(out), *(tuple(s for x in part for s in x.stride()[:3]) for part in (given, out)),
-        constant(signs, dim, given[0].device), rows, heads, tokens, 1 / math.sqrt(size),
-        COUNT=len(given), BACK=back, DIM=dim, SIZE=size, STAGES=size.bit_length() - 1, ROWS=tile,
+        constant(signs, dim, given[0].device), rows, heads, tokens, rotation.UNIT,
+        COUNT=len(given), BACK=back, DIM=dim, SIZE=rotation.SIZE, STAGES=rotation.STAGES, ROWS=tile,
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     return out
 
 
-@lru_cache(maxsize=64)
-def rotation_of(dim: int) -> Rotation:
-    """The rotation of so many channels."""
-    size = dim & -dim
-    bits = sum(1 << d for d, sign in enumerate(signs(dim, torch.device("cpu")).tolist()) if sign < 0)
-    return Rotation(bits, size, size.bit_length() - 1, 1 / math.sqrt(size))
-
-
 def inside(call: Call) -> Call:
-    """A short call whose kernels rotate what they load: new keys and values wherever they are read, queries in the
-    append, the output in the merge. A launch less each way, of which one step of few rows has about four."""
+    """A short call whose kernels rotate what they load, in place of `rotate` before and after: new keys and values
+    wherever they are read, queries in the append, the output in the merge."""
     compute, size = call.spec.compute, call.sizes
     k = rotation_of(size.D) if compute.rotate == "hadamard" else None
     v = rotation_of(size.V.D) if compute.rotate_v == "hadamard" else None
