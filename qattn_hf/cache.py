@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from qattn_hf import changes, saved
+from qattn_hf import changes, rollback, saved
 from qattn_hf.budget_layer import BudgetLayer
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import capturing, device_of
@@ -66,6 +66,7 @@ class QAttnCache(Cache):
         self._call: Call | None = None  # the call that runs, or was interrupted
         self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
         self.ran("eager")  # as a plain forward does
+        self.captured_call: Any = None  # a `GraphedCall`, where a beam search's steps are captured
         self.writer = Writer()
         self.input_ids: torch.Tensor | None = None  # the tokens that a file says that it holds, `[B, S]`
 
@@ -204,7 +205,7 @@ class QAttnCache(Cache):
     def _allocate(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Give a layer that has no tokens its tensors, out of the pool if that has some, unless it has fitting ones."""
         assert self.pool is not None
-        if self.layers[0].planned and not any(layer.is_initialized for layer in self.packed):
+        if self.layers[0].planned and not self.allocated:
             taken = self.pool.take(self.packed, key_states, value_states)
             # a list of its own: `self.layers` may be held by others when this cache is gone
             weakref.finalize(self, self.pool.put, [*taken]).atexit = False
@@ -281,7 +282,7 @@ class QAttnCache(Cache):
         for layer in self.own:
             changes.check_beams(layer, beam_idx)
         moved = [layer.with_rows(beam_idx) for layer in self.own]
-        largest = max(map(changes.largest_bytes, self.packed), default=0)
+        largest = max(map(changes.room_to_reorder, self.packed), default=0)
         room = torch.empty(largest, dtype=torch.uint8, device=self.device) if largest else None
         for layer in self.packed:
             changes.reorder(layer, beam_idx, room)
@@ -303,19 +304,22 @@ class QAttnCache(Cache):
                 has a sliding window cannot be put back to where it was; nothing was changed.
         """
         self.take_back()
-        count, own = int(tokens_to_remove), self.own
+        count, packed = int(tokens_to_remove), self.packed
+        if count == 0:
+            return
+        alike = not any(layer.torn for layer in packed) and len({layer.edits for layer in packed}) == 1
+        held = rollback.columns(packed[0]) if alike and self.allocated else None
         checked = self.mixed or any(isinstance(layer, WindowLayer) for layer in self.layers)
-        columns = int(self.get_seq_length()) if checked and count else 0
+        columns = int(self.get_seq_length()) if checked else 0
         drop = min(-count, columns) if count < 0 else max(0, columns - count)
         if 0 < drop < columns:
             for layer in self.layers:
                 layer.check_crop(drop)
-        packed = self.packed
         for layer in packed:
-            layer.crop(-drop if self.mixed else count)
-        for layer in own:
+            layer.crop(-drop if self.mixed else count, held)
+        for layer in self.own:
             layer.reset() if 0 < drop == columns else layer.crop(-drop)
-        if not any(layer.torn for layer in packed) and len(set(self._lengths())) == 1:
+        if not alike and not any(layer.torn for layer in packed) and len(set(self._lengths())) == 1:
             for layer in packed:
                 layer.edits = packed[0].edits
 

@@ -18,6 +18,7 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry, State, TensorSpec, copy_blocks
 from qattn_kernels.ops.crop.ring import resized_ring
+from qattn_kernels.ops.reorder import reference
 from qattn_kernels.ops.repack.reference import repack
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def reorder(layer: QAttnLayer, beam_idx: torch.Tensor, room: torch.Tensor | None
 
     Args:
         beam_idx: int `[B]`.
-        room: uint8 of at least `largest_bytes(layer)` to work in, so that memory cannot run out half way.
+        room: uint8 of at least `room_to_reorder(layer)` to work in, so that memory cannot run out half way.
 
     Raises:
         QAttnError: not one valid row for each row of the layer; nothing was changed.
@@ -136,12 +137,24 @@ def reorder(layer: QAttnLayer, beam_idx: torch.Tensor, room: torch.Tensor | None
         return
     rows = beam_idx.to(layer.device)
     check_beams(layer, rows)
-    room = torch.empty(largest_bytes(layer), dtype=torch.uint8, device=layer.device) if room is None else room
+    room = torch.empty(room_to_reorder(layer), dtype=torch.uint8, device=layer.device) if room is None else room
     with layer.editing():
-        for tensor, dim in layer.state_tensors().values():
-            if dim is not None and tensor.numel():
-                moved = room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                tensor.copy_(torch.index_select(tensor, dim, rows, out=moved))
+        if layer.spec.impl == "triton":
+            from qattn_kernels.ops.reorder.launch import reorder as launch  # which loads Triton when it is first used
+
+            layer.state["length"].index_select(0, rows)  # on a GPU this refuses a number that no row has
+            launch(layer.arena, layer._layout, layer.blocks, rows)
+        reference.reorder(_one_by_one(layer), rows, room)
+
+
+def room_to_reorder(layer: QAttnLayer) -> int:
+    """Bytes that `reorder` needs beside a layer."""
+    return reference.largest_bytes(_one_by_one(layer))
+
+
+def _one_by_one(layer: QAttnLayer) -> reference.Tensors:
+    """The tensors of a layer whose rows move one by one: those that no kernel moves."""
+    return (layer.beside() if layer.spec.impl == "triton" else layer.state_tensors()).values()
 
 
 def check_beams(layer: QAttnLayer | ModelLayer, beam_idx: torch.Tensor) -> None:
@@ -158,8 +171,3 @@ def check_beams(layer: QAttnLayer | ModelLayer, beam_idx: torch.Tensor) -> None:
             f"reorder_cache takes the number of one of {batch} rows for each row of the cache, not {len(beam_idx)} "
             "numbers or others; batch_select_indices keeps some of the rows. Nothing was changed"
         )
-
-
-def largest_bytes(layer: QAttnLayer) -> int:
-    """Bytes of a layer's largest tensor; 0 before its first call."""
-    return max((tensor.nbytes for tensor, _ in layer.state_tensors().values()), default=0)

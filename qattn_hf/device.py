@@ -8,12 +8,15 @@ from transformers import PreTrainedModel
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Device on which a model computes; weights that accelerate offloads are moved there for each call."""
-    for module in model.modules():
-        hook = vars(module).get("_hf_hook")
-        for part in getattr(hook, "hooks", [hook]):  # accelerate has single hooks and sequences of them
-            device = getattr(part, "execution_device", None)
-            if device is not None:
-                return torch.device(device)
+    left: list[torch.nn.Module] = [model]
+    while left:  # in the order of `model.modules()`, which takes several times as long, at every prompt
+        module = left.pop()
+        if (hook := vars(module).get("_hf_hook")) is not None:
+            for part in getattr(hook, "hooks", [hook]):  # accelerate has single hooks and sequences of them
+                device = getattr(part, "execution_device", None)
+                if device is not None:
+                    return torch.device(device)
+        left += [x for x in reversed(module._modules.values()) if x is not None]
     return model.device
 
 

@@ -14,14 +14,14 @@ from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
 from qattn_hf._compat import CACHE
-from qattn_hf.attention import check_prompt_mask, mask
+from qattn_hf.attention import check_prompt_mask, is_span, mask
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import python_hook
 from qattn_hf.cuda_graph.graph import GraphedCall
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.long_prompts import prefill_chunk
-from qattn_hf.patched import Patched, patch_of
+from qattn_hf.patched import BoundMethod, Patched, patch_of
 from qattn_hf.window import check_reach
 
 
@@ -86,6 +86,7 @@ def prepare_cache(
             model, generation_config, model_kwargs, generation_mode, cache, max_cache_length
         )
     cache.prefill_chunk_size = generation_config.prefill_chunk_size
+    _capture_calls(model, generation_config, generation_mode, cache)
     if drafted:
         cache.raise_horizon(drafted)
         # transformers from 5.24 on would ask for compiled calls, which have another shape for each length of a draft
@@ -153,9 +154,48 @@ def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
     """Reason, for the report, why this `generate` runs eagerly if it never asks for the compiled call."""
     if patched.decode == "eager":
         return patched.decode_reason
-    if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        return f"{generation_mode.value.replace('_', ' ')} is not captured"
+    mode = generation_mode.value.replace("_", " ")
+    if generation_mode in CALLING and patched.decode == "compile":
+        return f"{mode} does not ask for compiled calls; decode='graph' captures its steps"
+    if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *CALLING):
+        return f"{mode} is not captured"
     return "transformers did not ask for a compiled call"
+
+
+# What calls the model itself, where other modes ask for a compiled call
+CALLING = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.ASSISTED_GENERATION)
+
+
+def _capture_calls(
+    model: PreTrainedModel, generation_config: GenerationConfig, generation_mode: GenerationMode, cache: QAttnCache
+) -> None:
+    """Let the model's calls in beam search and assisted generation be captured as steps of other modes are."""
+    cache.captured_call, call = None, model.__dict__.get("_compiled_call_impl")
+    if isinstance(call, BoundMethod):
+        del model._compiled_call_impl
+    elif call is not None:  # by `model.compile()`
+        return
+    asks = generation_mode in CALLING and not (generation_config.disable_compile or generation_config.compile_config)
+    if not asks or model._qattn.decode != "graph":
+        return
+    found = compiled_call(model, None)
+    if isinstance(found, GraphedCall):
+        cache.captured_call = found
+        model._compiled_call_impl = BoundMethod(captured_call, model)  # what a module is called by, its hooks included
+
+
+def captured_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Override of a model's call during beam search and assisted generation, which replays captured steps. All other
+    calls are as they were, those with masks that `generate` did not make among them."""
+    cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
+    call = cache.captured_call if isinstance(cache, QAttnCache) and not torch.compiler.is_compiling() else None
+    if call is None or args or not (isinstance(mask, dict) or (mask is not None and is_span(mask))):
+        return model._call_impl(*args, **kwargs)
+    cache.captured_call = None  # what is not replayed calls the model, and comes here again
+    try:
+        return call(**kwargs)
+    finally:
+        cache.captured_call = call
 
 
 def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) -> Callable:

@@ -248,6 +248,8 @@ def uninstall(model: PreTrainedModel) -> None:
             module._forward_hooks_always_called.pop(hook_id, None)
         del module._qattn
     latent.uninstall(model)
+    if isinstance(model.__dict__.get("_compiled_call_impl"), BoundMethod):
+        del model._compiled_call_impl
     overrides = (
         "_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate", "save_pretrained",
         "init_continuous_batching",

@@ -38,8 +38,8 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
         QAttnLayer.reset(self)
         LinearAttentionLayer.reset(self)
 
-    def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
-        return {**super().state_tensors(), **state_tensors(self)}
+    def beside(self) -> dict[str, tuple[torch.Tensor, int | None]]:
+        return state_tensors(self)
 
     def states(self) -> dict[str, Any]:
         """The attributes beside the packed part, as they are now."""

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qattn_hf import rollback
 from qattn_hf.changes import Change
 from qattn_hf.hybrid_layer import HybridLayer
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.model_layer import ModelLayer, attributes
 from qattn_hf.window_layer import WindowLayer
 from qattn_kernels.layout import Geometry
-from qattn_kernels.ops.crop.reference import crop
 
 HOST = ("edits", "torn", "_used", "prompt_by")  # what a packed layer counts on the host
 
@@ -107,8 +107,10 @@ def _take_back(layer: Any, mark: Mark) -> None:
 
 def _crop(layer: QAttnLayer, columns: int) -> bool:
     """Whether the last columns, each of a call of its own, could be removed."""
-    if layer.torn or layer._used is None or int(layer.state["columns_seen"]) - columns < int(layer.state["padded"]):
+    if layer.torn or layer._used is None:
         return False
-    with layer.editing():
-        crop(layer.state, layer.spec, columns)
+    held, padded = rollback.columns(layer)
+    if held - columns < padded:
+        return False
+    layer.remove(columns)
     return True

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from qattn_hf import changes
+from qattn_hf import changes, rollback
 from qattn_hf.arena_holder import ArenaHolder
 from qattn_hf.device import capturing
 from qattn_hf.errors import CapacityError, UnsupportedError
@@ -22,7 +22,7 @@ from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
-from qattn_kernels.ops.crop.reference import crop
+from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.step.operator import attend, attend_and_keep
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa
 
@@ -64,6 +64,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         # steps may have run, so it is read from the device first; always, once a graph was captured by anyone but
         # `graph.GraphedCall`, which counts its replays.
         self._used: int | None = 0
+        self._too_high = False  # a crop has left the bound as it was
         self.replayed_by_others = False
         self.prompt_by = spec.impl  # what computed the last prompt
 
@@ -158,30 +159,24 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """Repeat each row `repeats` times in sequence."""
         self.take(changes.repeated(self, repeats))
 
-    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Remove tokens from the end of every row: -n the last n, 0 none; n > 0 all but the first n columns.
+    def crop(self, tokens_to_remove: int | torch.Tensor, held: tuple[int, int] | None = None) -> None:
+        """Remove tokens from the end of every row: -n the last n, 0 none; n > 0 all but the first n columns (`rollback`).
 
         Raises:
             UnsupportedError: if a removed column belongs to a call that had padding; nothing was changed.
         """
         count = int(tokens_to_remove)
-        if not self.is_initialized or count == 0:  # a deferred stop check says 0 at every step: no wait for the device
-            return
-        columns = int(self.state["columns_seen"])
-        drop = min(-count, columns) if count < 0 else max(0, columns - count)
-        if drop == 0:
-            return
-        if drop == columns:
-            return self.reset()
-        if columns - drop < int(self.state["padded"]):
-            raise UnsupportedError(
-                f"cannot crop {drop} columns: some are padding or stand before padding, where columns do not map to "
-                "tokens of a row. Crop less, or start from a fresh cache"
-            )
-        self.check_crop(drop)
+        if self.is_initialized and count:  # a deferred stop check says 0 at every step: no wait for the device
+            rollback.crop(self, count, held)
+
+    def remove(self, count: int) -> None:
+        """Remove the last columns, none of which may be padding; a rejected draft does not wait for the device."""
+        assert self.arena is not None
         with self.editing():
-            crop(self.state, self.spec, drop)
-        self._used = self._slots_used()
+            crop(self.state, self.spec, count, self.arena, self._layout)
+        self._too_high = True
+        if count > self.spec.window.horizon:
+            self._used = self._slots_used()
 
     def check_crop(self, count: int) -> None:
         """Check that the state without the last `count` tokens is still there; here it always is."""
@@ -244,8 +239,13 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
         """Every tensor of the layer by name, with its batch dimension (None: shared by all rows)."""
         if not self.is_initialized:
-            return {}
-        return {name: (self.state[name], spec.batch_dim) for name, spec in self.tensor_specs().items()}
+            return self.beside()
+        packed = {name: (self.state[name], spec.batch_dim) for name, spec in self.tensor_specs().items()}
+        return packed | self.beside()
+
+    def beside(self) -> dict[str, tuple[torch.Tensor, int | None]]:
+        """Those of `state_tensors` that are no part of the arena; here none."""
+        return {}
 
     def reserve(self, tokens: int) -> int:
         """Make room for `tokens` more columns, outside any captured step.
@@ -256,8 +256,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         Raises:
             CapacityError: the capacity is fixed and too small; nothing was written.
         """
-        used = self._used
-        if used is None or self.replayed_by_others or used + tokens > self.capacity:
+        used, long = self._used, tokens > SHORT_CALL  # which unpacks as much of the past as this says
+        if used is None or self.replayed_by_others or used + tokens > self.capacity or (long and self._too_high):
             used = self._used = self._slots_used()
         if used + tokens > self.capacity:
             self._extend(used, tokens)
@@ -350,7 +350,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """
         if not self.is_initialized:
             return 0
-        s = self.state
+        s, self._too_high = self.state, False
         used = s["closed"] * self.spec.window.block + s["length"] - s["open_start"]
         slots, overflow = torch.stack([used.max(), s["overflow"].max()]).tolist()
         if overflow:

@@ -81,6 +81,20 @@ def test_200_replays(case: Case, captures: list[float]):
     assert watched.addresses[-1] == watched.addresses[1]
 
 
+@pytest.mark.parametrize("call", [{"num_beams": 4}, {"prompt_lookup_num_tokens": 5}], ids=["beams", "drafts"])
+@pytest.mark.parametrize("method", ["turbo", "int8", "kivi", "sinkq", "turboquant"])
+def test_beams_and_drafts_are_captured(method: str, call: dict[str, Any], captures: list[float]):
+    model, inputs = tiny_llama().cuda(), padded(1) if "prompt_lookup_num_tokens" in call else padded()
+    runs = dict(do_sample=False, max_new_tokens=100, **call)
+    want = patch(model, method, decode="eager").generate(**inputs, **runs)
+    assert path(model) == ("eager", None)
+    patch(model, method)
+    for _ in range(2):
+        got = model.generate(**inputs, **runs)
+        assert path(model) == ("graph", None) and torch.equal(got, want)
+    assert captures and max(captures) < 1
+
+
 @pytest.mark.parametrize("method", ["turbo", "kivi", "sinkq"])
 def test_compiled_steps_are_captured(method: str, captures: list[float]):
     model, inputs = tiny_llama().cuda(), padded()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import SyncWatch, fingerprint, record, refusal
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.errors import UnsupportedError
+from qattn_kernels.layer.spec import SHORT_CALL
 
+BEFORE, BEFORE_DRAFTS = 1, 3  # steps of a kind that run as they are before one is captured
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -48,10 +51,12 @@ class Step:
 
 
 class GraphedCall:
-    """Callable in place of the model in `generate`: decode steps as CUDA graphs, other calls eagerly.
+    """Callable in place of the model in `generate`: decode steps, and drafts to be verified, as CUDA graphs; other
+    calls eagerly.
 
     The first step with new arenas or another signature of inputs runs as it is, which compiles and loads kernels; the
-    second is captured, and later ones are replayed. Each `generate` makes one; captured steps stay in the pool.
+    second is captured, and later ones are replayed. Of drafts, which have many lengths, the fourth of one length is:
+    to capture one takes as long as several run. Each `generate` makes one; captured steps stay in the pool.
 
     Args:
         model: a patched model.
@@ -62,10 +67,26 @@ class GraphedCall:
     """
 
     def __init__(self, model: PreTrainedModel, pool: Pool, strict: bool, compiled: Callable[..., Any] | None = None):
-        self.model, self.pool, self.strict = model, pool, strict
-        self.step: Callable[..., Any] = model if compiled is None else compiled
+        # weak, since a cache keeps its beam search's and the model its last cache
+        self._model, self._compiled = weakref.ref(model), compiled
+        self.pool, self.strict = pool, strict
         self.captured, self.uncaptured = ("graph", "eager") if compiled is None else ("compile", "compile")
         pool.serve(fingerprint(model))
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # what is copied or pickled with it captures nothing
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The patched model, which whoever calls this holds."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        """What runs a step and is captured."""
+        return self.model if self._compiled is None else self._compiled
 
     def __call__(self, **inputs: Any) -> Any:
         """Output of the model for `inputs`, with the cache among them.
@@ -75,27 +96,28 @@ class GraphedCall:
             UnsupportedError: the model cannot be captured, and `strict`.
         """
         cache, ids = inputs[CACHE], inputs.get("input_ids")
-        if ids is None or ids.shape[1] != 1 or not cache.layers[0].is_initialized:
+        if ids is None or ids.shape[1] > SHORT_CALL or not cache.layers[0].is_initialized:
             return self.model(**inputs)
-        tensors = list(tensors_of(inputs))
+        tensors, tokens = list(tensors_of(inputs)), ids.shape[1]
         reason = self.pool.refused or _unfit(inputs, tensors, cache)
         if reason:
             cache.ran(self.uncaptured, reason)
             return self.step(**inputs)
-        self.pool.allocate(cache.reserve, 1)  # before steps are looked up, since it may replace tensors
-        steps = self.pool.steps_of(cache.packed)
-        signature = _signature(inputs)
-        if signature not in steps:
-            if self.step is self.model or self.pool.watched:
-                steps[signature] = None
-            return self._warm_up(inputs, cache) if self.pool.watched else self._watched(inputs, cache)
+        self.pool.allocate(cache.reserve, tokens)  # before steps are looked up, since it may replace tensors
+        steps, signature = self.pool.steps_of(cache.packed), _signature(inputs)
+        known = steps.get(signature, 0)
+        if not isinstance(known, Step) and known < (BEFORE if tokens == 1 else BEFORE_DRAFTS):
+            if self._compiled is None or self.pool.watched:
+                steps[signature] = known + 1
+            return self._warm_up(inputs, cache, tokens) if self.pool.watched else self._watched(inputs, cache)
         with self.pool.lock:  # steps share memory: another thread's step would overwrite this one's results
             step = steps[signature]
-            if step is not None:
-                cache.count(1)
+            if isinstance(step, Step):
+                cache.count(tokens)
             else:
-                step = steps[signature] = self._capture(inputs, cache)
+                step = self._capture(inputs, cache, tokens)
             if step is not None:
+                steps[signature] = step
                 cache.ran(self.captured)
                 return step.run(tensors, cache)
         return self.step(**inputs)
@@ -109,17 +131,17 @@ class GraphedCall:
             self._refuse(f"its forward waits for the device ({watch.waiting_op})", cache)
         return out
 
-    def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
+    def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> Any:
         """Run a step on inputs laid out as those of the capture, inside which nothing can be compiled any more."""
-        if self.step is self.model:
+        if self._compiled is None:
             return self.model(**inputs)
         marks = cache.marks()  # compiled code counts nothing on the host
         out = self.step(**_static(inputs))
         cache.recall(marks)
-        cache.count(1)
+        cache.count(tokens)
         return out
 
-    def _capture(self, inputs: dict[str, Any], cache: QAttnCache) -> Step | None:
+    def _capture(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> Step | None:
         """Capture a step and count it on the host for its first replay; None if it cannot be captured."""
         marks, static = cache.marks(), _static(inputs)
         try:
@@ -130,7 +152,7 @@ class GraphedCall:
             self._refuse(f"capturing it failed ({_first_line(error)})", cache, error)
             return None
         cache.recall(marks)
-        cache.count(1)
+        cache.count(tokens)
         leaves, spec = tree_flatten(out)
         leaves = [CACHE if x is cache else x for x in leaves]
         return Step(list(tensors_of(static)), replay, leaves, spec)

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 IDLE = 2  # sets of arenas that are kept for reuse; the least recently used one is freed
 SPARE = 32  # a set may have more capacity than its cache needs, by one part of so many
-SIGNATURES = 8  # kinds of steps captured over one set of arenas
+SIGNATURES = 40  # kinds of steps captured over one set of arenas: drafts of all lengths, and a few
 
 
 def _references(things: Iterable[Any]) -> int:
@@ -108,7 +108,7 @@ class Pool:
         return call(*args)
 
     def steps_of(self, layers: list[QAttnLayer]) -> dict[Hashable, Any]:
-        """Captured steps over these layers by the signature of their inputs; None for a step that ran once, eagerly.
+        """Captured steps over these layers by the signature of their inputs; of others how many ran eagerly.
 
         Steps over tensors that were replaced since are dropped.
         """

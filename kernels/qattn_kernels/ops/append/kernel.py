@@ -144,9 +144,16 @@ def _row_mean(S, K_MEAN, block, C: tl.constexpr):
 
 
 @triton.jit
-def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
+def _among(at, pos, those):
+    """1 at the positions `at` `[BLOCK]` that are one of `pos` `[NEW]` where `those` holds."""
+    return tl.max((at[:, None] == tl.where(those, pos, -1)[None, :]).to(tl.int32), 1)
+
+
+@triton.jit
+def _short_side(S, K_MEAN, x, pos, new, bad, stale, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
     """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed.
-    `stale`: a crop left tokens behind the row's end."""
+    `bad`: those of the new tokens that are masked, whose bits may not be written yet. `stale`: a crop left tokens
+    behind the row's end."""
     b, h, bh, home = block.b, block.h, block.bh, block.home
     code, scale = codec.quantize_tokens(x)
     t = tl.arange(0, C.BLOCK)
@@ -161,7 +168,8 @@ def _short_side(S, K_MEAN, x, pos, new, stale, block, codec, VALUES: tl.constexp
         if block.closes:
             tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
             full, full_scale = from_ring(S, block.start + t, t >= 0, bh, VALUES, C)
-            keep = slot_bits(block.flags, home.index * C.BLOCK + t) == 0
+            masked = slot_bits(block.flags, home.index * C.BLOCK + t) | _among(block.start + t, pos, bad)
+            keep = masked == 0
             if C.ENTRIES > 0 and not VALUES:  # values stay in: see `ops/sink_pool/reference.py`
                 keep = keep & (slot_bits(block.chosen, t) == 0)
             if C.SMOOTH_K and not VALUES:
@@ -261,48 +269,50 @@ def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
         tl.atomic_add(NONFINITE + bh, worse)
 
 
-@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB", "T"])
+@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB", "T", "parts"])
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                 K, V, K_MEAN, CHOSEN, open_blocks, ROWS, PAGES, NB, QUERIES, T, K_QUANTIZE: tl.constexpr,
+                 K, V, K_MEAN, CHOSEN, open_blocks, ROWS, PAGES, NB, QUERIES, T, parts, K_QUANTIZE: tl.constexpr,
                  K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_QUANTIZE: tl.constexpr,
                  V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
-    """Program (block of the open span, head, row) of a call of at most `NEW` tokens; the decode commits the lengths.
+    """Program (part of a block of the open span, head, row) of a call of at most `NEW` tokens; the decode commits the
+    lengths. `parts`: of a block, 1, or 2 for keys and values in programs of their own.
     `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `CHOSEN`: bits of the
     tokens that the sink pool took, of `open_blocks` blocks a head. `PAGES`: see `jit.rows.block_at`.
     `QUERIES`: those of `T` tokens, where they go rotated, and the strides of both; where keys are rotated the programs
     behind those of blocks write them, else nobody reads it."""
-    j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    j, part = i // parts, i % parts
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
     start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
     used = (start < length + count) & (index < NB)  # never behind the arenas
     closes = (j < closing) & used
     home = _home(PAGES, b, index, NB, C)
-    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C)
+    if part == 0:
+        _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C)
     if used:
         pos = tl.maximum(length, start) + tl.arange(0, NEW)
         new = pos < tl.minimum(length + count, start + C.BLOCK)
         k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
         flags = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
-        if tl.max(bad.to(tl.int32), 0) > 0:
+        if (part == 0) & (tl.max(bad.to(tl.int32), 0) > 0):
             t = tl.arange(0, C.BLOCK)
-            hit = (start + t)[:, None] == tl.where(bad, pos, -1)[None, :]
-            gone = slot_bits(flags, home.index * C.BLOCK + t) | tl.max(hit.to(tl.int32), 1)
+            gone = slot_bits(flags, home.index * C.BLOCK + t) | _among(start + t, pos, bad)
             tl.debug_barrier()  # every bit is read before a byte is written
             _drop(flags, NONFINITE, gone, bad, home.index, bh, C)
         stale = length < tl.load(RowState(*STATE).longest + b)
         chosen = chosen_bits(CHOSEN, open_blocks, bh, j, C)
         block = Block(b, h, bh, row, index, home, start, used, closes, flags, chosen)
-        _short_side(
-            K, K_MEAN, k, pos, new, stale, block, Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, None), False, C
-        )
-        V_C: tl.constexpr = C.V
-        _short_side(
-            V, K_MEAN, v, pos, new, stale, block, Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, V_C
-        )
+        if part == 0:
+            _short_side(K, K_MEAN, k, pos, new, bad, stale, block,
+                        Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, None), False, C)  # fmt: skip
+        if part == parts - 1:
+            V_C: tl.constexpr = C.V
+            _short_side(V, K_MEAN, v, pos, new, bad, stale, block,
+                        Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, V_C)  # fmt: skip
     if C.ROTATION is not None:
-        if j == tl.num_programs(0) - 1:
+        if i == tl.num_programs(0) - 1:
             rotate_queries(QUERIES, b, h, T, C)
 
 

@@ -1,0 +1,75 @@
+"""Tokens taken back from every row, in two launches; `reference.py` specifies it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.layout import RowState
+
+BLOCKS = tl.constexpr(256)  # of a row that a program looks at together
+
+
+@triton.jit
+def _left(BLOCK_POS, BLOCK_LEN, at, inside, length):
+    """Tokens that a row of `length` has in each of its blocks, and where these begin."""
+    pos = tl.load(BLOCK_POS + at, mask=inside, other=0)
+    return tl.minimum(tl.maximum(length - pos, 0), tl.load(BLOCK_LEN + at, mask=inside, other=0)), pos
+
+
+@triton.jit(do_not_specialize=["drop", "NB"])
+def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, drop, NB, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+                RESIDUAL: tl.constexpr, HORIZON: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
+    """Program: a row, its lengths and those of its `NB` blocks without the last `drop` tokens. `WINDOWED`: tokens stand
+    open in a ring before their block closes."""
+    b = tl.program_id(0)
+    state = RowState(*STATE)
+    longest, open_start, closed = tl.load(state.longest + b), tl.load(state.open_start + b), tl.load(state.closed + b)
+    origin, ring_from = tl.load(ORIGIN + b), tl.load(RING_FROM + b)
+    length = tl.maximum(tl.load(state.length + b) - drop, 0)
+    reopened = origin + tl.maximum(length - origin - RESIDUAL, 0) // SPAN * SPAN
+    near = (length >= longest - HORIZON) & (length >= origin) & (reopened >= ring_from)
+    if not WINDOWED:
+        near = length >= 0
+    cut = (~near) & (length < open_start)
+    start = tl.where(near, reopened, tl.where(cut, length, open_start))
+    kept = closed - (open_start - start) // BLOCK
+    i, at = tl.arange(0, BLOCKS), b.to(tl.int64) * NB
+    if cut:
+        kept = 0
+        for first in range(0, NB, BLOCKS):
+            left, _ = _left(BLOCK_POS, BLOCK_LEN, at + first + i, first + i < NB, length)
+            kept += tl.sum((left > 0).to(tl.int32), 0)
+    for first in range(0, NB, BLOCKS):
+        here, inside = at + first + i, first + i < NB
+        left, pos = _left(BLOCK_POS, BLOCK_LEN, here, inside, length)
+        tl.store(BLOCK_LEN + here, tl.where(first + i < kept, left, 0), mask=inside)
+        tl.store(BLOCK_POS + here, tl.where(first + i < kept, pos, 0), mask=inside)
+    if cut:
+        tl.store(ORIGIN + b, length)
+        tl.store(state.longest + b, length)
+        tl.store(RING_FROM + b, length)
+    tl.store(state.length + b, length)
+    tl.store(state.open_start + b, start)
+    tl.store(state.closed + b, kept)
+    if b == 0:
+        tl.store(state.columns_seen, tl.load(state.columns_seen) - drop)
+
+
+@triton.jit(do_not_specialize=["H", "NB"])
+def clear_kernel(STATE, BLOCK_LEN, DROPPED, H, NB, BLOCK: tl.constexpr, BYTES: tl.constexpr):
+    """Program (some blocks, head, row): their mask bits behind the row's end, after `crop_kernel`, are 0 again.
+    `BYTES`: at least those of a block's bits, a power of two."""
+    h, b = tl.program_id(1), tl.program_id(2)
+    state = RowState(*STATE)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    n_open = tl.load(state.length + b) - tl.load(state.open_start + b)
+    behind = block - tl.load(state.closed + b)  # of open blocks 0 and more
+    closed = tl.load(BLOCK_LEN + b.to(tl.int64) * NB + block, mask=block < NB, other=0)
+    left = tl.where(behind >= 0, tl.maximum(tl.minimum(n_open - behind * BLOCK, BLOCK), closed), closed)
+    byte = tl.arange(0, BYTES)
+    bits = tl.minimum(tl.maximum(left[:, None] - 8 * byte[None, :], 0), 8)
+    at = ((b * H + h).to(tl.int64) * NB + block)[:, None] * (BLOCK // 8) + byte[None, :]
+    inside = (block < NB)[:, None] & (byte < BLOCK // 8)[None, :]
+    dropped = tl.load(DROPPED + at, mask=inside, other=0).to(tl.int32)
+    tl.store(DROPPED + at, (dropped & ((1 << bits) - 1)).to(tl.uint8), mask=inside)
