@@ -12,6 +12,12 @@ from qattn_hf.bench.tables import best_stock, by_point, ways
 Row = dict[str, Any]
 GIB = 2**30
 NOT_MEASURED = "Not measured yet."
+# By settings: the recipe that they are, and what it is compared with
+PARENTS = {
+    "sinkq:rotate_k=hadamard,clip=0.75": ("low2", "sinkq"),
+    "sinkq:bits=3,rotate_k=hadamard": ("low3", "sinkq:bits=3"),
+    "turbo:rotate_k=hadamard,v_scale=token": ("turbo_rotated", "turbo"),
+}
 
 
 def slope(points: dict[int, float]) -> float:
@@ -85,6 +91,31 @@ def rotations_speed_table(results: Path) -> str:
         lines.append([f"`{way}`", *cells])
     header = ["ms before, after", *(f"{batch} x {context}" for batch, context in points)]
     return markdown(header, lines) if lines else NOT_MEASURED
+
+
+def recipes_speed_table(results: Path) -> str:
+    """Milliseconds of a decode step of recipes that rotate keys, and how much longer than their parents' that is."""
+    rows = [row for result in load(results, "speed-recipes") for row in result["rows"]]
+    lines = []
+    for (append,), here in by_point(rows, "append").items():
+        times = {(row["way"], row["batch"], row["context"]): row["ms"] for row in here}
+        for (way, batch, context), ms in sorted(times.items(), key=lambda item: (item[0][1:], item[0][0])):
+            recipe, parent = PARENTS.get(way, ("", ""))
+            if before := times.get((parent, batch, context)):
+                cells = [f"`{recipe}`", f"`{parent}`", f"{batch} x {context}", f"{before:.4f}", f"{ms:.4f}"]
+                lines.append([append, *cells, f"{ms / before - 1:+.1%}"])
+    header = ["append", "recipe", "parent", "B x context", "parent, ms", "recipe, ms", "longer"]
+    return markdown(header, lines) if lines else NOT_MEASURED
+
+
+def append_table(results: Path) -> str:
+    """Milliseconds of a decode step by the programs that append a token."""
+    rows = [row for result in load(results, "speed-append") for row in result["rows"]]
+    kinds, lines = list(dict.fromkeys(row["append"] for row in rows)), []
+    for (way, batch, context), here in by_point(rows, "way", "batch", "context").items():
+        times = {row["append"]: f"{row['ms']:.4f}" for row in here}
+        lines.append([f"`{way}`", f"{batch} x {context}", *(times.get(kind, "") for kind in kinds)])
+    return markdown(["method", "B x context", *kinds], lines) if lines else NOT_MEASURED
 
 
 def long_prompts_table(results: Path) -> str:

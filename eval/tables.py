@@ -37,9 +37,11 @@ from quality_tables import (
 )
 from recorded import Result, conditions, load, markdown
 from speed_tables import (
+    append_table,
     heads_table,
     long_prompts_table,
     plan_table,
+    recipes_speed_table,
     rotations_speed_table,
     slopes_table,
     sparse_v_table,
@@ -148,6 +150,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-heads": heads_table,
     "decode-warps": warps_table,
     "rotations-speed": rotations_speed_table,
+    "recipes-speed": recipes_speed_table,
+    "append-speed": append_table,
     "long-prompts": long_prompts_table,
     "sparse-v": sparse_v_table,
     "plan-check": plan_table,

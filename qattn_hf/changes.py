@@ -142,6 +142,7 @@ def reorder(layer: QAttnLayer, beam_idx: torch.Tensor, room: torch.Tensor | None
         if layer.spec.impl == "triton":
             from qattn_kernels.ops.reorder.launch import reorder as launch  # which loads Triton when it is first used
 
+            assert layer.arena is not None
             layer.state["length"].index_select(0, rows)  # on a GPU this refuses a number that no row has
             launch(layer.arena, layer._layout, layer.blocks, rows)
         reference.reorder(_one_by_one(layer), rows, room)

@@ -188,8 +188,10 @@ def captured_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Override of a model's call during beam search and assisted generation, which replays captured steps. All other
     calls are as they were, those with masks that `generate` did not make among them."""
     cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
-    call = cache.captured_call if isinstance(cache, QAttnCache) and not torch.compiler.is_compiling() else None
-    if call is None or args or not (isinstance(mask, dict) or (mask is not None and is_span(mask))):
+    made = isinstance(mask, dict) or (mask is not None and is_span(mask))
+    if args or not made or not isinstance(cache, QAttnCache) or torch.compiler.is_compiling():
+        return model._call_impl(*args, **kwargs)
+    if (call := cache.captured_call) is None:
         return model._call_impl(*args, **kwargs)
     cache.captured_call = None  # what is not replayed calls the model, and comes here again
     try:

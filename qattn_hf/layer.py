@@ -160,7 +160,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self.take(changes.repeated(self, repeats))
 
     def crop(self, tokens_to_remove: int | torch.Tensor, held: tuple[int, int] | None = None) -> None:
-        """Remove tokens from the end of every row: -n the last n, 0 none; n > 0 all but the first n columns (`rollback`).
+        """Remove tokens from the end of every row, as `rollback.crop` does; 0 removes none.
 
         Raises:
             UnsupportedError: if a removed column belongs to a call that had padding; nothing was changed.

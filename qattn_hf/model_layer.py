@@ -20,9 +20,9 @@ HOST = (
 Rows = dict[str, Any]
 
 
-def state_tensors(layer: Any) -> dict[str, tuple[torch.Tensor, int]]:
+def state_tensors(layer: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
     """Every tensor of a cache layer of transformers by name, with its batch dimension, 0."""
-    found = {}
+    found: dict[str, tuple[torch.Tensor, int | None]] = {}
     for name in STATE:
         held = vars(layer).get(name)  # packed attention beside a state has no tensors `keys` and `values`
         for part, tensor in held.items() if isinstance(held, dict) else ((None, held),):
@@ -107,7 +107,7 @@ class ModelLayer:
             self.edits += 1
         return write(*args, **kwargs)
 
-    def state_tensors(self) -> dict[str, tuple[torch.Tensor, int]]:
+    def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
         """Every tensor of the layer by name, with its batch dimension, 0."""
         return state_tensors(self)
 

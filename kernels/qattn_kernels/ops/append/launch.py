@@ -18,7 +18,7 @@ from qattn_kernels.ops.append.past import unpack_past_kernel
 from qattn_kernels.ops.append.ranking import priorities_kernel, rank_kernel
 from qattn_kernels.reference.rows import open_span_blocks
 
-FEW_PROGRAMS = 64  # up to so many do keys and values of a block in two, which leaves more multiprocessors busy
+FEW_PROGRAMS = 64  # up to so many do keys and values of a block in two: more multiprocessors are busy
 OVERHANG = 128  # slots behind a row's last token that a prefill may touch: those of its largest tile
 
 
@@ -58,7 +58,8 @@ def append(call: Call) -> None:
     """Write the tokens of a short call and close what is full; the decode commits the lengths."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     rotates, blocks = call.sizes.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
-    parts = 2 if blocks * call.sizes.H * call.batch <= FEW_PROGRAMS else 1
+    options = _short_codes(call.sizes)
+    parts = 2 if "maxnreg" in options or blocks * call.sizes.H * call.batch <= FEW_PROGRAMS else 1
     queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
     launch(
         short_kernel, (parts * blocks + rotates, call.sizes.H, call.batch),
@@ -66,13 +67,13 @@ def append(call: Call) -> None:
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.pages, call.blocks,
         queries, call.tokens, parts,
         k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
-        power_of_two(call.tokens), call.sizes, **_short_codes(call.sizes),
+        power_of_two(call.tokens), call.sizes, **options,
     )  # fmt: skip
 
 
 def _short_codes(size: Sizes) -> dict[str, int]:
-    """Options of `short_kernel`. Most of its calls close no block and need few registers: with the many that closing a
-    block of 128 tokens takes, one program would fill a multiprocessor."""
+    """Options of `short_kernel`. Most of its calls close no block and need few registers; with the many that closing a
+    block of 128 tokens takes, one program would fill a multiprocessor, and two parts of a block would not overlap."""
     options = codes(size)
     return {**options, "maxnreg": 64} if size.BLOCK == 128 and options["num_warps"] == 8 else options
 
