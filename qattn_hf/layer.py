@@ -258,7 +258,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """
         used, long = self._used, tokens > SHORT_CALL  # which unpacks as much of the past as this says
         if used is None or self.replayed_by_others or used + tokens > self.capacity or (long and self._too_high):
-            used = self._used = self._slots_used()
+            used, self._too_high = self._slots_used(), False
+            self._used = used
         if used + tokens > self.capacity:
             self._extend(used, tokens)
         self.own()
@@ -350,7 +351,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """
         if not self.is_initialized:
             return 0
-        s, self._too_high = self.state, False
+        s = self.state
         used = s["closed"] * self.spec.window.block + s["length"] - s["open_start"]
         slots, overflow = torch.stack([used.max(), s["overflow"].max()]).tolist()
         if overflow:

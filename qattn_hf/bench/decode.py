@@ -20,9 +20,7 @@ from qattn_hf.methods import Method
 from qattn_kernels.layer.scores import Scores
 
 SDPA_STEPS = 16  # of a graph at least, so that its launch is a small part of its time
-SETTLING = (
-    4  # measurements that are not kept: on H100s a process's first three were 1 us a step faster than the same later
-)
+SETTLING = 4  # measurements that are not kept: on H100s the first three were 1 us a step faster than the same later
 ROOM = 4  # capacity over context of the points that measure what spare capacity costs
 
 
