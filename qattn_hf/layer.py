@@ -258,8 +258,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """
         used, long = self._used, tokens > SHORT_CALL  # which unpacks as much of the past as this says
         if used is None or self.replayed_by_others or used + tokens > self.capacity or (long and self._too_high):
-            used, self._too_high = self._slots_used(), False
-            self._used = used
+            self._used, self._too_high = (used := self._slots_used()), False
         if used + tokens > self.capacity:
             self._extend(used, tokens)
         self.own()
