@@ -89,12 +89,23 @@ def prepare_cache(
     _capture_calls(model, generation_config, generation_mode, cache)
     if drafted:
         cache.raise_horizon(drafted)
-        # transformers from 5.24 on would ask for compiled calls, which have another shape for each length of a draft
-        generation_config.disable_compile = (
-            generation_config.disable_compile or generation_config.compile_config is None
-        )
-    if not generation_config.is_assistant:  # an assistant's cache serves many short calls: it grows instead
+        if model._qattn.decode == "compile":  # transformers from 5.24 on would ask for a call of each draft's length
+            generation_config.disable_compile = (
+                generation_config.disable_compile or generation_config.compile_config is None
+            )
+    if not generation_config.is_assistant:
         model._qattn.pool.allocate(cache.plan, max_cache_length + drafted)
+    elif _whole_model(model) and not all(
+        layer.planned and layer.capacity >= max_cache_length for layer in cache.packed
+    ):
+        # many short calls, one after the other, of which few should find another capacity and capture anew
+        model._qattn.pool.allocate(cache.plan, max_cache_length + max_cache_length // 4 + DRAFTED)
+
+
+def _whole_model(model: PreTrainedModel) -> bool:
+    """Whether a model computes all its layers. What it computes where it exits early, to draft for itself, must not be
+    captured: a whole step over the same tensors would be taken for it."""
+    return model.config.get_text_config(decoder=True).num_hidden_layers == len(model._qattn.specs)
 
 
 def _check_asked(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
@@ -162,6 +173,7 @@ def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
     return "transformers did not ask for a compiled call"
 
 
+DRAFTED = 256  # tokens that a draft model's cache has room for at least, beyond those that it holds
 # What calls the model itself, where other modes ask for a compiled call
 CALLING = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
@@ -214,12 +226,16 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
     patched = patch_of(model)
     cache, strict = patched.last.cache, patched.recipe.settings.decode == "graph"
     how, why, captures = patched.decode, patched.decode_reason, patched.decode_reason is None
-    if compile_config is not None:
+    if not _whole_model(model):
+        how, why = "eager", "it exits early, to draft for itself"
+    elif compile_config is not None:
         how, why, captures = "compile", None, False
     elif captures and how != "eager" and not strict and (hook := python_hook(model)) is not None:
         why, captures = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does", False
         how = "eager" if how == "graph" else how
-    if cache is not None:  # a graph says so when it runs
+    if cache is not None:
+        cache.captured_call = None  # who asks for this calls it
+        # a graph says so when it runs
         waiting = "eager" if how == "graph" else how, "no two decode steps had the same kind of inputs"
         cache.ran(*waiting if captures and how != "eager" else (how, why))
     if how == "eager":

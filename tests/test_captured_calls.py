@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_graphs import IDS, FakeGraphs, as_on_a_gpu, path
-from helpers import Case, case_id, cases, tiny_llama
+from helpers import Case, case_id, cases, random_ids, tiny_llama
 from transformers import LlamaForCausalLM
 
 from qattn_hf import QAttnCache, patch, unpatch
@@ -58,6 +58,28 @@ def test_drafts_of_a_length_are_captured_when_they_have_come_three_times(fake: F
         model_of().generate(text, **DRAFTS)
         found.append(fake.captured - before)
     assert found[0] > found[1]
+
+
+def test_a_draft_models_steps_are_captured(fake: FakeGraphs):
+    call = dict(max_new_tokens=60, do_sample=False)
+    model, other = model_of(), model_of(decode="eager")
+    draft, like = model_of(("int8", {})), model_of(("int8", {}), "eager")
+    for seed in (0, 1):
+        ids = random_ids(1, 40, seed=seed)
+        want = other.generate(ids, assistant_model=like, **call)
+        assert torch.equal(model.generate(ids, assistant_model=draft, **call), want)
+        assert path(model) == ("graph", None)
+    for drafts, captures in ((draft, True), (like, False)):
+        steps = [step for _, kinds in drafts._qattn.pool.steps.values() for step in kinds.values()]
+        assert any(isinstance(step, graph.Step) for step in steps) == captures
+    assert draft._qattn.last.cache.layers[0].capacity >= 300, "rounds share one capacity"
+
+
+def test_a_model_that_exits_early_to_draft_has_no_step_of_that_taken_for_a_whole_one(fake: FakeGraphs):
+    model, other = model_of(), model_of(decode="eager")
+    for call in ({"assistant_early_exit": 1}, {}, {"assistant_early_exit": 1}, {}):
+        runs = dict(max_new_tokens=30, do_sample=False, **call)
+        assert torch.equal(model.generate(IDS[:1], **runs), other.generate(IDS[:1], **runs))
 
 
 def test_only_what_generate_asks_for_is_captured(fake: FakeGraphs):

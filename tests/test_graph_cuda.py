@@ -95,6 +95,15 @@ def test_beams_and_drafts_are_captured(method: str, call: dict[str, Any], captur
     assert captures and max(captures) < 1
 
 
+def test_a_draft_models_steps_are_captured(captures: list[float]):
+    inputs, runs = padded(1), dict(do_sample=False, max_new_tokens=100)
+    found = []
+    for decode in ("eager", "graph"):
+        model, draft = (patch(tiny_llama().cuda(), method, decode=decode) for method in ("turbo", "int8"))
+        found.append(model.generate(**inputs, assistant_model=draft, **runs))
+    assert torch.equal(*found) and len(captures) > 1
+
+
 @pytest.mark.parametrize("method", ["turbo", "kivi", "sinkq"])
 def test_compiled_steps_are_captured(method: str, captures: list[float]):
     model, inputs = tiny_llama().cuda(), padded()
