@@ -80,6 +80,12 @@ def clipping_table(results: Path) -> str:
     return _by_kind(results, "clipping", header, "reach")
 
 
+def compensation_table(results: Path) -> str:
+    """KL of keys alone by what is added to the diagonal of `H`; without error compensation in the first column."""
+    header = {"model": "model", "bits": "bits", "tokens left out": "pool"}
+    return _by_kind(results, "compensation", header, "rounding")
+
+
 def _by_kind(results: Path, record: str, header: dict[str, str], kind: str) -> str:
     """KL and its standard error, a column a `kind`, a line for what the keys of `header` have in a row."""
     rows = [row for result in load(results, record) for row in result["rows"]]
