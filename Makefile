@@ -33,7 +33,8 @@ test-all: ## Run all tests, the first tier first
 	@$(MAKE) --no-print-directory test-slow
 
 test-oldest: $(OLDEST)/.ready ## Run what depends on transformers, each behaviour once, with its oldest supported version
-	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow" tests/conformance/test_model.py tests/test_windows.py $(ARGS)
+	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow" tests/conformance/test_model.py tests/test_windows.py \
+		tests/test_captured_calls.py $(ARGS)
 
 docs: $(VENV)/.ready ## Build the documentation into site/, with a strict check of its links
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict  # --quiet would hide warnings from --strict too

@@ -64,11 +64,12 @@ def test_a_draft_models_steps_are_captured(fake: FakeGraphs):
     call = dict(max_new_tokens=60, do_sample=False)
     model, other = model_of(), model_of(decode="eager")
     draft, like = model_of(("int8", {})), model_of(("int8", {}), "eager")
+    for drafts in (draft, like):  # else a model with random weights drafts one token a round
+        drafts.generation_config.assistant_confidence_threshold = 0.0
     for seed in (0, 1):
         ids = random_ids(1, 40, seed=seed)
         want = other.generate(ids, assistant_model=like, **call)
         assert torch.equal(model.generate(ids, assistant_model=draft, **call), want)
-        assert path(model) == ("graph", None)
     for drafts, captures in ((draft, True), (like, False)):
         steps = [step for _, kinds in drafts._qattn.pool.steps.values() for step in kinds.values()]
         assert any(isinstance(step, graph.Step) for step in steps) == captures
