@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from transformers import PreTrainedModel
 
 
+def modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Every module once, in the order of `model.modules()`, which takes several times as long: it builds names too."""
+    stack: list[torch.nn.Module | None] = [model]
+    visited = set()
+    while stack:
+        module = stack.pop()
+        if module is not None and module not in visited:
+            visited.add(module)
+            stack.extend(reversed(vars(module)["_modules"].values()))
+            yield module
+
+
 def device_of(model: PreTrainedModel) -> torch.device:
     """Device on which a model computes; weights that accelerate offloads are moved there for each call."""
-    left: list[torch.nn.Module] = [model]
-    while left:  # in the order of `model.modules()`, which takes several times as long, at every prompt
-        module = left.pop()
-        if (hook := vars(module).get("_hf_hook")) is not None:
-            for part in getattr(hook, "hooks", [hook]):  # accelerate has single hooks and sequences of them
-                device = getattr(part, "execution_device", None)
-                if device is not None:
-                    return torch.device(device)
-        left += [x for x in reversed(module._modules.values()) if x is not None]
+    for module in modules(model):
+        hook = vars(module).get("_hf_hook")
+        for part in getattr(hook, "hooks", [hook]):  # accelerate has single hooks and sequences of them
+            device = getattr(part, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
     return model.device
 
 

@@ -53,15 +53,17 @@ def rows(
     Yields:
         `way`, the shapes, `ms` of one step with its lowest and highest run, `kv_bytes` read, `gb_per_s`; or `error`.
     """
-    for number, point in enumerate(points):
+    settled = device.type != "cuda"
+    for point in points:
         shape = {"bench": "decode", **point._asdict(), **heads.row(), "device": device.type}
         backends = {f"sdpa {name}": backend for name, backend in _backends(point, device).items()}
         ways: dict[str, Any] = {**(backends if point.room == 1 else {}), **methods}
         for name, way in ways.items():
             packed = not isinstance(way, sdpa.Backend)
             timed = partial(_packed if packed else _sdpa, point, way, heads, device)
-            for _ in range(SETTLING if device.type == "cuda" and number == 0 and name == next(iter(ways)) else 0):
+            for _ in range(0 if settled else SETTLING):
                 attempt(timed, ours=packed)
+            settled = True
             yield {**shape, "way": name, "packed": packed, **attempt(timed, ours=packed)}
             release(device)
 

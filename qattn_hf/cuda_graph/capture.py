@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from qattn_hf.device import device_of
+from qattn_hf.device import device_of, modules
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.tensor_parallel import shard_of
@@ -101,21 +101,10 @@ def _routes_on_device(model: PreTrainedModel) -> bool:
     return bool(implementations) and implementations <= ON_DEVICE and model._can_set_experts_implementation()
 
 
-def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Every module once; several times as fast as `model.modules()`, which also builds names."""
-    stack, visited = [model], set()
-    while stack:
-        module = stack.pop()
-        if module is not None and module not in visited:
-            visited.add(module)
-            stack.extend(vars(module)["_modules"].values())
-            yield module
-
-
 def fingerprint(model: torch.nn.Module) -> Hashable:
     """Key of all that a captured step depends on: weights, hooks, modules, adapters. About 1 ms for 300 weights."""
     parts: list[Any] = []
-    for module in _modules(model):
+    for module in modules(model):
         own, kind = vars(module), type(module)
         parts += (kind, own["training"], own.get("forward"), *own["_forward_pre_hooks"], *own["_forward_hooks"])
         for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
@@ -133,7 +122,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 def python_hook(model: torch.nn.Module) -> str | None:
     """Name of a forward hook of other code on the model, which a replay would not run; None if there is none."""
-    own = (vars(module) for module in _modules(model))
+    own = (vars(module) for module in modules(model))
     hooks = [hook for o in own for name in ("_forward_pre_hooks", "_forward_hooks") for hook in o[name].values()]
     for hook in (
         *hooks,

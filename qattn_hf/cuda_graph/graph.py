@@ -116,8 +116,8 @@ class GraphedCall:
                 cache.count(tokens)
             else:
                 step = self._capture(inputs, cache, tokens)
+                steps[signature] = known if step is None else step
             if step is not None:
-                steps[signature] = step
                 cache.ran(self.captured)
                 return step.run(tensors, cache)
         return self.step(**inputs)
