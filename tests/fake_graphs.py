@@ -24,12 +24,19 @@ class FakeGraphs:
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
+        self.capturing = False
         self.error: Exception | None = None
 
     def record(self, run: Any, device: torch.device, graphs: weakref.WeakSet[Any]) -> tuple[Any, Any]:
         cache = run.keywords[CACHE]
         state = [(tensor, tensor.clone()) for tensor, _ in cache.state_tensors().values()]
-        out = run()
+        if self.capturing:
+            raise RuntimeError("a capture began inside of another")
+        self.capturing = True
+        try:
+            out = run()
+        finally:
+            self.capturing = False
         for tensor, before in state:
             tensor.copy_(before)
         if self.error is not None:

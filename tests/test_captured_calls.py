@@ -76,11 +76,21 @@ def test_a_draft_models_steps_are_captured(fake: FakeGraphs):
     assert draft._qattn.last.cache.layers[0].capacity >= 300, "rounds share one capacity"
 
 
-def test_a_model_that_exits_early_to_draft_has_no_step_of_that_taken_for_a_whole_one(fake: FakeGraphs):
+def test_a_model_that_exits_early_to_draft_has_no_step_of_that_captured(fake: FakeGraphs, monkeypatch):
     model, other = model_of(), model_of(decode="eager")
+    for drafts in (model, other):  # else random weights draft one token a round
+        drafts.generation_config.assistant_confidence_threshold = 0.0
+    record, layers = graph.record, []
+
+    def noted(*args: Any) -> Any:
+        layers.append(model.config.num_hidden_layers)
+        return record(*args)
+
+    monkeypatch.setattr(graph, "record", noted)
     for call in ({"assistant_early_exit": 1}, {}, {"assistant_early_exit": 1}, {}):
-        runs = dict(max_new_tokens=30, do_sample=False, **call)
+        runs = dict(max_new_tokens=40, do_sample=False, **call)
         assert torch.equal(model.generate(IDS[:1], **runs), other.generate(IDS[:1], **runs))
+    assert set(layers) == {len(model.model.layers)}
 
 
 def test_only_what_generate_asks_for_is_captured(fake: FakeGraphs):
@@ -88,7 +98,7 @@ def test_only_what_generate_asks_for_is_captured(fake: FakeGraphs):
     out = model.generate(IDS, **BEAMS, return_dict_in_generate=True)
     before, tokens = fake.replayed, torch.ones(6, 1, dtype=torch.long)
     for _ in range(3):
-        model(tokens, **{CACHE: out.past_key_values})
+        model(input_ids=tokens, **{CACHE: out.past_key_values})
     assert fake.replayed == before
     for twin in (copy.deepcopy(out.past_key_values), pickle.loads(pickle.dumps(out.past_key_values))):
         assert isinstance(twin, QAttnCache) and twin.captured_call is None
