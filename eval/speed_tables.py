@@ -94,18 +94,35 @@ def rotations_speed_table(results: Path) -> str:
 
 
 def recipes_speed_table(results: Path) -> str:
-    """Milliseconds of a decode step of recipes that rotate keys, and how much longer than their parents' that is."""
+    """Milliseconds of a decode step of recipes that rotate keys, in the mean of all passes, and how much longer than
+    their parents' that is."""
     rows = [row for result in load(results, "speed-recipes") for row in result["rows"]]
+    times = {
+        key: sum(row["ms"] for row in here) / len(here)
+        for key, here in by_point(rows, "way", "batch", "context").items()
+    }
     lines = []
-    for (append,), here in by_point(rows, "append").items():
-        times = {(row["way"], row["batch"], row["context"]): row["ms"] for row in here}
-        for (way, batch, context), ms in sorted(times.items(), key=lambda item: (item[0][1:], item[0][0])):
-            recipe, parent = PARENTS.get(way, ("", ""))
-            if before := times.get((parent, batch, context)):
-                cells = [f"`{recipe}`", f"`{parent}`", f"{batch} x {context}", f"{before:.4f}", f"{ms:.4f}"]
-                lines.append([append, *cells, f"{ms / before - 1:+.1%}"])
-    header = ["append", "recipe", "parent", "B x context", "parent, ms", "recipe, ms", "longer"]
+    for (way, batch, context), ms in sorted(times.items(), key=lambda item: (item[0][1:], item[0][0])):
+        recipe, parent = PARENTS.get(way, ("", ""))
+        if before := times.get((parent, batch, context)):
+            cells = [f"`{recipe}`", f"`{parent}`", f"{batch} x {context}", f"{before:.4f}", f"{ms:.4f}"]
+            lines.append([*cells, f"{ms / before - 1:+.1%}"])
+    header = ["recipe", "parent", "B x context", "parent, ms", "recipe, ms", "longer"]
     return markdown(header, lines) if lines else NOT_MEASURED
+
+
+def beams_table(results: Path) -> str:
+    """Milliseconds of answers by beam search and assisted generation, and how many times faster than stock that is."""
+    rows = [row for result in load(results, "speed-beams") for row in result["rows"]]
+    names, lines = list(dict.fromkeys(row["way"] for row in rows)), []
+    for (layers, what), here in by_point(rows, "layers", "what").items():
+        times = {row["way"]: row["ms"] for row in here}
+        shown = {
+            way: f"{ms:.0f}" + ("" if way == "stock" else f" ({times['stock'] / ms:.2f}x)") for way, ms in times.items()
+        }
+        calls = " ".join(sorted({str(row["calls"]) for row in here}))
+        lines.append([str(layers), what, calls, *(shown.get(name, "") for name in names)])
+    return markdown(["layers", "answer", "calls", *(f"{name}, ms" for name in names)], lines) if rows else NOT_MEASURED
 
 
 def append_table(results: Path) -> str:

@@ -39,6 +39,7 @@ from quality_tables import (
 from recorded import Result, conditions, load, markdown
 from speed_tables import (
     append_table,
+    beams_table,
     heads_table,
     long_prompts_table,
     plan_table,
@@ -155,6 +156,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "rotations-speed": rotations_speed_table,
     "recipes-speed": recipes_speed_table,
     "append-speed": append_table,
+    "beams": beams_table,
     "long-prompts": long_prompts_table,
     "sparse-v": sparse_v_table,
     "plan-check": plan_table,

@@ -98,3 +98,32 @@ def test_decode_is_timed_with_several_numbers_of_warps(script, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["warps"] for row in rows] == [None, 1, 2] and all(row["ms"] > 0 for row in rows)
     assert rows[0]["way"].startswith("sdpa ") and {row["way"] for row in rows[1:]} == {"int8"}
+
+
+def test_beams_and_drafts_are_timed_with_drafts_that_are_all_accepted_or_none(script, capsys):
+    beams_speed, new = script("beams_speed"), 12
+    options = ["--quick", "--context", "110", "--new-tokens", str(new), "--way", "stock", "--way", "none eager"]
+    beams_speed.main([*options, *(f"--case={case.what}" for case in beams_speed.CASES[1:])])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    whats = [case.what for case in beams_speed.CASES[1:]]
+    assert sorted((row["way"], row["what"]) for row in rows) == sorted(
+        (way, what) for way in ("stock", "none eager") for what in whats
+    )
+    assert all(row["decode"] == "eager" and row["ms"] > 0 for row in rows)
+    assert {row["calls"] for row in rows if "all accepted" in row["what"]} == {2}, "of 5, 5 and 2 tokens"
+    assert {row["calls"] for row in rows if "all accepted" not in row["what"]} == {new - 1}
+    assert {row["draft_decode"] for row in rows if row["what"].startswith("draft model")} == {"eager"}
+
+
+def test_tables_of_beams_and_recipes(script, tmp_path):
+    head = {"name": "", "command": "", "date": "2030-01-02", "device": "GPU", "versions": {}}
+    case = {"layers": 2, "what": "4 beams", "calls": 32}
+    rows = [{**case, "way": "stock", "ms": 30.0}, {**case, "way": "int8 graph", "ms": 10.0}]
+    (tmp_path / "speed-beams.json").write_text(json.dumps({**head, "rows": rows}))
+    point = {"batch": 16, "context": 512}
+    times = {"sinkq": (0.5, 1.5), "sinkq:rotate_k=hadamard,clip=0.75": (1.0, 1.2)}
+    rows = [{**point, "way": way, "ms": ms} for way, both in times.items() for ms in both]
+    (tmp_path / "speed-recipes.json").write_text(json.dumps({**head, "rows": rows}))
+    tables = script("speed_tables")
+    assert "| 2 | 4 beams | 32 | 30 | 10 (3.00x) |" in tables.beams_table(tmp_path)
+    assert "| `low2` | `sinkq` | 16 x 512 | 1.0000 | 1.1000 | +10.0% |" in tables.recipes_speed_table(tmp_path)
