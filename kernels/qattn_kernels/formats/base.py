@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, final
 
 import torch
 
@@ -116,6 +116,13 @@ class Low(IntEnum):
     RANKED = 3
 
 
+class FixedBy(IntEnum):
+    """What of a row fixes a state tensor, once: its first closed block, or its first `Window.block` tokens."""
+
+    BLOCK = 0
+    TOKENS = 1
+
+
 @dataclass(frozen=True)
 class Format:
     """A format of keys or values. Frozen: its fields are its settings, its tensors live in the layer's state.
@@ -198,6 +205,11 @@ class Format:
 
     def settled(self, heads: int) -> dict[str, list[int]]:
         """State tensors of a row, `[Hkv]` by name, that its first closed block sets to these values always."""
+        return {}
+
+    @property
+    def fixed(self) -> dict[str, FixedBy]:
+        """State tensors of a row, `[B, ...]` by name, that it fixes once, and by what; zeros until then."""
         return {}
 
     @property
@@ -298,8 +310,13 @@ class Format:
         """
         return self
 
+    @final  # kernels that take tokens back know `fixed` alone
     def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
         """Unset what tokens fixed that a crop took away; `length`, `closed` `[B]` are what is left of each row."""
+        unset = {FixedBy.BLOCK: closed == 0, FixedBy.TOKENS: length < window.block}
+        for name, by in self.fixed.items():
+            x = state[name]
+            x.masked_fill_(unset[by].view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 class OpenFormat(Format):

@@ -18,6 +18,7 @@ from qattn_kernels.formats.base import (
     INT8_LEVELS,
     Arrival,
     Block,
+    FixedBy,
     Format,
     Low,
     Operand,
@@ -171,6 +172,11 @@ class FlashQFormat(Format):
         if self.low_kind(heads) == Low.RANKED:
             return {}
         return {"head_of": sorted(range(heads), key=lambda head: head in (self.low_heads or ()))}
+
+    @property
+    def fixed(self) -> dict[str, FixedBy]:
+        universal = {"universal": FixedBy.TOKENS} if self.buffer_scale == "universal" else {}
+        return {"head_of": FixedBy.BLOCK, **universal}
 
     def low(self, heads: int) -> int:
         """How many of `heads` heads get 2 bits."""
@@ -377,11 +383,6 @@ class FlashQFormat(Format):
                 bits[head] = 4 if place < wide else 2
             rows.append(bits)
         return rows
-
-    def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
-        state["head_of"].masked_fill_((closed == 0)[:, None], 0)
-        if self.buffer_scale == "universal":
-            state["universal"].masked_fill_((length < window.block)[:, None], 0.0)
 
 
 FORMAT = FlashQFormat

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
+from qattn_kernels.formats.base import Block, FixedBy, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.fp8.reference import LARGEST, to_fp8
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
@@ -67,9 +67,9 @@ class Fp8ChannelFormat(OpenFormat):
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[8] * heads for _ in range(state["codes"].shape[0])]
 
-    def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
-        if self.v_scale == "prompt":
-            state["scale"].masked_fill_((closed == 0)[:, None, None], 0.0)
+    @property
+    def fixed(self) -> dict[str, FixedBy]:
+        return {"scale": FixedBy.BLOCK} if self.v_scale == "prompt" else {}
 
 
 def channel_scale(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenFormat, Operand, int8_tokens, write_rows
+from qattn_kernels.formats.base import Block, FixedBy, OpenFormat, Operand, int8_tokens, write_rows
 from qattn_kernels.formats.int8.reference import LEVELS
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
@@ -72,9 +72,9 @@ class Int8BlockFormat(OpenFormat):
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[8] * heads for _ in range(state["codes"].shape[0])]
 
-    def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
-        if self.granularity == "tensor":
-            state["scale"].masked_fill_((closed == 0)[:, None], 0.0)
+    @property
+    def fixed(self) -> dict[str, FixedBy]:
+        return {"scale": FixedBy.BLOCK} if self.granularity == "tensor" else {}
 
 
 FORMAT = Int8BlockFormat

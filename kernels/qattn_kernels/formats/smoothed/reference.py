@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Format, Operand
+from qattn_kernels.formats.base import Arrival, Block, FixedBy, Format, Operand
 from qattn_kernels.formats.int_group.reference import IntGroupFormat
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
@@ -101,9 +101,9 @@ class SmoothedFormat(Format):
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return self.core.bits_per_head(state, heads)
 
-    def cropped(self, state: State, window: Window, length: torch.Tensor, closed: torch.Tensor) -> None:
-        state["mean"].masked_fill_((closed == 0)[:, None, None], 0.0)
-        self.core.cropped(state, window, length, closed)
+    @property
+    def fixed(self) -> dict[str, FixedBy]:
+        return {**self.core.fixed, "mean": FixedBy.BLOCK}
 
 
 FORMAT = SmoothedFormat

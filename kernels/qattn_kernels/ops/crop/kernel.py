@@ -1,4 +1,5 @@
-"""Tokens taken back from every row, in two launches; `reference.py` specifies it."""
+"""Tokens taken back from every row, in two launches, with a sink pool in three (`sinks.py`); `reference.py` specifies
+it."""
 
 from __future__ import annotations
 
@@ -17,11 +18,23 @@ def _left(BLOCK_POS, BLOCK_LEN, at, inside, length):
     return tl.minimum(tl.maximum(length - pos, 0), tl.load(BLOCK_LEN + at, mask=inside, other=0)), pos
 
 
+@triton.jit
+def _unset(TENSOR, b, NUMBERS: tl.constexpr):
+    """Zeros to the `NUMBERS` numbers that a row has in a state tensor."""
+    for first in range(0, NUMBERS, BLOCKS):
+        i = first + tl.arange(0, BLOCKS)
+        zeros = tl.zeros([BLOCKS], TENSOR.dtype.element_ty)
+        tl.store(TENSOR + b.to(tl.int64) * NUMBERS + i, zeros, mask=i < NUMBERS)
+
+
 @triton.jit(do_not_specialize=["drop", "NB"])
-def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, drop, NB, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-                RESIDUAL: tl.constexpr, HORIZON: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
-    """Program: a row, its lengths and those of its `NB` blocks without the last `drop` tokens. `WINDOWED`: tokens stand
-    open in a ring before their block closes."""
+def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, FIXED, drop, NB, NUMBERS: tl.constexpr,
+                BY_TOKENS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, RESIDUAL: tl.constexpr,
+                HORIZON: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
+    """Program: a row, its lengths and those of its `NB` blocks without the last `drop` tokens.
+
+    `FIXED`: the tensors that formats name as `fixed`, None without any: a row has `NUMBERS` numbers of each, and
+    `BY_TOKENS` says which are fixed by tokens. `WINDOWED`: tokens stand open in a ring before their block closes."""
     b = tl.program_id(0)
     state = RowState(*STATE)
     longest, open_start, closed = tl.load(state.longest + b), tl.load(state.open_start + b), tl.load(state.closed + b)
@@ -49,6 +62,9 @@ def crop_kernel(STATE, ORIGIN, RING_FROM, BLOCK_POS, BLOCK_LEN, drop, NB, BLOCK:
         tl.store(ORIGIN + b, length)
         tl.store(state.longest + b, length)
         tl.store(RING_FROM + b, length)
+    for i in tl.static_range(len(NUMBERS)):
+        if length < BLOCK if BY_TOKENS[i] else kept == 0:
+            _unset(FIXED[i], b, NUMBERS[i])
     tl.store(state.length + b, length)
     tl.store(state.open_start + b, start)
     tl.store(state.closed + b, kept)

@@ -6,25 +6,23 @@ from functools import partial
 
 import torch
 
+from qattn_kernels.formats.base import FixedBy
 from qattn_kernels.launch.plan import planned
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import RowState, State
 from qattn_kernels.ops.crop import reference
 
 
 def crop(state: State, spec: LayerSpec, drop: int, arena: torch.Tensor, layout: str) -> None:
-    """`reference.crop`; sinks of a pool are taken back by it alone.
+    """`reference.crop`, without waiting for the device.
 
     Args:
         state, spec, drop: as there. arena: uint8, of which `state` is views. layout: `Layout.encode()` of its sizes.
     """
-    if spec.impl != "triton" or spec.sink_pool.num:
+    if spec.impl != "triton":
         return reference.crop(state, spec, drop)
     key = "crop", layout, state["dropped"].shape, drop, arena.device
     planned(key, (arena,), partial(_launch, state, spec, drop))
-    for side, fmt in (("k", spec.k), ("v", spec.v)):
-        fmt.cropped(side_of(state, side), spec.window, state["length"], state["closed"])
     return None
 
 
@@ -36,10 +34,13 @@ def _launch(state: State, spec: LayerSpec, drop: int) -> tuple[()]:
     window, dropped = spec.window, state["dropped"]
     batch, heads, blocks, n_bytes = dropped.shape
     rows = RowState(*(state[name] for name in RowState._fields))
+    by = {f"{side}.{name}": x for side, fmt in (("k", spec.k), ("v", spec.v)) for name, x in fmt.fixed.items()}
+    fixed, by_tokens = tuple(state[name] for name in by), tuple(x == FixedBy.TOKENS for x in by.values())
     with torch.cuda.device_of(dropped):
         launch(
             crop_kernel, (batch,),
-            rows, state["origin"], state["ring_from"], state["block_pos"], state["block_len"], drop, blocks,
+            rows, state["origin"], state["ring_from"], state["block_pos"], state["block_len"], fixed or None,
+            drop, blocks, NUMBERS=tuple(x.numel() // batch for x in fixed), BY_TOKENS=by_tokens,
             BLOCK=window.block, SPAN=window.span, RESIDUAL=window.residual, HORIZON=window.horizon,
             WINDOWED=spec.k.windowed or spec.v.windowed, num_warps=4,
         )  # fmt: skip
@@ -48,4 +49,23 @@ def _launch(state: State, spec: LayerSpec, drop: int) -> tuple[()]:
             rows, state["block_len"], dropped, heads, blocks, BLOCK=window.block, BYTES=power_of_two(n_bytes),
             num_warps=4,
         )  # fmt: skip
+        if spec.sink_pool.num:
+            _launch_sinks(state, spec, rows)
     return ()
+
+
+def _launch_sinks(state: State, spec: LayerSpec, rows: RowState) -> None:
+    from qattn_kernels.formats.contract import sink_tensors
+    from qattn_kernels.launch.call import Table
+    from qattn_kernels.launch.constants import power_of_two
+    from qattn_kernels.launch.launches import launch
+    from qattn_kernels.ops.crop.sinks import PoolSizes, sinks_kernel
+
+    table, dropped = Table(*(state[f"sink.{name}"] for name in Table._fields)), state["dropped"]
+    batch, heads, blocks, _ = dropped.shape
+    dim = state["k.sink"].numel() // table.pos.numel()  # that of values too, in layers that kernels compute
+    size = PoolSizes(dim, power_of_two(dim), spec.window.block, table.pos.shape[-1])
+    launch(
+        sinks_kernel, (heads, batch),
+        rows, table, sink_tensors(state, "k"), sink_tensors(state, "v"), dropped, blocks, size, num_warps=4,
+    )  # fmt: skip

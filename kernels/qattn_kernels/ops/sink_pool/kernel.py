@@ -56,13 +56,13 @@ def sinks_visible(TABLE, at, row, p, window, C: tl.constexpr):
 
 
 @triton.jit
-def _load_table(TABLE, at):
+def load_table(TABLE, at):
     pos, slot, norm = tl.load(TABLE.pos + at), tl.load(TABLE.slot + at), tl.load(TABLE.norm + at)
     return Table(pos, slot, tl.load(TABLE.born + at), tl.load(TABLE.evicted + at), tl.load(TABLE.written + at), norm)
 
 
 @triton.jit
-def _store_table(TABLE, at, entries):
+def store_table(TABLE, at, entries):
     tl.store(TABLE.pos + at, entries.pos)
     tl.store(TABLE.slot + at, entries.slot)
     tl.store(TABLE.born + at, entries.born)
@@ -131,7 +131,7 @@ def _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, QUANTIZE: t
 
 
 @triton.jit
-def _fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
+def fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
     """Entries in open form, where `write` holds."""
     e = tl.arange(0, C.ENTRIES)
     inside = write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
@@ -171,7 +171,7 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         bh, t = b * C.H + h, tl.arange(0, C.BLOCK)
         at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
-        entries = _load_table(TABLE, at)
+        entries = load_table(TABLE, at)
         for j in range(0, closing):
             total = closed + j + 1
             entries = _forget(entries, total - C.CROP_BLOCKS, closed, flags)
@@ -188,7 +188,7 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
             eights = tl.reshape(chosen.to(tl.int32) << (t % 8), (C.BLOCK // 8, 8))
             byte = CHOSEN + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8)
             tl.store(byte, tl.sum(eights, 1).to(tl.uint8))
-        _store_table(TABLE, at, entries)
+        store_table(TABLE, at, entries)
         _note_moved(MOVED, entries, closed, bh, C)
         pos, born = entries.pos, entries.born
         new = born > closed
@@ -197,8 +197,8 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         v_code, v_scale = V_QUANTIZE(v)
         k_code, k_scale = with_ring(K, k_code, k_scale, pos, new & (pos < length), bh, False, C)
         v_code, v_scale = with_ring(V, v_code, v_scale, pos, new & (pos < length), bh, True, C)
-        _fill(K_SINKS, k_code, k_scale, new | (born == 0), bh, False, C)
-        _fill(V_SINKS, v_code, v_scale, new | (born == 0), bh, True, C)
+        fill(K_SINKS, k_code, k_scale, new | (born == 0), bh, False, C)
+        fill(V_SINKS, v_code, v_scale, new | (born == 0), bh, True, C)
 
 
 @triton.jit
