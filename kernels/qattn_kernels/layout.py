@@ -102,8 +102,9 @@ class SinkPool:
         return window.ring // window.block
 
     def entries(self, window: Window) -> int:
-        """Places of the table that hold them all: whole tiles of a kernel."""
-        return -(-(self.num * (1 + self.crop_blocks(window)) + self.window) // 32) * 32 if self.num else 0
+        """Places of the table that hold them all: a power of two, as kernels want it."""
+        most = self.num * (1 + self.crop_blocks(window)) + self.window
+        return max(32, 1 << (most - 1).bit_length()) if self.num else 0
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers import attention_fp64, feed, make_layer, random_qkv
+from helpers import DEVICE, attention_fp64, feed, make_layer, random_qkv, same_state
 
 from qattn_hf import RecipeError, load_recipe
 from qattn_hf.layer import QAttnLayer
@@ -134,6 +136,19 @@ def test_what_comes_back_is_read_clamped_from_its_codes():
     scale = layer.state["k.scale"][0, 0, 0].float()
     want = torch.maximum(torch.minimum(k[0, 0, 7], others.amax(0)), others.amin(0))
     assert ((back[7] - want).abs() <= scale * 0.51).all()  # half a scale, and fp16's rounding of the scale itself
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{"sink_window": 32}, {"crop_horizon": 200}], ids=str)
+def test_kernels_compute_a_table_of_any_size(settings: dict[str, int]):
+    """Entries that are no power of two by themselves: with a large window, or with many blocks that a crop reopens."""
+    qkv = [x.to(DEVICE) for x in random_qkv(1, 64, dim=64)]
+    layers = [make_layer(("sinkq", {**SMALL, "sink_num": 8, **settings}), 64) for _ in range(2)]
+    layers[1].spec = replace(layers[1].spec, impl="triton")
+    for layer in layers:
+        feed(layer, *qkv, [33, 64])
+        layer.crop(-20)
+    assert layers[0].state["sink.born"].any() and same_state(*layers) == []
 
 
 def with_sink(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
