@@ -213,7 +213,7 @@ def run(model: PreTrainedModel, layers: list[CountedLayer], tokens: int, past: i
     """Count a call of `generate`: of packed caches by two layers of each kind, which others follow one after another.
 
     Args:
-        model: on the meta device, with the attention `NAME` selected (`patcher.attending`).
+        model: on the meta device, with the attention `NAME` selected (`selection.attending`).
         layers: of its cache. tokens: new tokens of each row. past: tokens that the cache holds before.
         live: counts what the call allocates and frees.
     """

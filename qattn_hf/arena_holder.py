@@ -12,7 +12,7 @@ import torch
 from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.handle import Written
-from qattn_kernels.layer.arena import Layout, rewritten_bytes, views
+from qattn_kernels.layer.arena import Layout, empty_arena, rewritten_bytes, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State
 
@@ -26,6 +26,8 @@ class ArenaHolder:
         borrowed: whether others read the arena too, so that it is copied before the first write (`own`).
         moves: how often tensors were replaced, which invalidates captured steps.
         shared: whether other layers read the keys and values too (`kv_sharing.py`).
+        constants: state tensors that no call writes, by name, of the layer's model (`compensation.py`). Without, they
+            are zeros, and every channel gets its code alone.
     """
 
     geometry: Geometry
@@ -39,6 +41,7 @@ class ArenaHolder:
     borrowed = False
     moves = 0
     shared = False
+    constants: State | None = None
     _layout = ""  # where the tensors lie in the arena
     _rewritten = 0  # bytes of `rewritten`
 
@@ -53,6 +56,22 @@ class ArenaHolder:
             self._no_tensor()
 
     keys = values = property(_no_tensor, _take_no_tensor)  # else a tensor put there would be kept and never read
+
+    def empty(self, layout: Layout, device: torch.device) -> torch.Tensor:
+        """An arena of this layout whose rows have seen nothing."""
+        return self._with_constants(empty_arena(layout, device), layout)
+
+    def clear(self) -> None:
+        """Let all rows hold no tokens, in place."""
+        self.own()
+        (self.state["columns_seen"] if self.arena is None else self.arena).zero_()
+        if self.arena is not None:
+            self._with_constants(self.arena, Layout(self.geometry, self.spec))
+
+    def _with_constants(self, arena: torch.Tensor, layout: Layout) -> torch.Tensor:
+        for name, tensor in (self.constants or {}).items():
+            views(arena, layout)[name].copy_(tensor)
+        return arena
 
     def own(self) -> None:
         """Copy the arena if it is borrowed, before a write.
@@ -131,9 +150,10 @@ class ArenaHolder:
             self.state = views(self.arena, Layout(self.geometry, self.spec))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copies of a layer share a borrowed arena, until one of them writes."""
+        """Copies of a layer share a borrowed arena, until one of them writes, and constants."""
         if self.borrowed:
             memo[id(self.arena)] = self.arena
+        memo[id(self.constants)] = self.constants
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self._fields(), memo))
         return twin

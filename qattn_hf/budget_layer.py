@@ -10,7 +10,7 @@ import torch
 from qattn_hf import changes
 from qattn_hf.layer import QAttnLayer, with_room
 from qattn_hf.memory_budget import BudgetLayerSpec, arranged, at_stage, most_blocks
-from qattn_kernels.layer.arena import Layout, empty_arena
+from qattn_kernels.layer.arena import Layout
 
 
 class BudgetLayer(QAttnLayer):
@@ -43,7 +43,7 @@ class BudgetLayer(QAttnLayer):
         if self.arena is not None and self.spec != first:
             blocks = most_blocks(first, self.geometry, max(1, self._wanted))
             layout = Layout(replace(self.geometry, blocks=blocks), first)
-            self.take(changes.Change(empty_arena(layout, self.device), layout.geometry, first))
+            self.take(changes.Change(self.empty(layout, self.device), layout.geometry, first))
         super().reset()
 
     def reserve(self, tokens: int) -> int:

@@ -16,16 +16,17 @@ from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import capturing, device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.handle import Handle
-from qattn_hf.hybrid_layer import HybridLayer
+from qattn_hf.hybrid_layer import any_layer
 from qattn_hf.interrupted import Call
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, own_states
-from qattn_hf.model_layer import ModelLayer, new_layer
+from qattn_hf.layer_kinds import ModelLayerSpec, own_states
+from qattn_hf.model_layer import ModelLayer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.tensor_parallel import shard_of
-from qattn_hf.window_layer import WindowLayer, packed_layer
+from qattn_hf.window_layer import WindowLayer
 from qattn_hf.writer import Writer
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
 
 
 class QAttnCache(Cache):
@@ -55,7 +56,7 @@ class QAttnCache(Cache):
     ):
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
-        super().__init__(layers=[_new_layer(spec, max_cache_len, device_type) for spec in specs])
+        super().__init__(layers=[any_layer(spec, max_cache_len, device_type) for spec in specs])
         self.recipe = recipe
         self.mixed = bool(own_states(specs))
         for spec in specs:
@@ -103,7 +104,9 @@ class QAttnCache(Cache):
         check_packs(chosen)
         device_type = device_of(model).type
         specs = chosen.layer_specs(model.config, device_type, shard_of(model))
-        return cls(specs, chosen, max_cache_len, device_type)
+        from qattn_hf.compensation import constants  # whose observer knows caches
+
+        return cls(specs, chosen, max_cache_len, device_type).with_constants(constants(model, specs))
 
     def save(self, path: str | Path, input_ids: torch.Tensor | None = None) -> None:
         """Write the cache to a safetensors file, from which `load` reads it: a prefix that many questions share.
@@ -146,8 +149,15 @@ class QAttnCache(Cache):
             raise UnsupportedError("the model is not patched: patch(model, ...) with the recipe of the file first")
         check_packs(patched.recipe)
         cache = cls(patched.specs, patched.recipe, None, patched.device_type, patched.pool)
-        saved.fill(cache, path, model, verify)
+        saved.fill(cache.with_constants(patched.constants), path, model, verify)
         return cache
+
+    def with_constants(self, constants: list[State]) -> QAttnCache:
+        """This cache, before its first call, with the state tensors that no call writes (`compensation.constants`)."""
+        for layer, own in zip(self.layers, constants, strict=True):
+            if own:
+                layer.constants = own
+        return self
 
     @property
     def packed(self) -> list[QAttnLayer]:
@@ -388,12 +398,3 @@ class QAttnCache(Cache):
         The batch dimension is None for tensors that all rows share. Reports count these tensors' bytes.
         """
         return {f"{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.state_tensors().items()}
-
-
-def _new_layer(spec: LayerSpec | ModelLayerSpec, max_cache_len: int | None, device_type: str | None) -> Any:
-    """An empty layer by its spec."""
-    if isinstance(spec, ModelLayerSpec):
-        return new_layer(spec)
-    if isinstance(spec, HybridLayerSpec):
-        return HybridLayer(spec, max_cache_len, device_type)
-    return packed_layer(spec, max_cache_len, device_type)

@@ -25,8 +25,8 @@ from qattn_hf.fidelity.sizes import layer_bytes, values_of
 from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.layer_kinds import ModelLayerSpec, grows, kind_of, window_of
 from qattn_hf.memory_budget import BudgetLayerSpec, held_tokens, unbounded
-from qattn_hf.patcher import selecting
 from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.selection import selecting
 from qattn_hf.supported_models import check_full, check_model
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import no_triton, unsupported

@@ -11,8 +11,9 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 from qattn_hf import changes
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import HybridLayerSpec
-from qattn_hf.model_layer import HOST, STATE, attributes, rows_of, state_tensors
+from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
+from qattn_hf.model_layer import HOST, STATE, attributes, new_layer, rows_of, state_tensors
+from qattn_hf.window_layer import packed_layer
 from qattn_kernels.layer.spec import LayerSpec
 
 
@@ -60,3 +61,14 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
             f"cannot crop {count} columns: a layer has linear attention or an SSM, whose state of that time is gone. "
             "Start from a fresh cache"
         )
+
+
+def any_layer(
+    spec: LayerSpec | ModelLayerSpec, max_cache_len: int | None = None, device_type: str | None = None
+) -> Any:
+    """An empty layer by its spec, packed or of the model's own; arguments as of `QAttnLayer`."""
+    if isinstance(spec, ModelLayerSpec):
+        return new_layer(spec)
+    if isinstance(spec, HybridLayerSpec):
+        return HybridLayer(spec, max_cache_len, device_type)
+    return packed_layer(spec, max_cache_len, device_type)

@@ -16,7 +16,7 @@ from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle, Written
 from qattn_hf.kv_sharing import attend_again
 from qattn_hf.layer_kinds import window_of
-from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena
+from qattn_kernels.layer.arena import Layout, columns_seen
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -104,7 +104,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             raise UnsupportedError(f"this layer was meant for Triton kernels, but {reason}: use impl='reference'")
         self.geometry = self.geometry_of(key_states, value_states)
         self.dtype, self.device = key_states.dtype, device
-        self._adopt(empty_arena(Layout(self.geometry, self.spec), device))
+        self._adopt(self.empty(Layout(self.geometry, self.spec), device))
         self.is_initialized = True
 
     def stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,8 +134,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty the layer; the tensors and their addresses stay."""
-        self.own()
-        (self.state["columns_seen"] if self.arena is None else self.arena).zero_()
+        self.clear()
         self._used, self.edits, self.torn, self.prompt_by = 0, 0, False, self.spec.impl
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from qattn_hf.last_cache import LastCache
 from qattn_hf.layer_kinds import ModelLayerSpec, WindowLayerSpec
 from qattn_hf.recipe import Recipe, check_packs
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Patched:
         sizes: heads of each layer, where all are packed and lie on one device; else None.
         hook_ids: ids of the forward hooks, of both modules.
         marked: how many modules carry this state: 2, the model and its decoder, or 1 where they are the same.
+        constants: of each layer the state tensors that no call writes (`compensation.constants`).
         last, pool: the last cache, and memory kept for the next one.
     """
 
@@ -50,6 +52,7 @@ class Patched:
     sizes: list[HeadSizes] | None = None
     hook_ids: list[int] = field(default_factory=list)
     marked: int = 0
+    constants: list[State] = field(default_factory=list)
     last: LastCache = field(default_factory=LastCache)
     pool: Pool = field(default_factory=Pool)
 
@@ -81,6 +84,7 @@ class Patched:
         """
         check_packs(self.recipe)
         cache = QAttnCache(self.specs, self.recipe, max_cache_len, self.device_type, self.pool)
+        cache.with_constants(self.constants)
         self.last.record(cache)
         return cache
 

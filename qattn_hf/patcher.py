@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from qattn_hf import _compat, hooks, warm
+from qattn_hf import _compat, compensation, hooks, warm
 from qattn_hf.cuda_graph.capture import resolve_decode
-from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.layer_kinds import ModelLayerSpec, of_method, own_states
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.selection import own_config, restore, select, selected
 from qattn_hf.stock_cache import STEPS
 from qattn_hf.supported_models import check_full, check_model, check_parts, check_selected
 from qattn_hf.tensor_parallel import shard_of
@@ -29,7 +26,6 @@ from qattn_kernels.layer.spec import LayerSpec
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
-Selected = list[tuple[PretrainedConfig, str | None]]
 
 
 def patch(
@@ -75,13 +71,14 @@ def patch(
     name = patched.register()
     if hasattr(model, "_qattn"):
         unpatch(model)
-    _own_config(model)
-    before = patched.attn_implementations = _selected(model)
+    patched.constants = compensation.constants(model, specs)
+    own_config(model)
+    before = patched.attn_implementations = selected(model)
     try:
-        _select(model, name)
+        select(model, name)
         check_selected(model, name)
     except Exception:  # whatever it is, the model must be as it was; it is raised again
-        _restore(before)
+        restore(before)
         raise
     hooks.install(model, patched)
     if chosen.settings.packs():
@@ -129,7 +126,7 @@ def unpatch(model: Model) -> Model:
     release(model)
     before = model._qattn.attn_implementations
     hooks.uninstall(model)
-    _restore(before)
+    restore(before)
     return model
 
 
@@ -153,87 +150,8 @@ def release(model: PreTrainedModel) -> None:
     patch_of(model).release()
 
 
-@contextmanager
-def attending(model: PreTrainedModel, name: str, full: bool = True) -> Iterator[None]:
-    """Context in which an unpatched model uses the attention registered with transformers as `name`.
-
-    Args:
-        full: whether that attention serves layers of full attention alone; models with others are then refused.
-
-    Raises:
-        UnsupportedError: a model whose attention cannot be replaced in every layer.
-        QAttnError: the model is patched.
-    """
-    check_model(model)
-    if full:
-        check_full(model)
-    if hasattr(model, "_qattn"):
-        raise QAttnError("this model is patched: unpatch(model) first")
-    with selecting(model, name):
-        yield
-
-
-@contextmanager
-def selecting(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Context in which the decoder of an unpatched model has the attention of this name selected.
-
-    Raises:
-        UnsupportedError: a module that does not follow the model's config.
-    """
-    _own_config(model)
-    before = _selected(model)
-    try:
-        _select(model, name)
-        check_selected(model, name)
-        yield
-    finally:
-        _restore(before)
-
-
-def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Every config object of a model and its modules, sub-configs included.
-
-    A decoder that was once patched by itself has a config that the whole model's config does not contain.
-    """
-    of_modules = (vars(module).get("config") for module in model.modules())
-    configs = [c for config in of_modules if isinstance(config, PretrainedConfig) for c in _with_subs(config)]
-    return list({id(config): config for config in configs}.values())
-
-
-def _with_subs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    subs = [getattr(config, name, None) for name in config.sub_configs]
-    return [config, *(c for sub in subs if isinstance(sub, PretrainedConfig) for c in _with_subs(sub))]
-
-
-def _own_config(model: PreTrainedModel) -> None:
-    """Replace the model's configs by copies, since two models built from one config object share it."""
-    old = _configs(model)
-    new = dict(zip(map(id, old), copy.deepcopy(old), strict=True))
-    for module in model.modules():
-        config = vars(module).get("config")
-        if id(config) in new:
-            module.config = new[id(config)]
-
-
-def _selected(model: PreTrainedModel) -> Selected:
-    return [(config, config._attn_implementation) for config in _configs(model)]
-
-
 def _implementation(model: PreTrainedModel) -> str | None:
     """The attention implementation of the model's decoder as it is, or was before it was patched."""
     text = model.config.get_text_config(decoder=True)
     before = patch_of(model).attn_implementations if hasattr(model, "_qattn") else []
     return next((name for config, name in before if config is text), text._attn_implementation)
-
-
-def _select(model: PreTrainedModel, name: str) -> None:
-    text, decoder = model.config.get_text_config(decoder=True), decoder_of(model)
-    names = [n for n in model.config.sub_configs if getattr(model.config, n, None) is text]
-    model.set_attn_implementation({names[0]: name} if names else name)
-    if decoder.config._attn_implementation != name:
-        decoder.set_attn_implementation(name)
-
-
-def _restore(before: Selected) -> None:
-    for config, name in before:
-        config._attn_implementation_internal = name

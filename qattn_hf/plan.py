@@ -31,8 +31,8 @@ from qattn_hf.layer_kinds import ModelLayerSpec, model_layers, own_states, windo
 from qattn_hf.live_memory import LiveMemory
 from qattn_hf.long_prompts import chunk_of
 from qattn_hf.memory_budget import BudgetLayerSpec
-from qattn_hf.patcher import attending
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
+from qattn_hf.selection import attending
 from qattn_hf.window_layer import packed_layer
 from qattn_kernels.layer.arena import rewritten_bytes
 from qattn_kernels.layer.spec import LayerSpec

@@ -16,7 +16,7 @@ from qattn_hf.latent_layer import LatentLayer
 from qattn_hf.layer import QAttnLayer, with_room
 from qattn_hf.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
 from qattn_hf.memory_budget import BudgetLayerSpec
-from qattn_kernels.layer.arena import Layout, columns_seen, empty_arena, rewritten_bytes, views
+from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -151,7 +151,7 @@ class WindowLayer(QAttnLayer):
         behind = self._behind(tokens) if first else 0
         blocks = max(self._blocks_for(self._used + tokens), behind + self.blocks)
         layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
-        arena: Any = empty_arena(layout, self.device) if first else changes.with_blocks(self, blocks).arena
+        arena: Any = self.empty(layout, self.device) if first else changes.with_blocks(self, blocks).arena
         sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         where = arena, self._layout, blocks
         if self.shared:  # a copy more, since blocks of this one are going to move

@@ -47,9 +47,20 @@ def random_ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
+class GivenLayer(QAttnLayer):
+    """A layer whose errors of keys are compensated, by random shares: it has no model."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        heads, dim = key_states.shape[1], key_states.shape[3]
+        some = torch.randn(heads, dim, dim, generator=torch.Generator().manual_seed(7)) / dim**0.5
+        self.constants = {"k.compensation": some.triu(1).half()}
+        super().lazy_initialization(key_states, value_states)
+
+
 def make_layer(case: Case, max_cache_len: int | None = 512, heads: int = 2) -> QAttnLayer:
     """The last layer of a model with `heads` KV heads."""
-    return QAttnLayer(get_method(case[0])(**case[1]).last_layer_spec(heads), max_cache_len)
+    spec = get_method(case[0])(**case[1]).last_layer_spec(heads)
+    return (GivenLayer if spec.k.core.compensates else QAttnLayer)(spec, max_cache_len)
 
 
 def random_qkv(rows: int, tokens: int, seed: int = 0, dim: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -32,6 +32,7 @@ from qattn_hf.continuous.transformers_api import (
 from qattn_hf.messages import size
 from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layout import State
 
 SHARE_OF_ROWS = 0.25  # of the memory for a cache that rows may take: more would leave their requests no pages
 
@@ -40,14 +41,16 @@ class PackedAllocator(FullAttentionCacheAllocator):
     """Blocks of packed pages, one page a layer, and a row for each request.
 
     Args:
-        layouts: of all layers. slots: requests that may hold blocks at once.
-        kwargs: as transformers gives them to its own allocators.
+        layouts: of all layers. constants: of each, the state tensors that no call writes, by name.
+        slots: requests that may hold blocks at once. kwargs: as transformers gives them to its own allocators.
     """
 
     supports_block_table = False
 
-    def __init__(self, layouts: Sequence[Layout], slots: int, device: torch.device, **kwargs: Any):
-        self.layouts, self.slots, self.device = layouts, slots, device
+    def __init__(
+        self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, device: torch.device, **kwargs: Any
+    ):
+        self.layouts, self.constants, self.slots, self.device = layouts, constants, slots, device
         self.supports_block_sharing = all(map(shares_pages, layouts))
         self._before_cache_tensor_init(
             index=kwargs["index"],
@@ -67,9 +70,9 @@ class PackedAllocator(FullAttentionCacheAllocator):
         # and the memory of the other pays for the boundaries between tensors.
         pages, begin = self.num_blocks + self.blocks_per_sector, 0
         self.layers = {}
-        for index, layout in zip(self.layer_indices, self.layouts, strict=True):
+        for index, layout, given in zip(self.layer_indices, self.layouts, self.constants, strict=True):
             end = begin + bytes_of(by_block(resized(layout, 1, pages)))
-            self.layers[index] = PagedLayer(layout, cache_tensor[begin:end], pages, self.slots)
+            self.layers[index] = PagedLayer(layout, cache_tensor[begin:end], pages, self.slots, given)
             begin = end
 
     def pages_of(self, request_id: str) -> list[int]:
@@ -146,17 +149,18 @@ class PagedCache(PagedAttentionCache):
     """transformers' `PagedAttentionCache` with packed pages.
 
     Args:
-        layouts: of all layers. slots: requests that may hold blocks at once, at most; fewer where their rows would take
-            more than a quarter of the memory.
+        layouts: of all layers. constants: of each, the state tensors that no call writes, by name.
+        slots: requests that may hold blocks at once, at most; fewer where their rows would take more than a quarter of
+            the memory.
         kwargs: of `PagedAttentionCache`.
     """
 
-    def __init__(self, layouts: Sequence[Layout], slots: int, **kwargs: Any):
+    def __init__(self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, **kwargs: Any):
         row, self.layouts = sum(map(row_bytes, layouts)), layouts
         config = kwargs["continuous_batching_config"]
         fit = int(SHARE_OF_ROWS * available(config) / row)
         self.slots = slots = max(1, min(slots, fit, config.num_blocks or fit))
-        allocator = partial(PackedAllocator, layouts, slots, torch.device(kwargs["device"]))
+        allocator = partial(PackedAllocator, layouts, constants, slots, torch.device(kwargs["device"]))
         handler = partial(PackedMemory, slots * row, len(layouts))
         with_names(
             PagedAttentionCache.__init__,

@@ -47,7 +47,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
         slots = self.continuous_batching_config.max_requests_per_batch
         made = with_names(
             ContinuousBatchingManager._create_batch_processor,
-            PagedAttentionCache=partial(PagedCache, self.page_layouts, slots),
+            PagedAttentionCache=partial(PagedCache, self.page_layouts, patch_of(self.model).constants, slots),
         )(self)
         if made is not self.batch_processor:
             _note_batches(made)

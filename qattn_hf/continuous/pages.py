@@ -111,13 +111,14 @@ class PagedLayer:
     Args:
         layout: of the layer; its rows and blocks are of no account.
         memory: uint8, room for `pages` pages of this layer, zeros. slots: requests that may be held at once.
+        constants: state tensors that no call writes, by name (`compensation.constants`).
 
     Attributes:
         name: says what lies where in its memory; layers with one name share launch plans.
     """
 
-    def __init__(self, layout: Layout, memory: torch.Tensor, pages: int, slots: int):
-        self.layout, self.slots = layout, slots
+    def __init__(self, layout: Layout, memory: torch.Tensor, pages: int, slots: int, constants: State | None = None):
+        self.layout, self.slots, self.constants = layout, slots, constants or {}
         self._paged, self._row = by_block(resized(layout, 1, pages)), by_row(resized(layout, slots, 1))
         # what no row has of its own, and nobody asks of requests: `columns_seen`, `padded`
         shared = {name: x for name, x in layer_tensors(*layout).items() if x.batch_dim is None}
@@ -125,6 +126,8 @@ class PagedLayer:
         found = _carved(shared | self._row, rows)
         self.pages, self.rows = _carved(self._paged, memory), {name: found[name] for name in self._row}
         self._shared = {name: found[name] for name in shared}
+        for name, tensor in self.constants.items():
+            self._shared[name].copy_(tensor)
         self.in_place = reads_pages(layout.spec, layout.geometry.heads)
         self._text = layout.encode()
         self.name = f"{pages} {slots} {self._text}"
@@ -176,9 +179,11 @@ class PagedLayer:
         count, blocks = rows.table.shape
         layout = resized(self.layout, count, blocks)
         arena = torch.zeros(places(layout)[1], dtype=torch.uint8, device=rows.table.device)
+        state = views(arena, layout)
+        for name, tensor in self.constants.items():
+            state[name].copy_(tensor)
         if rows.begins == 0:
             return arena, layout
-        state = views(arena, layout)
         if rows.begins is None:
             for name, tensor in self.rows.items():
                 state[name].copy_(tensor.index_select(0, rows.slots))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import hides, model_layers, of_method
-from qattn_hf.patcher import attending
+from qattn_hf.selection import attending
 from qattn_hf.stock_cache import stock_attention
 from qattn_hf.window_layer import WindowLayer
 from qattn_kernels.layer.scores import Scores
@@ -81,9 +81,14 @@ def packed_layers(model: PreTrainedModel) -> list[int]:
     Raises:
         UnsupportedError: there are none, or they have latent attention.
     """
+    return _observable(model, ())
+
+
+def _observable(model: PreTrainedModel, windows: Collection[int]) -> list[int]:
+    """`packed_layers`, of which there may be none where layers with a sliding window are asked for."""
     latent.check_stock(model)
     packed = [i for i, own in enumerate(model_layers(model.config)) if own is None]
-    if not packed:
+    if not packed and not windows:
         raise UnsupportedError(f"{model.config.model_type}: every layer is the model's own, so nothing can be measured")
     return packed
 
@@ -104,7 +109,7 @@ def check_observed(cache: QAttnCache) -> None:
 
 
 @contextmanager
-def observed(model: PreTrainedModel, observer: Observer, windows: Iterable[int] = ()) -> Iterator[None]:
+def observed(model: PreTrainedModel, observer: Observer, windows: Collection[int] = ()) -> Iterator[None]:
     """Context in which `observer` gets every attention call of the layers that `patch` packs; a tensor that it returns
     replaces the output. Layers that are the model's own compute as they do.
 
@@ -117,7 +122,7 @@ def observed(model: PreTrainedModel, observer: Observer, windows: Iterable[int] 
         UnsupportedError: a model whose attention cannot be replaced, or none of whose layers would be packed.
         QAttnError: the model is patched.
     """
-    packed, text = packed_layers(model), model.config.get_text_config(decoder=True)
+    packed, text = _observable(model, windows), model.config.get_text_config(decoder=True)
     mixed = len(packed) < text.num_hidden_layers
     own = model_attention.check_implementation(text._attn_implementation) if mixed else None
     AttentionInterface.register(NAME, _attention)

@@ -112,6 +112,11 @@ class Tuner:
     ):
         if several := [name for name, recipe in candidates.items() if recipe.choices]:
             raise QAttnError(f"{several[0]} has settings by layers; a candidate is one for any layer: leave out layers")
+        if compensated := [name for name, one in candidates.items() if getattr(one.settings, "compensate_k", False)]:
+            raise QAttnError(
+                f"{compensated[0]} has compensate_k, which a layer tried alone has not: tune without, and set it in "
+                "the recipe that is found"
+            )
         self.model, self.candidates, self.reading, self.progress = model, candidates, reading, progress
         self.at_tokens, self.dtype = at_tokens, dtype
         self.layers = packed_layers(model)

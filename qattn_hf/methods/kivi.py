@@ -21,6 +21,7 @@ class Kivi(WindowedMethod):
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": 4, "group_size": 64, "residual_length": 32, "token_norm": True},
         {"k_bits": 2, "v_bits": 3, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard", "clip": 0.75},
+        {"bits": 3, "group_size": 64, "residual_length": 0, "compensate_k": True},
     )
     measured: ClassVar[tuple[Measured, ...]] = (
         Measured("kivi:bits=4", "quality compare bits tune"),
@@ -52,6 +53,11 @@ class Kivi(WindowedMethod):
         description="keys divided by their norms before they get codes, so that the small ones of attention sinks keep "
         "their direction: 16 bits more a key",
     )
+    compensate_k: bool = Field(
+        False,
+        description="a key's channels get their codes one after another, and each makes up for the errors before it "
+        "where the model's queries look (GPTQ's rounding); patch runs the model once for that",
+    )
     residual_length: int = Field(128, ge=0, le=128, description="newest tokens that are never packed")
 
     @classmethod
@@ -61,7 +67,8 @@ class Kivi(WindowedMethod):
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         k_bits, v_bits = (self.bits if own is None else own for own in (self.k_bits, self.v_bits))
         keys = KiviNormFormat if self.token_norm else KiviFormat
-        return keys(bits=k_bits, clip=self.clip), KiviFormat(bits=v_bits, clip=self.clip, per_token=True)
+        k = keys(bits=k_bits, clip=self.clip, compensate=self.compensate_k)
+        return k, KiviFormat(bits=v_bits, clip=self.clip, per_token=True)
 
     def window(self) -> Window:
         size = self.group_size

@@ -17,6 +17,8 @@ OF_NAMED: list[Case] = [  # the same formats in other arithmetic, or with other 
     ("turbo", {"compute": "model", "buffer_size": 128}),
     ("turbo", {"v_scale": "token", "bits": "mixed", "clip": 1.0}),
     ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0, "token_norm": True}),
+    ("kivi", {"bits": 2, "group_size": 64, "residual_length": 0, "token_norm": True, "compensate_k": True}),
+    ("sinkq", {"residual_length": 0, "sink_num": 2, "rotate_k": "hadamard", "clip": 0.75, "compensate_k": True}),
     ("kivi", {"bits": 3, "group_size": 64, "residual_length": 0}),
     ("kivi", {"bits": 3, "group_size": 128, "residual_length": 0}),  # whose values are multiplied a quarter at a time
 ]

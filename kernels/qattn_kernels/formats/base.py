@@ -175,6 +175,11 @@ class Format:
         return False
 
     @property
+    def compensates(self) -> bool:
+        """Whether errors of a token's channels make up for one another, as its tensor `compensation` says."""
+        return False
+
+    @property
     def ages(self) -> bool:
         """Whether a row's first blocks may have half the bits of the others."""
         return False
@@ -223,7 +228,8 @@ class Format:
         return self.name
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
-        """The tensors this format adds to the layer's state, `dim` being the head dim of its side."""
+        """The tensors this format adds to the layer's state, `dim` being the head dim of its side. One that no row has
+        of its own is a constant of the model, which the layer is given."""
         raise NotImplementedError
 
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:

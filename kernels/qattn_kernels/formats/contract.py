@@ -39,7 +39,7 @@ class JitFormat(NamedTuple):
         values: the same of weights with one block of values; None in a format of keys alone.
         channels: `(C)`: the channels of the rows of what `values` sums.
         ring_scores, ring_values: the two products over the ring, or over sinks, which stand as a ring of theirs would.
-        head_numbers: `(format, heads)`: what `Tensors` has that is not of the state.
+        head_numbers: `(format, heads)`: what `Tensors` has that is not of the state; None for what nobody reads.
         splits_int8: codes enter products of integers whatever `compute`; queries are INT8 pairs then, of both sides.
     """
 

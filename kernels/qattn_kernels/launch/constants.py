@@ -46,6 +46,7 @@ class Sizes(NamedTuple):
             heads need no kernels of their own.
         K_BITS, V_BITS: of a code where all heads have as many. K_CLIP, V_CLIP: sixteenths of half a step by which the
             outer codes of 2 bits lie inside of their range. K_AGED, V_AGED: a row's first blocks have half of that.
+        K_COMPENSATES, V_COMPENSATES: errors of a token's channels make up for one another.
         K_CHANNELS, V_CHANNELS: of a token that share a scale, in formats where not all do, else 0.
         K_GROUP: which tokens' keys share a scale. SMOOTH_K: keys are coded around a mean.
         PARTS: of a packed block, which are interleaved in a tile of scores (`jit/tile_order.py`).
@@ -81,6 +82,8 @@ class Sizes(NamedTuple):
     V_CLIP: int
     K_AGED: bool
     V_AGED: bool
+    K_COMPENSATES: bool
+    V_COMPENSATES: bool
     K_CHANNELS: int
     V_CHANNELS: int
     K_GROUP: str
@@ -171,7 +174,7 @@ def _of_side(side: str, fmt: Format, heads: int, dim: int) -> dict[str, Any]:
     """The constants of a format of keys (`K`) or values (`V`)."""
     core = fmt.core
     found = {"LOW": int(core.low_kind(heads)), "BITS": core.kernel_bits(heads), "CLIP": int(16 * core.kernel_clip())}
-    found |= {"AGED": core.ages, "CHANNELS": fmt.channel_group(dim)}
+    found |= {"AGED": core.ages, "COMPENSATES": core.compensates, "CHANNELS": fmt.channel_group(dim)}
     return {f"{side}_{name}": value for name, value in found.items()}
 
 

@@ -49,27 +49,39 @@ def decode_layout(text: str, batch: int, blocks: int) -> Layout:
 def places(layout: Layout) -> tuple[dict[str, tuple[int, TensorSpec]], int]:
     """Where each state tensor begins, in bytes, with its shape and role, by name; and the bytes of the arena.
 
-    What all rows share comes first, `columns_seen` before all; codes and scales of packed blocks come last.
+    What all rows share comes first, `columns_seen` before all; constants, and codes and scales of packed blocks, last.
     """
     found, end = {}, 0
     for name, tensor in sorted(
-        layer_tensors(*layout).items(), key=lambda item: (item[1].batch_dim is not None, _packed(*item))
+        layer_tensors(*layout).items(), key=lambda item: (_stays(*item), item[1].batch_dim is not None)
     ):
         found[name] = end, tensor
         end += -(-tensor.nbytes() // ALIGNMENT) * ALIGNMENT
     return found, end
 
 
-def _packed(name: str, tensor: TensorSpec) -> bool:
-    """Whether a state tensor holds codes or scales of packed blocks."""
-    return name[:2] in ("k.", "v.") and tensor.block_dim is not None
+def _of_side(name: str) -> bool:
+    """Whether a state tensor is one of a format, of keys or values."""
+    return name[:2] in ("k.", "v.")
+
+
+def _stays(name: str, tensor: TensorSpec) -> bool:
+    """Whether calls never rewrite a state tensor: codes and scales of packed blocks, and constants."""
+    return _of_side(name) and (tensor.block_dim is not None or tensor.batch_dim is None)
+
+
+def constants(layout: Layout) -> dict[str, TensorSpec]:
+    """The state tensors that a layer is given with its model: what a format has, and no row of its own."""
+    found = layer_tensors(*layout).items()
+    return {name: tensor for name, tensor in found if _of_side(name) and tensor.batch_dim is None}
 
 
 @lru_cache(maxsize=1024)
 def rewritten_bytes(layout: Layout) -> int:
     """Bytes at the beginning of the arena that calls rewrite: rings, sinks, lengths, masks. What comes behind them is
-    packed blocks, to which calls only add: put back these bytes, and the calls since then have never been."""
-    return min(begin for name, (begin, tensor) in places(layout)[0].items() if _packed(name, tensor))
+    constants, and packed blocks, to which calls only add: put back these bytes, and the calls since then have never
+    been."""
+    return min(begin for name, (begin, tensor) in places(layout)[0].items() if _stays(name, tensor))
 
 
 def columns_seen(arena: torch.Tensor) -> torch.Tensor:
@@ -78,7 +90,7 @@ def columns_seen(arena: torch.Tensor) -> torch.Tensor:
 
 
 def empty_arena(layout: Layout, device: torch.device) -> torch.Tensor:
-    """uint8 zeros: the state of rows that have seen nothing."""
+    """uint8 zeros: the state of rows that have seen nothing, without constants."""
     with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
         return torch.zeros(places(layout)[1], dtype=torch.uint8, device=device)
 

@@ -28,6 +28,7 @@ class Tensors(NamedTuple):
     codes: Any
     scale: Any
     zero_point: Any
+    compensation: Any
     ring: Any
 
 
@@ -48,6 +49,21 @@ def _encode(x, scale, zero_point, BITS: tl.constexpr):
     zero_point = tl.broadcast_to(zero_point.to(tl.float32), x.shape)
     code = round_even(tl.div_rn(x - zero_point, tl.where(scale == 0.0, 1.0, scale)))
     return tl.clamp(tl.where(scale == 0.0, 0.0, code), 0.0, 2.0**BITS - 1).to(tl.int32)
+
+
+@triton.jit
+def _encode_compensated(S, x, scale, zero_point, h, BITS: tl.constexpr, C: tl.constexpr):
+    """int32 codes of fp32 keys `[BLOCK, DP]`, whose errors make up for one another: `encode_compensated`."""
+    d = tl.arange(0, C.DP)
+    scale, zero_point, share = scale.to(tl.float32), zero_point.to(tl.float32), S.compensation + h * C.D * C.D
+    for i in range(C.D):
+        step, zero = tl.sum(tl.where(d == i, scale, 0.0), 0), tl.sum(tl.where(d == i, zero_point, 0.0), 0)
+        left = tl.sum(tl.where((d == i)[None, :], x, 0.0), 1)  # of one number and zeros
+        code = _encode(left, step, zero, BITS).to(tl.float32)
+        error = tl.minimum(tl.maximum(left - (code * step + zero), -step), step)
+        behind = tl.load(share + i * C.D + d, mask=(d > i) & (d < C.D), other=0.0).to(tl.float32)
+        x = tl.where((d == i)[None, :], code[:, None], x - error[:, None] * behind[None, :])  # codes take their place
+    return x.to(tl.int32)
 
 
 @triton.jit
@@ -86,7 +102,10 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         scale, zero_point = _asymmetric(low, high, C.K_BITS, C.K_CLIP)
         tl.store(S.scale + at * C.D + d, scale, mask=d < C.D)
         tl.store(S.zero_point + at * C.D + d, zero_point, mask=d < C.D)
-        coded = _encode(code, scale[None, :], zero_point[None, :], C.K_BITS)
+        if C.K_COMPENSATES:
+            coded = _encode_compensated(S, code, scale, zero_point, h, C.K_BITS, C)
+        else:
+            coded = _encode(code, scale[None, :], zero_point[None, :], C.K_BITS)
         write_codes(S.codes, coded, at, C.K_BITS, False, False, C)
 
 
@@ -160,4 +179,11 @@ def _dequantize_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: t
     return tl.reshape(x, (C.DP, HALF)).to(tl.float16)
 
 
-JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)
+def absent(fmt: Any, heads: int) -> dict[str, Any]:
+    """What the format's state has not: compensation, where errors are not compensated."""
+    return {} if fmt.compensates else {"compensation": None}
+
+
+JIT = MODEL_RING._replace(
+    Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True, head_numbers=absent
+)

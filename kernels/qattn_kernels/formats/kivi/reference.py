@@ -38,6 +38,31 @@ def encode(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits:
     return torch.where(scale == 0, 0.0, code).clamp(0, 2**bits - 1).to(torch.uint8)
 
 
+def encode_compensated(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits: int, compensation: torch.Tensor
+) -> torch.Tensor:
+    """uint8 codes of fp32 keys whose errors make up for one another: GPTQ's rounding (Frantar et al., arXiv 2210.17323,
+    Algorithm 1) of the channels of a key.
+
+    One channel after another gets its code, and what it errs by is taken off the channels behind it, as much of each as
+    leaves least where queries look. At most a step is passed on: a key outside of the range, such as a sink's, would
+    drive its other channels out of it too.
+
+    Args:
+        x: `[B, H, block, D]`. scale, zero_point: fp16 `[B, H, D]`.
+        compensation: fp16 `[H, D, D]`: how much of the error of channel `i` channel `j > i` makes up for; of GPTQ's
+            Cholesky factor `U` of the inverse second moment of the queries, `U[i, j] / U[i, i]`; zeros elsewhere.
+    """
+    left, code, share = x.clone(), torch.empty_like(x, dtype=torch.uint8), compensation.float()
+    for i in range(x.shape[-1]):
+        step, zero = scale[..., i, None], zero_point[..., i, None]
+        code[..., i] = encode(left[..., i], step, zero, bits)
+        error = left[..., i] - (code[..., i] * step.float() + zero.float())
+        error = error.clamp(-step.float(), step.float())
+        left[..., i + 1 :] -= error[..., None] * share[:, None, i, i + 1 :]
+    return code
+
+
 @dataclass(frozen=True)
 class KiviFormat(OpenFormat):
     """Blocks of asymmetric codes behind a ring in the model's precision.
@@ -47,11 +72,13 @@ class KiviFormat(OpenFormat):
         clip: of codes of 2 bits, see `asymmetric`.
         per_token: statistics of a token over groups of as many channels as a block has tokens, codes `[D, tokens]`;
             else of a channel over the tokens of a block.
+        compensate: of keys by channel: errors of a key's channels make up for one another (`encode_compensated`).
     """
 
     bits: int = 2
     clip: float = 0.0
     per_token: bool = False
+    compensate: bool = False
 
     name = "kivi"
     integer = False
@@ -60,6 +87,10 @@ class KiviFormat(OpenFormat):
         if self.per_token != (side == "v"):
             return "of KIVI's formats the kernels know keys by channel and values by token"
         return None
+
+    @property
+    def compensates(self) -> bool:
+        return self.compensate
 
     def kernel_bits(self, heads: int) -> int:
         return self.bits
@@ -79,17 +110,23 @@ class KiviFormat(OpenFormat):
         b, h, n, tokens = geo.batch, geo.heads, geo.blocks, window.block * self.bits // 8
         codes = (dim, tokens) if self.per_token else (tokens, dim)
         scales = (-(-dim // window.block), window.block) if self.per_token else (dim,)
-        return {
+        tensors = {
             "codes": TensorSpec((b, h, n, *codes), torch.uint8, 0, 2),
             "scale": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
             "zero_point": TensorSpec((b, h, n, *scales), torch.float16, 0, 2),
         }
+        if self.compensate:
+            tensors["compensation"] = TensorSpec((h, dim, dim), torch.float16, batch_dim=None)
+        return tensors
 
     def write(self, state: State, block: Block) -> None:
         x = block.tokens.x.float()
         scale, zero_point = self._by_token(x) if self.per_token else self._by_channel(x, block.keep)
-        scales, zero_points = self._spread(scale, zero_point, x.shape[-1])
-        code = pack(encode(x, scales, zero_points, self.bits), self.bits)
+        if self.compensate:
+            code = encode_compensated(x, scale, zero_point, self.bits, state["compensation"])
+        else:
+            code = encode(x, *self._spread(scale, zero_point, x.shape[-1]), self.bits)
+        code = pack(code, self.bits)
         code = code.transpose(-1, -2) if self.per_token else code
         for name, values in (("codes", code), ("scale", scale), ("zero_point", zero_point)):
             write_rows(state[name], block.index, block.write, values)

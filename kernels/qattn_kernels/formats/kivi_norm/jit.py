@@ -23,6 +23,7 @@ class Tensors(NamedTuple):
     scale: Any
     zero_point: Any
     norm: Any
+    compensation: Any
     ring: Any
 
 

@@ -1,0 +1,88 @@
+"""What errors of keys cost a model, by which their channels make up for one another (`compensate_k`).
+
+GPTQ (Frantar et al., arXiv 2210.17323) rounds a layer's weights by the second moment of its inputs. What cached keys
+meet is queries, whose second moment is the model's own: it is found by one pass of random tokens, so that no text is
+needed, at positions over all that the model knows, since keys and queries are read after the rotary embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from qattn_hf.decoder import decoder_of
+from qattn_hf.device import device_of
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.layer_kinds import ModelLayerSpec, window_of
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
+from qattn_kernels.ops.rotate.reference import rotate
+
+TOKENS = 2048  # of the pass: several times as many queries as a head has channels
+FARTHEST = 32768  # position up to which these are spread
+DAMP = 0.1  # share of the mean of a moment's diagonal that is added to it, as in GPTQ
+SEED = 0  # of the tokens: a model has one moment
+
+
+def constants(model: PreTrainedModel, specs: Sequence[LayerSpec | ModelLayerSpec]) -> list[State]:
+    """Of each layer the state tensors that no call writes, by name, on its device; none where errors are not
+    compensated, and then nothing runs.
+
+    Args:
+        model: not patched; it runs once.
+
+    Raises:
+        UnsupportedError: a model whose queries cannot be observed.
+        QAttnError: the model is patched.
+    """
+    wanted = {i: spec for i, spec in enumerate(specs) if isinstance(spec, LayerSpec) and spec.k.core.compensates}
+    found = second_moments(model, wanted) if wanted else {}
+    if missing := wanted.keys() - found.keys():
+        raise UnsupportedError(
+            f"compensate_k: layer {min(missing)} gets no queries of its own in a pass of this model; leave it out"
+        )
+    return [{"k.compensation": shares(found[i])} if i in wanted else {} for i in range(len(specs))]
+
+
+def second_moments(model: PreTrainedModel, wanted: dict[int, LayerSpec]) -> dict[int, torch.Tensor]:
+    """fp32 `[Hkv, D, D]` of these layers: the mean product of each two channels of the queries that meet a KV head,
+    rotated as its keys are."""
+    found: dict[int, torch.Tensor] = {}
+
+    def observe(call: Call) -> None:
+        if (spec := wanted.get(call.layer)) is not None:
+            query = call.query if spec.compute.rotate == "none" else rotate(call.query)
+            of_head = query[0].float().unflatten(0, (call.keys.shape[1], -1)).flatten(1, 2)
+            found[call.layer] = of_head.mT @ of_head / of_head.shape[1]
+
+    windows = [i for i, spec in wanted.items() if window_of(spec) is not None]
+    with torch.no_grad(), observed(model, observe, windows):
+        decoder_of(model)(**probe(model), use_cache=False)
+    return found
+
+
+def probe(model: PreTrainedModel) -> dict[str, Any]:
+    """Arguments of the pass: random tokens, at positions with equal gaps."""
+    text: Any = model.config.get_text_config(decoder=True)
+    positions = min(getattr(text, "max_position_embeddings", None) or TOKENS, FARTHEST)
+    tokens = min(TOKENS, positions)
+    ids = torch.randint(text.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(SEED))
+    at = torch.arange(tokens)[None] * (positions // tokens)
+    # with a mask, since without one transformers takes gaps for the ends of texts in one row
+    inputs = {"input_ids": ids, "position_ids": at, "attention_mask": torch.ones_like(ids)}
+    return {name: tensor.to(device_of(model)) for name, tensor in inputs.items()}
+
+
+def shares(moment: torch.Tensor) -> torch.Tensor:
+    """fp16 `[Hkv, D, D]` from a second moment `[Hkv, D, D]`: `compensation` of
+    `formats.kivi.reference.encode_compensated`."""
+    moment = moment.double()
+    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    eye = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
+    damped = moment + (DAMP * mean + torch.finfo(torch.float32).tiny) * eye  # of queries of zeros, too
+    upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
+    return (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1).half()
