@@ -81,9 +81,14 @@ def clipping_table(results: Path) -> str:
 
 
 def compensation_table(results: Path) -> str:
-    """KL of keys alone by what is added to the diagonal of `H`; without error compensation in the first column."""
-    header = {"model": "model", "bits": "bits", "tokens left out": "pool"}
-    return _by_kind(results, "compensation", header, "rounding")
+    """Errors of scores that compensation leaves, a column for the positions over which its pass looked."""
+    rows = [row for result in load(results, "compensation") for row in result["rows"]]
+    kinds = sorted({row["positions"] for row in rows})
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        lines.setdefault((row["model"], str(row["bits"]), row["queries"]), []).append(f"{row['left']:.2f}")
+    header = ["model", "bits", "queries", *(f"{n:,} positions" for n in kinds)]
+    return markdown(header, [[*line, *found] for line, found in lines.items()]) if rows else "Not measured yet."
 
 
 def _by_kind(results: Path, record: str, header: dict[str, str], kind: str) -> str:

@@ -12,6 +12,7 @@ from qattn_hf.bench.tables import best_stock, by_point, ways
 Row = dict[str, Any]
 GIB = 2**30
 NOT_MEASURED = "Not measured yet."
+COMPENSATED = ",compensate_k=true"
 # By settings: the recipe that they are, and what it is compared with
 PARENTS = {
     "sinkq:rotate_k=hadamard,clip=0.75": ("low2", "sinkq"),
@@ -111,9 +112,28 @@ def recipes_speed_table(results: Path) -> str:
     return markdown(header, lines) if lines else NOT_MEASURED
 
 
-def beams_table(results: Path) -> str:
+def compensation_speed_table(results: Path) -> str:
+    """What compensation of errors of keys adds to a decode step and to a prompt of a layer."""
+    rows = [row for result in load(results, "speed-compensation") for row in result["rows"]]
+    rows = [row | {"length": row.get("context", row.get("tokens"))} for row in rows]
+    times = {
+        key: sum(row["ms"] for row in here) / len(here)
+        for key, here in by_point(rows, "way", "bench", "batch", "length").items()
+    }
+    lines = []
+    for (way, bench, batch, length), ms in times.items():
+        without = way.removesuffix(COMPENSATED)
+        before = times.get((without, bench, batch, length))
+        if before and without != way:
+            figures = [f"{batch} x {length}", f"{before:.4f}", f"{ms:.4f}", f"{ms / before - 1:+.0%}"]
+            lines.append([f"`{without}`", bench, *figures])
+    header = ["method", "what", "B x tokens", "ms", "with `compensate_k`, ms", "longer"]
+    return markdown(header, lines) if lines else NOT_MEASURED
+
+
+def beams_table(results: Path, record: str = "speed-beams") -> str:
     """Milliseconds of answers by beam search and assisted generation, and how many times faster than stock that is."""
-    rows = [row for result in load(results, "speed-beams") for row in result["rows"]]
+    rows = [row for result in load(results, record) for row in result["rows"]]
     names, lines = list(dict.fromkeys(row["way"] for row in rows)), []
     for (layers, what), here in by_point(rows, "layers", "what").items():
         times = {row["way"]: row["ms"] for row in here}

@@ -40,6 +40,7 @@ from recorded import Result, conditions, load, markdown
 from speed_tables import (
     append_table,
     beams_table,
+    compensation_speed_table,
     heads_table,
     long_prompts_table,
     plan_table,
@@ -157,6 +158,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "recipes-speed": recipes_speed_table,
     "append-speed": append_table,
     "beams": beams_table,
+    "crop-speed": partial(beams_table, record="speed-crop"),
+    "compensation-speed": compensation_speed_table,
     "long-prompts": long_prompts_table,
     "sparse-v": sparse_v_table,
     "plan-check": plan_table,

@@ -20,8 +20,8 @@ from qattn_hf.fidelity.inspection import inspect
 from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tune import Budget, tune
 from qattn_hf.latent import latent_modules, up_projections
-from qattn_hf.selection import attending
 from qattn_hf.recipe import find_recipes
+from qattn_hf.selection import attending
 from qattn_kernels.layer.scores import Scores
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -23,8 +23,8 @@ from qattn_hf.cli import main
 from qattn_hf.layer_kinds import WindowLayerSpec
 from qattn_hf.live_memory import LiveMemory
 from qattn_hf.methods import get_method
-from qattn_hf.selection import attending
 from qattn_hf.plan import ROUNDING, Planner, _largest, _last
+from qattn_hf.selection import attending
 from qattn_hf.spelling import split_method
 from qattn_hf.window_layer import WindowLayer
 from qattn_kernels.launch.launches import recorded
