@@ -68,7 +68,8 @@ def second_moments(model: PreTrainedModel, wanted: dict[int, LayerSpec]) -> dict
 def probe(model: PreTrainedModel) -> dict[str, Any]:
     """Arguments of the pass: random tokens, at positions with equal gaps."""
     text: Any = model.config.get_text_config(decoder=True)
-    positions = min(getattr(text, "max_position_embeddings", None) or TOKENS, FARTHEST)
+    known = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    positions = min(next(filter(None, known), TOKENS), FARTHEST)
     tokens = min(TOKENS, positions)
     ids = torch.randint(text.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(SEED))
     at = torch.arange(tokens)[None] * (positions // tokens)

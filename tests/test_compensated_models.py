@@ -109,11 +109,11 @@ def test_a_saved_prefix_goes_on_and_is_emptied_with_its_shares(tmp_path: Path):
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("model_type", [name for name in PACKED if name != "deepseek_v3"])
+@pytest.mark.parametrize("model_type", [*(name for name in PACKED if name != "deepseek_v3"), "whisper"])
 def test_layers_of_every_kind_have_shares(model_type: str):
-    """Windows, layers beside an SSM, and those that others read, too."""
+    """Windows, layers beside an SSM, those that others read, and positions that are learned."""
     model = patch(tiny(model_type), **METHOD, sliding="packed")
-    cache = model.generate(random_ids(1, 70), **GREEDY, return_dict_in_generate=True).past_key_values
+    cache = model(random_ids(1, 70)).past_key_values
     assert cache.packed and all(x.any() for x in held(cache))
 
 
