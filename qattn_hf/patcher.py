@@ -38,7 +38,8 @@ def patch(
     the first; `unpatch` restores the model.
 
     Args:
-        model: a decoder of transformers, on the device where it will run. It must be in eval mode when it runs.
+        model: a decoder of transformers, on the device where it will run. It must be in eval mode when it runs. With
+            `compensate_k` it runs here, once, over 2,048 random tokens.
         method: a method's name (`list_methods()`) or a recipe's, with settings or without: `turbo_sink`, `turbo:bits=2`
             (see `qattn_hf.spelling`).
         recipe: a YAML file, the name of a recipe of this package, a folder or a hub repository with `qattn.yaml`, or a
