@@ -23,6 +23,7 @@ from qattn_hf.supported_models import check_full, check_model, check_parts, chec
 from qattn_hf.tensor_parallel import shard_of
 from qattn_hf.window import narrowest
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -70,9 +71,7 @@ def patch(
     beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
     patched = Patched(chosen, specs, beside, device_type, [], *decode, narrowest(text), sizes)
     name = patched.register()
-    if hasattr(model, "_qattn"):
-        unpatch(model)
-    patched.constants = compensation.constants(model, specs)
+    patched.constants = _unpatched_constants(model, specs)
     own_config(model)
     before = patched.attn_implementations = selected(model)
     try:
@@ -89,6 +88,19 @@ def patch(
         where = "unquantized" if patched.packed else "the model's own"
         warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=2)
     return model
+
+
+def _unpatched_constants(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[State]:
+    """`compensation.constants` of a model whose earlier patch is undone for them, and made anew if there are none."""
+    earlier = model._qattn.recipe if hasattr(model, "_qattn") else None
+    if earlier is not None:
+        unpatch(model)
+    try:
+        return compensation.constants(model, specs)
+    except Exception:  # whatever it is, the model must be as it was; it is raised again
+        if earlier is not None:
+            patch(model, recipe=earlier)
+        raise
 
 
 def _note_unused(model: PreTrainedModel) -> None:

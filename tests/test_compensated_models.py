@@ -12,7 +12,7 @@ from helpers import random_ids, tiny_llama
 from small_types import PACKED, tiny
 from transformers import PreTrainedModel
 
-from qattn_hf import QAttnCache, QAttnError, RecipeError, compensation, patch, release, unpatch
+from qattn_hf import QAttnCache, QAttnError, RecipeError, UnsupportedError, compensation, patch, release, unpatch
 from qattn_hf.compare import find_recipes, read_as
 from qattn_hf.recipe import find_recipe
 from qattn_hf.tune import Budget, tune
@@ -128,12 +128,18 @@ def test_the_codes_are_those_of_the_shares():
     assert not torch.equal(codes[0], codes[1]) and not torch.equal(codes[0], codes[2])
 
 
-def test_what_cannot_be_compensated_is_refused():
+def test_what_cannot_be_compensated_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """And an earlier patch stays."""
     with pytest.raises(RecipeError, match="make up for one another"):
         patch(tiny("deepseek_v3"), **METHOD)
     patched = patch(model_of(), "turbo")
     with pytest.raises(QAttnError, match="unpatch"):
         QAttnCache.for_model(patched, **METHOD)
+    before = patched(random_ids(1, 70)).logits
+    monkeypatch.setattr(compensation, "second_moments", lambda *args: {})
+    with pytest.raises(UnsupportedError, match="layer 0 gets no queries"):
+        patch(patched, **METHOD)
+    assert patched._qattn.recipe.method == "turbo" and torch.equal(patched(random_ids(1, 70)).logits, before)
     model = model_of()
     candidates = find_recipes(["kivi:compensate_k=true", "int8"])
     reading = read_as(random_ids(1, 60), batch=1)

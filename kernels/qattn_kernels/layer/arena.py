@@ -60,20 +60,9 @@ def places(layout: Layout) -> tuple[dict[str, tuple[int, TensorSpec]], int]:
     return found, end
 
 
-def _of_side(name: str) -> bool:
-    """Whether a state tensor is one of a format, of keys or values."""
-    return name[:2] in ("k.", "v.")
-
-
 def _stays(name: str, tensor: TensorSpec) -> bool:
     """Whether calls never rewrite a state tensor: codes and scales of packed blocks, and constants."""
-    return _of_side(name) and (tensor.block_dim is not None or tensor.batch_dim is None)
-
-
-def constants(layout: Layout) -> dict[str, TensorSpec]:
-    """The state tensors that a layer is given with its model: what a format has, and no row of its own."""
-    found = layer_tensors(*layout).items()
-    return {name: tensor for name, tensor in found if _of_side(name) and tensor.batch_dim is None}
+    return name[:2] in ("k.", "v.") and (tensor.block_dim is not None or tensor.batch_dim is None)
 
 
 @lru_cache(maxsize=1024)
