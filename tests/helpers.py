@@ -12,6 +12,8 @@ from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.skip_counts import SkipCounts
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
 
 COUNTERS = ("nonfinite", *(f"v_{name}" for name in SkipCounts._fields))  # of events: roll-backs do not undo them
 Case = tuple[str, dict[str, Any]]
@@ -47,13 +49,19 @@ def random_ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
+def shares_of(spec: LayerSpec, heads: int = 2, dim: int = 32) -> State:
+    """What a layer without a model has in place of its model's shares of errors: random ones."""
+    if not spec.k.core.compensates:
+        return {}
+    some = torch.randn(heads, dim, dim, generator=torch.Generator().manual_seed(7)) / dim**0.5
+    return {"k.compensation": some.triu(1).half()}
+
+
 class GivenLayer(QAttnLayer):
-    """A layer whose errors of keys are compensated, by random shares: it has no model."""
+    """A layer whose constants are those of `shares_of`."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        heads, dim = key_states.shape[1], key_states.shape[3]
-        some = torch.randn(heads, dim, dim, generator=torch.Generator().manual_seed(7)) / dim**0.5
-        self.constants = {"k.compensation": some.triu(1).half()}
+        self.constants = shares_of(self.spec, key_states.shape[1], key_states.shape[3])
         super().lazy_initialization(key_states, value_states)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FIXED, Case, case_id, cases, feed, make_layer, random_qkv
+from helpers import FIXED, Case, case_id, cases, feed, make_layer, random_qkv, shares_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +35,9 @@ WITHOUT_SINKS = [
 def windowed(case: Case, window: int, max_cache_len: int | None = None) -> WindowLayer:
     """Of chunks of `-window` tokens, where that is what `window` is."""
     spec = get_method(case[0])(**case[1]).last_layer_spec(2)
-    return WindowLayer(WindowLayerSpec(**vars(spec), sliding_window=abs(window), chunked=window < 0), max_cache_len)
+    layer = WindowLayer(WindowLayerSpec(**vars(spec), sliding_window=abs(window), chunked=window < 0), max_cache_len)
+    layer.constants = shares_of(spec)
+    return layer
 
 
 def call(layer: QAttnLayer, qkv: Any, start: int, end: int, window: int, padding: int = 0) -> torch.Tensor:
