@@ -42,6 +42,16 @@ def check_cache(cache: Any, layers: int) -> None:
         )
 
 
+def check_given(cache: QAttnCache) -> None:
+    """Refuse an empty cache in which errors of keys would silently not be compensated.
+
+    Raises:
+        UnsupportedError: it was not made for a model, whose queries say how (`compensation.constants`).
+    """
+    if any(layer.spec.k.core.compensates and layer.constants is None for layer in cache.packed):
+        raise UnsupportedError("compensate_k: this cache was made without a model: pass QAttnCache.for_model(model)")
+
+
 def prepare_cache(
     model: PreTrainedModel,
     generation_config: GenerationConfig,

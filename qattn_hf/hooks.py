@@ -23,7 +23,14 @@ from qattn_hf.continuous.manager import init_continuous_batching
 from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.generation import check_cache, compiled_call, generate_masks, prepare_cache, prepare_stock_cache
+from qattn_hf.generation import (
+    check_cache,
+    check_given,
+    compiled_call,
+    generate_masks,
+    prepare_cache,
+    prepare_stock_cache,
+)
 from qattn_hf.patched import BoundMethod, Patched, patch_of
 from qattn_hf.recipe_files import RECIPE_FILE
 from qattn_hf.window import check_call, check_compiled, check_reach
@@ -87,6 +94,7 @@ def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: boo
     _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
     patched.pool.allocate(cache.reserve, tokens)
     if rows and not cache.allocated:
+        check_given(cache)
         patched.allocate(cache, rows, module.dtype, device_of(module))
     check_call(patched.window, cache, tokens)
     if not within and not compiled:

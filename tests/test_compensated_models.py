@@ -132,6 +132,9 @@ def test_what_cannot_be_compensated_is_refused(monkeypatch: pytest.MonkeyPatch):
     """And an earlier patch stays."""
     with pytest.raises(RecipeError, match="make up for one another"):
         patch(tiny("deepseek_v3"), **METHOD)
+    bare = patch(model_of(), **METHOD)
+    with pytest.raises(UnsupportedError, match="made without a model"):
+        bare(random_ids(1, 5), past_key_values=QAttnCache(bare._qattn.specs, bare._qattn.recipe))
     patched = patch(model_of(), "turbo")
     with pytest.raises(QAttnError, match="unpatch"):
         QAttnCache.for_model(patched, **METHOD)
