@@ -2,7 +2,7 @@
 
     git worktree add ../before COMMIT
     python eval/record.py speed-before-after -- python eval/compare_trees.py ../before
-    python eval/compare_trees.py ../before --bench decode --methods turbo,int8      # a part of it
+    python eval/compare_trees.py ../before --bench decode --methods turbo,int8 --points 1x512,64x512    # a part of it
 
 The other checkout is measured first, and its first method once more at the end, to show whether the machine changed
 meanwhile. All kernels are compiled, in parallel, before anything is timed. Prints one JSON row for each measurement:
@@ -27,7 +27,10 @@ from qattn_hf.methods import measured_settings
 from qattn_hf.spelling import split_method, split_methods
 
 ROOT = Path(__file__).resolve().parent.parent
-DECODE_POINTS = [(16, 32768), (64, 4096), (16, 4096), (1, 32768), (1, 131072)]
+POINTS = {
+    "decode": "16x32768,64x4096,16x4096,1x32768,1x131072",
+    "prefill": "16x1024,4x4096,1x16384,1x32768",
+}
 METHODS = {bench: measured_settings(bench) + measured_settings(f"trees-{bench}") for bench in ("decode", "prefill")}
 # Runs with either checkout on the path, so it uses only names that both have: before and after modules were renamed.
 WORKER = """
@@ -59,22 +62,20 @@ for way, method, settings in job["methods"]:
 """
 
 
-def points(bench: str, quick: bool) -> list[tuple[int, int]]:
-    """Batch and context length, or prompt length, of each point of a bench."""
-    if quick:
-        return [(1, 96)]
-    return DECODE_POINTS if bench == "decode" else [(16, 1024), (4, 4096), (1, 16384), (1, 32768)]
-
-
-def measured(tree: Path, bench: str, methods: list[str], quick: bool, warm: bool = False) -> Iterator[dict[str, Any]]:
+def measured(
+    tree: Path, bench: str, methods: list[str], points: list[tuple[int, ...]], warm: bool = False
+) -> Iterator[dict[str, Any]]:
     """Rows of one bench, measured in a process with one checkout on its path.
+
+    Args:
+        points: rows and context length, or prompt length, of each.
 
     Raises:
         RuntimeError: if that process fails.
     """
     path = os.pathsep.join([str(tree), str(tree / "kernels"), os.environ.get("PYTHONPATH", "")])
     spelled = [(text, *split_method(text)) for text in methods]
-    job = {"bench": bench, "methods": spelled, "points": points(bench, quick), "warm": warm}
+    job = {"bench": bench, "methods": spelled, "points": points, "warm": warm}
     command = [sys.executable, "-c", WORKER, json.dumps(job)]
     with subprocess.Popen(command, cwd=tree, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -89,20 +90,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("--bench", choices=METHODS, help="only this bench; both by default")
     parser.add_argument("--methods", help="methods with settings, commas between; by default those of each bench")
-    parser.add_argument("--quick", action="store_true", help="one small point")
+    parser.add_argument("--points", help="rows x tokens, as 1x512,64x512; by default those of each bench")
     options = parser.parse_args(arguments)
     other, named = options.other.resolve(), split_methods([options.methods]) if options.methods else None
     if unknown := {split_method(text)[0] for text in named or ()} - set(list_methods()):
         parser.error(f"--methods {', '.join(sorted(unknown))}: there are {', '.join(list_methods())}")
     benches = {name: list(named or methods) for name, methods in METHODS.items() if options.bench in (None, name)}
+    points = {
+        name: [tuple(map(int, point.split("x"))) for point in (options.points or POINTS[name]).split(",")]
+        for name in benches
+    }
     jobs = [(tree, bench, [name]) for tree in (other, ROOT) for bench, names in benches.items() for name in names]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for rows in [pool.submit(list, measured(*job, options.quick, warm=True)) for job in jobs]:
+        for rows in [pool.submit(list, measured(*job, points[job[1]], warm=True)) for job in jobs]:
             rows.result()
     times: dict[tuple[Any, ...], dict[int, float]] = {}
     for number, (tree, name) in enumerate(((other, "before"), (ROOT, "after"), (other, "before"))):
         for bench, methods in benches.items():
-            for row in measured(tree, bench, methods[:1] if number == 2 else methods, options.quick):
+            for row in measured(tree, bench, methods[:1] if number == 2 else methods, points[bench]):
                 print(json.dumps({**row, "tree": name, "pass": number}), flush=True)
                 place = (bench, row["way"], row["batch"], row.get("context") or row.get("tokens"))
                 times.setdefault(place, {})[number] = row.get("ms", float("nan"))

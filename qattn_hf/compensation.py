@@ -18,6 +18,7 @@ from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.layer_kinds import ModelLayerSpec, window_of
+from qattn_kernels.formats.kivi.reference import GROUP
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 from qattn_kernels.ops.rotate.reference import rotate
@@ -81,9 +82,13 @@ def probe(model: PreTrainedModel) -> dict[str, Any]:
 def shares(moment: torch.Tensor) -> torch.Tensor:
     """fp16 `[Hkv, D, D]` from a second moment `[Hkv, D, D]`: `compensation` of
     `formats.kivi.reference.encode_compensated`."""
-    moment = moment.double()
+    moment, dim = moment.double(), moment.shape[-1]
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    eye = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
-    damped = moment + (DAMP * mean + torch.finfo(torch.float32).tiny) * eye  # of queries of zeros, too
-    upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
-    return (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1).half()
+    damp = DAMP * mean + torch.finfo(torch.float32).tiny  # also of queries of zeros
+    damped = moment + damp * torch.eye(dim, dtype=moment.dtype, device=moment.device)
+    upper, found = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True), torch.zeros_like(moment)
+    for at in range(0, dim - GROUP, GROUP):
+        group, behind = slice(at, at + GROUP), slice(at + GROUP, dim)
+        share = torch.linalg.solve_triangular(upper[:, group, group], upper[:, group, behind], upper=True)
+        found[:, behind, group] = share.mT
+    return found.half()

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qattn_hf import list_methods
+from qattn_hf.compensation import shares
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
@@ -53,8 +54,8 @@ def shares_of(spec: LayerSpec, heads: int = 2, dim: int = 32) -> State:
     """What a layer without a model has in place of its model's shares of errors: random ones."""
     if not spec.k.core.compensates:
         return {}
-    some = torch.randn(heads, dim, dim, generator=torch.Generator().manual_seed(7)) / dim**0.5
-    return {"k.compensation": some.triu(1).half()}
+    some = torch.randn(heads, 2 * dim, dim, generator=torch.Generator().manual_seed(7))
+    return {"k.compensation": shares(some.mT @ some)}
 
 
 class GivenLayer(QAttnLayer):

@@ -16,13 +16,17 @@ def test_two_checkouts_are_measured_in_turn(
     """The other first and last, when each method of each was compiled; a method that it lacks in this one alone."""
     asked: list[tuple[Path, list[str], bool]] = []
 
-    def measured(tree: Path, bench: str, methods: list[str], quick: bool, warm: bool = False) -> list[dict[str, Any]]:
+    def measured(
+        tree: Path, bench: str, methods: list[str], points: list[Any], warm: bool = False
+    ) -> list[dict[str, Any]]:
         asked.append((tree, methods, warm))
         known = [way for way in methods if tree == compare_trees.ROOT or way != "int8"]
         return [{"bench": bench, "way": way, "batch": 1, "tokens": 96, "ms": float(len(asked))} for way in known]
 
     monkeypatch.setattr(compare_trees, "measured", measured)
-    compare_trees.main([str(tmp_path), "--quick", "--bench", "prefill", "--methods", "turbo:k_bits=4,v_bits=2,int8"])
+    compare_trees.main(
+        [str(tmp_path), "--points", "1x96", "--bench", "prefill", "--methods", "turbo:k_bits=4,v_bits=2,int8"]
+    )
     both, here = ["turbo:k_bits=4,v_bits=2", "int8"], compare_trees.ROOT
     compiled = [(tree, [way], True) for tree in (tmp_path, here) for way in both]
     assert sorted(asked[:4], key=str) == sorted(compiled, key=str)
@@ -44,11 +48,11 @@ def test_two_checkouts_are_measured_in_turn(
 def test_a_checkout_is_measured_in_a_process_that_imports_it(bench: str, method: str):
     """A method that the checkout does not have is left out."""
     missing = method.replace(method.partition(":")[0], "nonesuch")
-    [row] = compare_trees.measured(compare_trees.ROOT, bench, [missing, method], True)
+    [row] = compare_trees.measured(compare_trees.ROOT, bench, [missing, method], [(1, 96)])
     assert row["bench"] == bench and row["way"] == method and row["ms"] > 0
 
 
 def test_a_method_that_neither_has_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        compare_trees.main([str(tmp_path), "--quick", "--methods", "turbo,nonesuch:bits=2"])
+        compare_trees.main([str(tmp_path), "--points", "1x96", "--methods", "turbo,nonesuch:bits=2"])
     assert "--methods nonesuch: there are " in capsys.readouterr().err

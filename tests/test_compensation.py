@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from test_eval_scripts import script
 
@@ -12,10 +13,11 @@ compensation = script("compensation")
 
 def test_less_is_left_of_errors_where_queries_go_together():
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 256, 16, generator=generator)
-    mixed = torch.randn(2, 16, 16, generator=generator) * torch.tensor([8.0, 4.0, 2.0] + [0.5] * 13)[:, None]
-    queries = torch.randn(2, 500, 16, generator=generator) @ mixed
-    of_these, of_others = shares(queries.mT @ queries), shares(torch.eye(16).expand(2, -1, -1))
+    keys = torch.randn(2, 256, 64, generator=generator)
+    mixed = torch.randn(2, 64, 64, generator=generator) * torch.tensor([8.0, 4.0, 2.0] + [0.5] * 61)[:, None]
+    queries = torch.randn(2, 500, 64, generator=generator) @ mixed
+    of_these, of_others = shares(queries.mT @ queries), shares(torch.eye(64).expand(2, -1, -1))
     for bits in (2, 3):
         assert compensation.left_of(keys, queries, of_these, bits) < 0.6
-        assert compensation.left_of(keys, queries, of_others, bits) == 1
+        # but for numbers near to the middle of two codes, since compensation has them in fp16
+        assert compensation.left_of(keys, queries, of_others, bits) == pytest.approx(1, abs=0.03)

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from qattn_hf.compensation import shares
-from qattn_kernels.formats.kivi.reference import asymmetric, encode, encode_compensated
+from qattn_kernels.formats.kivi.reference import GROUP, asymmetric, encode, encode_compensated
 
 
-def one(x: list[float], share: float) -> list[int]:
-    """Codes of a key of two channels with steps of 1 from 0, of which the second makes up for `share` of the first's
-    error."""
-    scale, zero_point = torch.ones(1, 1, 2).half(), torch.zeros(1, 1, 2).half()
-    compensation = torch.tensor([[[0.0, share], [0.0, 0.0]]]).half()
-    return encode_compensated(torch.tensor([[[x]]]), scale, zero_point, 2, compensation)[0, 0, 0].tolist()
+def one(x: list[float], share: float, step: float = 1.0) -> list[int]:
+    """Codes of two channels of a key, the last ones of two groups: of a step of 1 and of `step`, both from 0, of which
+    the second makes up for `share` of the first's error."""
+    keys, scale, compensation = torch.zeros(1, 1, 1, 16), torch.ones(1, 1, 16).half(), torch.zeros(1, 16, 16)
+    keys[..., 7::8], scale[..., 15], compensation[0, 15, 7] = torch.tensor(x), step, share
+    codes = encode_compensated(keys, scale, torch.zeros(1, 1, 16).half(), 2, compensation.half())[0, 0, 0].tolist()
+    assert codes[:7] == codes[8:15] == [0] * 7
+    return codes[7::8]
 
 
 def test_an_error_is_taken_off_the_channels_behind_it_by_hand():
@@ -23,12 +25,22 @@ def test_an_error_is_taken_off_the_channels_behind_it_by_hand():
     assert one([0.4, 1.6], -0.5) == [0, 2] and one([0.4, 1.4], -0.5) == [0, 2]
 
 
+def test_shares_are_of_numbers_not_of_steps():
+    """Of an error of 3/8 half is taken off 3 3/16, with a step of 2: 3 are left, 1.5 steps, and 2 is the even code. Of
+    one of 13/32 they are just less."""
+    assert one([3 / 8, 3 + 3 / 16], 0.5, step=2.0) == [0, 2] and one([13 / 32, 3 + 3 / 16], 0.5, step=2.0) == [0, 1]
+
+
+def test_channels_without_a_step_neither_give_nor_take():
+    assert one([0.4, 1.6], 0.5, step=0.0) == [0, 0]
+
+
 def test_of_an_error_beyond_a_step_one_step_is_passed_on():
     """5 is read as 3; 2 steps would leave nothing of the other channel."""
     assert one([5.0, 1.6], 0.9) == [3, 1] and one([-4.0, 1.6], 0.9) == [0, 2]
 
 
-def correlated(dim: int = 16) -> torch.Tensor:
+def correlated(dim: int = 64) -> torch.Tensor:
     """Queries of two heads whose channels go together, most of them in three directions: `[2, 500, dim]`."""
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(2, dim, dim, generator=generator)
@@ -38,7 +50,7 @@ def correlated(dim: int = 16) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_errors_are_smaller_where_queries_multiply_them_and_larger_elsewhere(bits: int):
-    keys = torch.randn(3, 2, 128, 16, generator=torch.Generator().manual_seed(1))
+    keys = torch.randn(3, 2, 128, 64, generator=torch.Generator().manual_seed(1))
     queries = correlated()
     scale, zero_point = asymmetric(keys.amin(-2), keys.amax(-2), bits)
     codes = (
@@ -56,11 +68,15 @@ def test_without_correlations_nothing_is_compensated():
     assert not shares(torch.eye(8)[None]).any() and not shares(torch.zeros(1, 8, 8)).any()
 
 
-def test_a_share_is_what_makes_up_for_most_of_an_error():
-    """GPTQ's `U[i, j] / U[i, i]`: to what the first channel lost, the least squares of the others."""
-    queries = correlated().double()
+@pytest.mark.parametrize("dim", [8, 20, 64])  # one group; two and the half of one; eight
+def test_a_share_is_what_makes_up_for_most_of_an_error(dim: int):
+    """To what the channels of a group lost, the least squares of all in the groups behind it."""
+    queries = correlated(dim).double()
     moment = queries.mT @ queries
-    moment += 0.1 * moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(16).double()  # as in GPTQ
-    best = -torch.linalg.solve(moment[:, 1:, 1:], moment[:, 1:, :1])[..., 0]
-    found = shares(queries.mT @ queries)[:, 0, 1:]
-    torch.testing.assert_close(found.double(), best, atol=1e-3, rtol=2e-3)  # in fp16
+    moment += 0.1 * moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(dim).double()  # as in GPTQ
+    found, group = shares(queries.mT @ queries).double(), torch.arange(dim) // GROUP
+    for i in range(max(group) + 1):
+        mine, behind = group == i, group > i
+        best = -torch.linalg.solve(moment[:, behind][..., behind], moment[:, behind][..., mine])
+        torch.testing.assert_close(found[:, behind][..., mine], best, atol=1e-3, rtol=2e-3)  # in fp16
+        assert not found[:, ~behind][..., mine].any()

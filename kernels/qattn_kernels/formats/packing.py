@@ -41,28 +41,30 @@ def _shuffle(x, VALUES: tl.constexpr):
 
 
 @triton.jit
-def _write_plane(codes, code, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, SHUFFLED: tl.constexpr,
-                 VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
+                 SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     PARTS: tl.constexpr = 8 // BITS
-    parts = tl.reshape(code, (PARTS, C.BLOCK // PARTS, C.DP)) << (tl.arange(0, PARTS) * BITS)[:, None, None]
+    parts = tl.reshape(code, (PARTS, C.BLOCK // PARTS, code.shape[1])) << (tl.arange(0, PARTS) * BITS)[:, None, None]
     packed = tl.sum(parts, 0).to(tl.uint8)  # the parts share no bit, so their sum is their union
     if SHUFFLED:
         packed = _shuffle(packed, VALUES)
-    d = tl.arange(0, C.DP)
     address = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, VALUES, C)
     tl.store(address, packed.to(codes.dtype.element_ty, bitcast=True), mask=(d < C.D)[None, :])
 
 
 @triton.jit
-def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """int32 codes `[BLOCK, DP]` of block `at`, packed: `[bytes, D]` of keys, `[D, bytes]` of values. 3 bits are the
-    lower two and, behind those, the highest. `SHUFFLED`: halves of bytes in the order of `CodebookFormat.shuffle`."""
+def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr,
+                first=0):  # fmt: skip
+    """int32 codes `[BLOCK, n]` of block `at`, of all channels or of `n` from `first` on, packed: `[bytes, D]` of keys,
+    `[D, bytes]` of values. 3 bits are the lower two and, behind those, the highest. `SHUFFLED`: halves of bytes in the
+    order of `CodebookFormat.shuffle`."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    d = first + tl.arange(0, code.shape[1])
     if BITS == 3:
-        _write_plane(codes, code & 3, at, 2, 0, ROWS, SHUFFLED, VALUES, C)
-        _write_plane(codes, code >> 2, at, 1, C.BLOCK // 4, ROWS, SHUFFLED, VALUES, C)
+        _write_plane(codes, code & 3, at, d, 2, 0, ROWS, SHUFFLED, VALUES, C)
+        _write_plane(codes, code >> 2, at, d, 1, C.BLOCK // 4, ROWS, SHUFFLED, VALUES, C)
     else:
-        _write_plane(codes, code & (2**BITS - 1), at, BITS, 0, ROWS, SHUFFLED, VALUES, C)
+        _write_plane(codes, code & (2**BITS - 1), at, d, BITS, 0, ROWS, SHUFFLED, VALUES, C)
 
 
 @triton.jit

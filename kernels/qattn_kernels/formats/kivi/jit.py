@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.kivi import reference
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.jit.math import TINY, round_even
@@ -20,6 +21,10 @@ from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_int8
 from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order, unstack
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
+# of compensation, see there
+GROUP = tl.constexpr(reference.GROUP)
+STEP_PARTS, LARGEST_LEFT = tl.constexpr(reference.STEP_PARTS), tl.constexpr(reference.LARGEST_LEFT)
+SHARE_PARTS, LARGEST_SHARE = tl.constexpr(reference.SHARE_PARTS), tl.constexpr(reference.LARGEST_SHARE)
 
 
 class Tensors(NamedTuple):
@@ -52,18 +57,31 @@ def _encode(x, scale, zero_point, BITS: tl.constexpr):
 
 
 @triton.jit
-def _encode_compensated(S, x, scale, zero_point, h, BITS: tl.constexpr, C: tl.constexpr):
-    """int32 codes of fp32 keys `[BLOCK, DP]`, whose errors make up for one another: `encode_compensated`."""
-    d = tl.arange(0, C.DP)
-    scale, zero_point, share = scale.to(tl.float32), zero_point.to(tl.float32), S.compensation + h * C.D * C.D
-    for i in range(C.D):
-        step, zero = tl.sum(tl.where(d == i, scale, 0.0), 0), tl.sum(tl.where(d == i, zero_point, 0.0), 0)
-        left = tl.sum(tl.where((d == i)[None, :], x, 0.0), 1)  # of one number and zeros
-        code = _encode(left, step, zero, BITS).to(tl.float32)
-        error = tl.minimum(tl.maximum(left - (code * step + zero), -step), step)
-        behind = tl.load(share + i * C.D + d, mask=(d > i) & (d < C.D), other=0.0).to(tl.float32)
-        x = tl.where((d == i)[None, :], code[:, None], x - error[:, None] * behind[None, :])  # codes take their place
-    return x.to(tl.int32)
+def _shares(S, step, inverse, first, h, C: tl.constexpr):
+    """What a product with errors in steps, and what is left of channels, has for the `GROUP` channels from `first` on:
+    fp16 `[DP, GROUP]`, shares of errors in the channels before these, and 1 in their own."""
+    i, j = tl.arange(0, C.DP)[:, None], first + tl.arange(0, GROUP)[None, :]
+    own = tl.sum(tl.where(i == j, inverse[:, None], 0.0), 0)[None, :]  # of one number and zeros
+    at = S.compensation + h * C.D * C.D + j * C.D + i
+    share = tl.load(at, mask=(i < first) & (j < C.D), other=0.0).to(tl.float32) * step[:, None] * own * SHARE_PARTS
+    share = round_even(tl.clamp(share, -LARGEST_SHARE, LARGEST_SHARE))
+    return tl.where(i == j, 1.0 * SHARE_PARTS, -share).to(tl.float16)
+
+
+@triton.jit
+def _put_compensated(S, x, step, zero_point, at, h, BITS: tl.constexpr, C: tl.constexpr):
+    """Codes of fp32 keys `[BLOCK, DP]`, whose errors make up for one another: `encode_compensated`."""
+    d, step = tl.arange(0, C.DP), step.to(tl.float32)
+    inverse = tl.div_rn(tl.where(step == 0.0, 0.0, 1.0), tl.where(step == 0.0, 1.0, step))
+    left = (x - zero_point.to(tl.float32)[None, :]) * inverse[None, :] * STEP_PARTS
+    left = round_even(tl.clamp(left, -LARGEST_LEFT, LARGEST_LEFT)).to(tl.float16)
+    for first in range(0, C.D, GROUP):
+        own = tl.dot(left, _shares(S, step, inverse, first, h, C)) * (1.0 / SHARE_PARTS)
+        code = tl.clamp(round_even(own * (1.0 / STEP_PARTS)), 0.0, 2.0**BITS - 1)
+        error = round_even(tl.clamp(own - code * STEP_PARTS, -STEP_PARTS, STEP_PARTS)).to(tl.float16)
+        spread = tl.reshape(tl.broadcast_to(error[:, None, :], (C.BLOCK, C.DP // GROUP, GROUP)), left.shape)
+        left = tl.where((d // GROUP * GROUP == first)[None, :], spread, left)  # in place of what was left
+        write_codes(S.codes, code.to(tl.int32), at, BITS, False, False, C, first)
 
 
 @triton.jit
@@ -103,10 +121,10 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         tl.store(S.scale + at * C.D + d, scale, mask=d < C.D)
         tl.store(S.zero_point + at * C.D + d, zero_point, mask=d < C.D)
         if C.K_COMPENSATES:
-            coded = _encode_compensated(S, code, scale, zero_point, h, C.K_BITS, C)
+            _put_compensated(S, code, scale, zero_point, at, h, C.K_BITS, C)
         else:
             coded = _encode(code, scale[None, :], zero_point[None, :], C.K_BITS)
-        write_codes(S.codes, coded, at, C.K_BITS, False, False, C)
+            write_codes(S.codes, coded, at, C.K_BITS, False, False, C)
 
 
 @triton.jit

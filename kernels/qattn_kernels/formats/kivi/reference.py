@@ -14,6 +14,12 @@ from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack,
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = torch.finfo(torch.float16).max
+# Compensation finds the codes of so many channels at once: of more of them errors are larger, fewer take longer.
+GROUP = 8
+# A step has so many parts, and a number has so many of which shares of errors are counted. Integers up to 2048 are
+# exact in fp16; sums of what is left, and of errors times shares of 512 channels, are below 2^24, so exact in fp32.
+STEP_PARTS, LARGEST_LEFT = 64, 1984
+SHARE_PARTS, LARGEST_SHARE = 128, 499
 
 
 def asymmetric(
@@ -42,25 +48,34 @@ def encode_compensated(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits: int, compensation: torch.Tensor
 ) -> torch.Tensor:
     """uint8 codes of fp32 keys whose errors make up for one another: GPTQ's rounding (Frantar et al., arXiv 2210.17323,
-    Algorithm 1) of the channels of a key.
+    Algorithm 1) of the channels of a key, `GROUP` neighbours at once in place of one after another.
 
-    One channel after another gets its code, and what it errs by is taken off the channels behind it, as much of each as
-    leaves least where queries look. At most a step is passed on: a key outside of the range, such as a sink's, would
-    drive its other channels out of it too.
+    Each group of channels is rounded after what the errors of all before it make up for is taken off it: as much of
+    each as leaves least where queries look. At most a step is passed on: a key outside of the range, such as a sink's,
+    would drive its other channels out of it too. Everything is in whole parts of a channel's step, so that sums of
+    products are exact in any order of their terms, that of tensor cores too.
 
     Args:
         x: `[B, H, block, D]`. scale, zero_point: fp16 `[B, H, D]`.
-        compensation: fp16 `[H, D, D]`: how much of the error of channel `i` channel `j > i` makes up for; of GPTQ's
-            Cholesky factor `U` of the inverse second moment of the queries, `U[i, j] / U[i, i]`; zeros elsewhere.
+        compensation: fp16 `[H, D, D]`: how much of the error of channel `i` channel `j`, of a group behind, makes up
+            for, at `[j, i]`: of GPTQ's Cholesky factor `U` of the inverse second moment of the queries, whose rows and
+            columns are groups `I` and `J` here, `inv(U_II) U_IJ`; zeros elsewhere.
     """
-    left, code, share = x.clone(), torch.empty_like(x, dtype=torch.uint8), compensation.float()
-    for i in range(x.shape[-1]):
-        step, zero = scale[..., i, None], zero_point[..., i, None]
-        code[..., i] = encode(left[..., i], step, zero, bits)
-        error = left[..., i] - (code[..., i] * step.float() + zero.float())
-        error = error.clamp(-step.float(), step.float())
-        left[..., i + 1 :] -= error[..., None] * share[:, None, i, i + 1 :]
-    return code
+    scale = scale.float()
+    inverse = (scale != 0) / torch.where(scale == 0, 1.0, scale)
+    share = compensation.float() * scale[..., None, :] * inverse[..., None] * SHARE_PARTS
+    share = torch.round(share.clamp(-LARGEST_SHARE, LARGEST_SHARE))
+    left = (x - zero_point.float()[..., None, :]) * inverse[..., None, :] * STEP_PARTS
+    left = torch.round(left.clamp(-LARGEST_LEFT, LARGEST_LEFT))
+    code = torch.empty_like(left)
+    for at in range(0, x.shape[-1], GROUP):
+        group = slice(at, at + GROUP)
+        taken = left[..., :at] @ share[..., group, :at].mT / SHARE_PARTS
+        own = left[..., group] - taken
+        code[..., group] = torch.round(own / STEP_PARTS).clamp(0, 2**bits - 1)
+        error = own - code[..., group] * STEP_PARTS
+        left[..., group] = torch.round(error.clamp(-STEP_PARTS, STEP_PARTS))  # in place of what was left
+    return code.to(torch.uint8)
 
 
 @dataclass(frozen=True)
