@@ -18,7 +18,7 @@ from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.layer_kinds import ModelLayerSpec, window_of
-from qattn_kernels.formats.kivi.reference import GROUP
+from qattn_kernels.formats.kivi.reference import TOGETHER
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 from qattn_kernels.ops.rotate.reference import rotate
@@ -87,8 +87,8 @@ def shares(moment: torch.Tensor) -> torch.Tensor:
     damp = DAMP * mean + torch.finfo(torch.float32).tiny  # also of queries of zeros
     damped = moment + damp * torch.eye(dim, dtype=moment.dtype, device=moment.device)
     upper, found = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True), torch.zeros_like(moment)
-    for at in range(0, dim - GROUP, GROUP):
-        group, behind = slice(at, at + GROUP), slice(at + GROUP, dim)
+    for at in range(0, dim - TOGETHER, TOGETHER):
+        group, behind = slice(at, at + TOGETHER), slice(at + TOGETHER, dim)
         share = torch.linalg.solve_triangular(upper[:, group, group], upper[:, group, behind], upper=True)
         found[:, behind, group] = share.mT
     return found.half()

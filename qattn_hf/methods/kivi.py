@@ -55,7 +55,7 @@ class Kivi(WindowedMethod):
     )
     compensate_k: bool = Field(
         False,
-        description="a key's channels get their codes one after another, and each makes up for the errors before it "
+        description="a key's channels get their codes eight at a time, and each makes up for the errors before it "
         "where the model's queries look (GPTQ's rounding); patch runs the model once for that",
     )
     residual_length: int = Field(128, ge=0, le=128, description="newest tokens that are never packed")

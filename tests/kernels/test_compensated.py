@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qattn_hf.compensation import shares
-from qattn_kernels.formats.kivi.reference import GROUP, asymmetric, encode, encode_compensated
+from qattn_kernels.formats.kivi.reference import TOGETHER, asymmetric, encode, encode_compensated
 
 
 def one(x: list[float], share: float, step: float = 1.0) -> list[int]:
@@ -74,7 +74,7 @@ def test_a_share_is_what_makes_up_for_most_of_an_error(dim: int):
     queries = correlated(dim).double()
     moment = queries.mT @ queries
     moment += 0.1 * moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(dim).double()  # as in GPTQ
-    found, group = shares(queries.mT @ queries).double(), torch.arange(dim) // GROUP
+    found, group = shares(queries.mT @ queries).double(), torch.arange(dim) // TOGETHER
     for i in range(max(group) + 1):
         mine, behind = group == i, group > i
         best = -torch.linalg.solve(moment[:, behind][..., behind], moment[:, behind][..., mine])

@@ -123,6 +123,17 @@ def test_a_block_is_written_by_one_program_or_two(case: Case, monkeypatch):
     assert differing(*layers) == []
 
 
+@pytest.mark.parametrize("case", [("turbo", {}), ("sinkq", {"group_size": 32, "residual_length": 0})], ids=case_id)
+def test_queries_are_rotated_by_programs_of_their_own_or_by_the_last_ones(case: Case, monkeypatch):
+    """The same outputs, also where the last program has a block to close."""
+    qkv, outs = inputs(2, 68), []
+    for most in (0, 1000):
+        monkeypatch.setattr(append, "AT_ONCE", most)
+        layer = make_layer((case[0], {**case[1], "rotate_k": "hadamard"}), 96)
+        outs.append(feed(fused_step, layer, qkv, [60, 61, 64, 68]))
+    assert all(map(torch.equal, *outs))
+
+
 @pytest.mark.parametrize("tokens", [3, 33], ids=["short", "long"])
 def test_columns_of_padding_in_the_last_of_many_rows(tokens: int):
     """More rows than one program takes at once when it commits their lengths."""

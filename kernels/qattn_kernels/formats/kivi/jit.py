@@ -22,7 +22,7 @@ from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order,
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 # of compensation, see there
-GROUP = tl.constexpr(reference.GROUP)
+TOGETHER = tl.constexpr(reference.TOGETHER)
 STEP_PARTS, LARGEST_LEFT = tl.constexpr(reference.STEP_PARTS), tl.constexpr(reference.LARGEST_LEFT)
 SHARE_PARTS, LARGEST_SHARE = tl.constexpr(reference.SHARE_PARTS), tl.constexpr(reference.LARGEST_SHARE)
 
@@ -58,9 +58,9 @@ def _encode(x, scale, zero_point, BITS: tl.constexpr):
 
 @triton.jit
 def _shares(S, step, inverse, first, h, C: tl.constexpr):
-    """What a product with errors in steps, and what is left of channels, has for the `GROUP` channels from `first` on:
-    fp16 `[DP, GROUP]`, shares of errors in the channels before these, and 1 in their own."""
-    i, j = tl.arange(0, C.DP)[:, None], first + tl.arange(0, GROUP)[None, :]
+    """fp16 `[DP, TOGETHER]`, by which errors of channels before `first`, and what is left of the others, are multiplied
+    for the channels from `first` on: shares of these errors, less than nothing, and 1 where a channel meets itself."""
+    i, j = tl.arange(0, C.DP)[:, None], first + tl.arange(0, TOGETHER)[None, :]
     own = tl.sum(tl.where(i == j, inverse[:, None], 0.0), 0)[None, :]  # of one number and zeros
     at = S.compensation + h * C.D * C.D + j * C.D + i
     share = tl.load(at, mask=(i < first) & (j < C.D), other=0.0).to(tl.float32) * step[:, None] * own * SHARE_PARTS
@@ -75,12 +75,13 @@ def _put_compensated(S, x, step, zero_point, at, h, BITS: tl.constexpr, C: tl.co
     inverse = tl.div_rn(tl.where(step == 0.0, 0.0, 1.0), tl.where(step == 0.0, 1.0, step))
     left = (x - zero_point.to(tl.float32)[None, :]) * inverse[None, :] * STEP_PARTS
     left = round_even(tl.clamp(left, -LARGEST_LEFT, LARGEST_LEFT)).to(tl.float16)
-    for first in range(0, C.D, GROUP):
+    for first in range(0, C.D, TOGETHER):
         own = tl.dot(left, _shares(S, step, inverse, first, h, C)) * (1.0 / SHARE_PARTS)
         code = tl.clamp(round_even(own * (1.0 / STEP_PARTS)), 0.0, 2.0**BITS - 1)
         error = round_even(tl.clamp(own - code * STEP_PARTS, -STEP_PARTS, STEP_PARTS)).to(tl.float16)
-        spread = tl.reshape(tl.broadcast_to(error[:, None, :], (C.BLOCK, C.DP // GROUP, GROUP)), left.shape)
-        left = tl.where((d // GROUP * GROUP == first)[None, :], spread, left)  # in place of what was left
+        spread = tl.broadcast_to(error[:, None, :], (C.BLOCK, C.DP // TOGETHER, TOGETHER))
+        here = (d >= first) & (d < first + TOGETHER)
+        left = tl.where(here[None, :], tl.reshape(spread, left.shape), left)  # in place of what was left
         write_codes(S.codes, code.to(tl.int32), at, BITS, False, False, C, first)
 
 

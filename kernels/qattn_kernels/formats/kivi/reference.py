@@ -14,8 +14,7 @@ from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack,
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = torch.finfo(torch.float16).max
-# Compensation finds the codes of so many channels at once: of more of them errors are larger, fewer take longer.
-GROUP = 8
+TOGETHER = 8  # channels whose codes compensation finds at once: of more errors are larger, fewer take longer
 # A step has so many parts, and a number has so many of which shares of errors are counted. Integers up to 2048 are
 # exact in fp16; sums of what is left, and of errors times shares of 512 channels, are below 2^24, so exact in fp32.
 STEP_PARTS, LARGEST_LEFT = 64, 1984
@@ -48,7 +47,7 @@ def encode_compensated(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits: int, compensation: torch.Tensor
 ) -> torch.Tensor:
     """uint8 codes of fp32 keys whose errors make up for one another: GPTQ's rounding (Frantar et al., arXiv 2210.17323,
-    Algorithm 1) of the channels of a key, `GROUP` neighbours at once in place of one after another.
+    Algorithm 1) of the channels of a key, `TOGETHER` neighbours at once in place of one after another.
 
     Each group of channels is rounded after what the errors of all before it make up for is taken off it: as much of
     each as leaves least where queries look. At most a step is passed on: a key outside of the range, such as a sink's,
@@ -68,8 +67,8 @@ def encode_compensated(
     left = (x - zero_point.float()[..., None, :]) * inverse[..., None, :] * STEP_PARTS
     left = torch.round(left.clamp(-LARGEST_LEFT, LARGEST_LEFT))
     code = torch.empty_like(left)
-    for at in range(0, x.shape[-1], GROUP):
-        group = slice(at, at + GROUP)
+    for at in range(0, x.shape[-1], TOGETHER):
+        group = slice(at, at + TOGETHER)
         taken = left[..., :at] @ share[..., group, :at].mT / SHARE_PARTS
         own = left[..., group] - taken
         code[..., group] = torch.round(own / STEP_PARTS).clamp(0, 2**bits - 1)

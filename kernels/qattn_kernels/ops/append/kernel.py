@@ -275,13 +275,14 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
                  K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_QUANTIZE: tl.constexpr,
                  V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
-    """Program (part of a block of the open span, head, row) of a call of at most `NEW` tokens; the decode commits the
-    lengths. `parts`: of a block, 1, or 2 for keys and values in programs of their own.
+    """Program (head, row, part of a block of the open span) of a call of at most `NEW` tokens; the decode commits the
+    lengths. `parts`: of a block, 1, or 2 for keys and values in programs of their own: those of keys, which take
+    longest, start first, and each multiprocessor gets as many of them.
     `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `CHOSEN`: bits of the
     tokens that the sink pool took, of `open_blocks` blocks a head. `PAGES`: see `jit.rows.block_at`.
-    `QUERIES`: those of `T` tokens, where they go rotated, and the strides of both; where keys are rotated the programs
-    behind those of blocks write them, else nobody reads it."""
-    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    `QUERIES`: those of `T` tokens, where they go rotated, and the strides of both; where keys are rotated the last
+    program of a head and row writes them, which may have no block, else nobody reads it."""
+    h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // parts, i % parts
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
@@ -312,7 +313,7 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             _short_side(V, K_MEAN, v, pos, new, bad, stale, block,
                         Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, V_C)  # fmt: skip
     if C.ROTATION is not None:
-        if i == tl.num_programs(0) - 1:
+        if i == tl.num_programs(2) - 1:
             rotate_queries(QUERIES, b, h, T, C)
 
 

@@ -19,6 +19,7 @@ from qattn_kernels.ops.append.ranking import priorities_kernel, rank_kernel
 from qattn_kernels.reference.rows import open_span_blocks
 
 FEW_PROGRAMS = 64  # up to so many do keys and values of a block in two: more multiprocessors are busy
+AT_ONCE = 512  # programs that a GPU runs side by side: beyond, one that only rotates queries would wait for others
 OVERHANG = 128  # slots behind a row's last token that a prefill may touch: those of its largest tile
 
 
@@ -60,9 +61,11 @@ def append(call: Call) -> None:
     rotates, blocks = call.sizes.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
     options = _short_codes(call.sizes)
     parts = 2 if "maxnreg" in options or blocks * call.sizes.H * call.batch <= FEW_PROGRAMS else 1
+    programs = parts * blocks
+    programs += rotates and (programs + 1) * call.sizes.H * call.batch <= AT_ONCE
     queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
     launch(
-        short_kernel, (parts * blocks + rotates, call.sizes.H, call.batch),
+        short_kernel, (call.sizes.H, call.batch, programs),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.pages, call.blocks,
         queries, call.tokens, parts,
