@@ -3,7 +3,7 @@
     python eval/compensation.py --data ../shared/data ../shared/models/tiny-llama-28m tiny-qwen2-14m
 
 `left` is the mean square of the errors of scores, those of the queries and rotated keys of a held-out text, in groups
-of `low2` or `low3`, over what it is where each channel gets its code alone. Of each head the three smallest keys are
+of `low2`, in 3 bits too, over what it is where each channel gets its code alone. Of each head the three smallest keys are
 left out, as by a pool. The pass of random tokens that finds the queries' second moment has its tokens at positions up
 to `positions`: a text whose queries stand behind these is turned by the rotary embedding as no query of the pass was.
 """
@@ -26,7 +26,7 @@ from qattn_kernels.formats.kivi.reference import asymmetric, encode, encode_comp
 from qattn_kernels.ops.rotate.reference import rotate
 
 GROUP, SINKS, TOKENS = 128, 3, 4096
-CLIPS = {2: 0.75, 3: 0.0}  # of `low2` and `low3`, by their bits
+CLIPS = {2: 0.75, 3: 0.0}  # by bits: `low2`'s, and none of 3
 QUERIES = {"first 2048": (0, 2048), "last 2048": (2048, 4096)}
 POSITIONS = (2048, 4096, 8192, 32768)
 

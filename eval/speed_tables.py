@@ -15,7 +15,7 @@ NOT_MEASURED = "Not measured yet."
 COMPENSATED = ",compensate_k=true"
 # By settings: the recipe that they are, and what it is compared with
 PARENTS = {
-    "sinkq:rotate_k=hadamard,clip=0.75": ("low2", "sinkq"),
+    "sinkq:rotate_k=hadamard,clip=0.75,compensate_k=true": ("low2", "sinkq"),
     "sinkq:bits=3,rotate_k=hadamard": ("low3", "sinkq:bits=3"),
     "turbo:rotate_k=hadamard,v_scale=token": ("turbo_rotated", "turbo"),
 }
@@ -80,9 +80,9 @@ def warps_table(results: Path) -> str:
     return markdown(header, lines) if lines else NOT_MEASURED
 
 
-def rotations_speed_table(results: Path) -> str:
-    """Milliseconds of a decode step with the rotation in launches of its own, and inside of the other kernels."""
-    rows = [row for result in load(results, "speed-before-after-rotations") for row in result["rows"]]
+def before_after_table(results: Path, record: str) -> str:
+    """Milliseconds of a decode step before and after a change, of a record of `compare_trees.py`."""
+    rows = [row for result in load(results, record) for row in result["rows"]]
     points = sorted({(row["batch"], row["context"]) for row in rows})
     lines = []
     for (way,), here in by_point(rows, "way").items():
@@ -113,21 +113,20 @@ def recipes_speed_table(results: Path) -> str:
 
 
 def compensation_speed_table(results: Path) -> str:
-    """What compensation of errors of keys adds to a decode step and to a prompt of a layer."""
+    """What compensation of errors of keys adds to a decode step and to a prompt of a layer: with one channel after
+    another, as in the other checkout, and with eight at once."""
     rows = [row for result in load(results, "speed-compensation") for row in result["rows"]]
     rows = [row | {"length": row.get("context", row.get("tokens"))} for row in rows]
-    times = {
-        key: sum(row["ms"] for row in here) / len(here)
-        for key, here in by_point(rows, "way", "bench", "batch", "length").items()
-    }
+    times = {key: here[0]["ms"] for key, here in by_point(rows, "way", "tree", "bench", "batch", "length").items()}
     lines = []
-    for (way, bench, batch, length), ms in times.items():
+    for (way, tree, bench, batch, length), ms in times.items():
         without = way.removesuffix(COMPENSATED)
-        before = times.get((without, bench, batch, length))
-        if before and without != way:
-            figures = [f"{batch} x {length}", f"{before:.4f}", f"{ms:.4f}", f"{ms / before - 1:+.0%}"]
-            lines.append([f"`{without}`", bench, *figures])
-    header = ["method", "what", "B x tokens", "ms", "with `compensate_k`, ms", "longer"]
+        if without != way and tree == "after":
+            alone = times[without, "after", bench, batch, length]
+            both = (times[way, "before", bench, batch, length], ms)
+            longer = [f"{x:.4f} ({x / alone - 1:+.1%})" for x in both]
+            lines.append([f"`{without}`", bench, f"{batch} x {length}", f"{alone:.4f}", *longer])
+    header = ["method", "what", "B x tokens", "ms", "one after another, ms", "eight at once, ms"]
     return markdown(header, lines) if lines else NOT_MEASURED
 
 

@@ -121,9 +121,23 @@ def test_tables_of_beams_and_recipes(script, tmp_path):
     rows = [{**case, "way": "stock", "ms": 30.0}, {**case, "way": "int8 graph", "ms": 10.0}]
     (tmp_path / "speed-beams.json").write_text(json.dumps({**head, "rows": rows}))
     point = {"batch": 16, "context": 512}
-    times = {"sinkq": (0.5, 1.5), "sinkq:rotate_k=hadamard,clip=0.75": (1.0, 1.2)}
+    times = {"sinkq": (0.5, 1.5), "sinkq:rotate_k=hadamard,clip=0.75,compensate_k=true": (1.0, 1.2)}
     rows = [{**point, "way": way, "ms": ms} for way, both in times.items() for ms in both]
     (tmp_path / "speed-recipes.json").write_text(json.dumps({**head, "rows": rows}))
     tables = script("speed_tables")
     assert "| 2 | 4 beams | 32 | 30 | 10 (3.00x) |" in tables.beams_table(tmp_path)
     assert "| `low2` | `sinkq` | 16 x 512 | 1.0000 | 1.1000 | +10.0% |" in tables.recipes_speed_table(tmp_path)
+
+
+def test_table_of_compensation(script, tmp_path):
+    """What a setting costs is by the same checkout without; the other checkout is named for what it does."""
+    trees = {"before": (1.0, 1.5), "after": (2.0, 2.1)}
+    rows = [
+        {"bench": "decode", "batch": 4, "context": 512, "way": way, "tree": tree, "ms": ms}
+        for tree, both in trees.items()
+        for way, ms in zip(("kivi:bits=2", "kivi:bits=2,compensate_k=true"), both, strict=True)
+    ]
+    head = {"name": "", "command": "", "date": "2030-01-02", "device": "GPU", "versions": {}}
+    (tmp_path / "speed-compensation.json").write_text(json.dumps({**head, "rows": rows}))
+    [_, _, line] = script("speed_tables").compensation_speed_table(tmp_path).splitlines()
+    assert line == "| `kivi:bits=2` | decode | 4 x 512 | 2.0000 | 1.5000 (-25.0%) | 2.1000 (+5.0%) |"
