@@ -3,9 +3,9 @@
     python eval/compensation.py --data ../shared/data ../shared/models/tiny-llama-28m tiny-qwen2-14m
 
 `left` is the mean square of the errors of scores, those of the queries and rotated keys of a held-out text, in groups
-of `low2`, in 3 bits too, over what it is where each channel gets its code alone. Of each head the three smallest keys are
-left out, as by a pool. The pass of random tokens that finds the queries' second moment has its tokens at positions up
-to `positions`: a text whose queries stand behind these is turned by the rotary embedding as no query of the pass was.
+of `low2`, in 3 bits too, over what it is where each channel gets its code alone. Of each head the three smallest keys
+are left out, as by a pool. The pass of random tokens that finds the queries' second moment has its tokens at positions
+up to `positions`: a text whose queries stand behind these is turned by the rotary embedding as none of the pass was.
 """
 
 from __future__ import annotations
