@@ -25,7 +25,9 @@ from qattn_kernels.ops.rotate.reference import rotate
 
 TOKENS = 2048  # of the pass: several times as many queries as a head has channels
 FARTHEST = 32768  # position up to which these are spread
-DAMP = 0.1  # share of the mean of a moment's diagonal that is added to it, as in GPTQ
+# So many times the mean of a moment's diagonal are added to it. GPTQ adds a hundredth; with 0.1 errors of scores are
+# smaller on text, but lists are recalled worse (docs/results/quality.md), by few queries in directions of their own.
+DAMP = 3.0
 SEED = 0  # of the tokens: a model has one moment
 
 

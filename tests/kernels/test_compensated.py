@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qattn_hf.compensation import shares
+from qattn_hf.compensation import DAMP, shares
 from qattn_kernels.formats.kivi.reference import TOGETHER, asymmetric, encode, encode_compensated
 
 
@@ -73,7 +73,7 @@ def test_a_share_is_what_makes_up_for_most_of_an_error(dim: int):
     """To what the channels of a group lost, the least squares of all in the groups behind it."""
     queries = correlated(dim).double()
     moment = queries.mT @ queries
-    moment += 0.1 * moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(dim).double()  # as in GPTQ
+    moment += DAMP * moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(dim).double()
     found, group = shares(queries.mT @ queries).double(), torch.arange(dim) // TOGETHER
     for i in range(max(group) + 1):
         mine, behind = group == i, group > i
