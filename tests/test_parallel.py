@@ -76,6 +76,14 @@ def test_a_split_model_computes_what_the_whole_one_does(folder: Path, settings: 
         assert part == {side: [row[:2] for row in bits] for side, bits in all_heads["bits_per_head"].items()}
 
 
+@pytest.mark.slow
+def test_a_split_model_compensates_errors_by_the_queries_of_its_own_heads(folder: Path):
+    settings = {"group_size": 32, "residual_length": 0, "rotate_k": "hadamard", "compensate_k": True}
+    [found] = split(folder, "sinkq", settings)
+    logits, _ = whole(four_heads(), "sinkq", settings)
+    torch.testing.assert_close(torch.tensor(found["logits"]), logits, atol=2e-3, rtol=0)  # as above
+
+
 @pytest.mark.parametrize("smooth", [False, True])
 def test_a_part_counts_its_heads_anew(smooth: bool):
     settings = get_method("turbo")(**LISTS, smooth_k=smooth)
