@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,13 +63,24 @@ for way, method, settings in job["methods"]:
 """
 
 
+def points_of(text: str) -> list[tuple[int, int]]:
+    """Rows and context length, or prompt length, of each point of `1x512,64x512`.
+
+    Raises:
+        argparse.ArgumentTypeError: another text.
+    """
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of rows x tokens, as 1x512,64x512")
+    return [(int(rows), int(tokens)) for rows, tokens in (point.split("x") for point in text.split(","))]
+
+
 def measured(
-    tree: Path, bench: str, methods: list[str], points: list[tuple[int, ...]], warm: bool = False
+    tree: Path, bench: str, methods: list[str], points: list[tuple[int, int]], warm: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Rows of one bench, measured in a process with one checkout on its path.
 
     Args:
-        points: rows and context length, or prompt length, of each.
+        points: see `points_of`.
 
     Raises:
         RuntimeError: if that process fails.
@@ -90,16 +102,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("--bench", choices=METHODS, help="only this bench; both by default")
     parser.add_argument("--methods", help="methods with settings, commas between; by default those of each bench")
-    parser.add_argument("--points", help="rows x tokens, as 1x512,64x512; by default those of each bench")
+    parser.add_argument(
+        "--points", type=points_of, help="rows x tokens, as 1x512,64x512; by default those of each bench"
+    )
     options = parser.parse_args(arguments)
     other, named = options.other.resolve(), split_methods([options.methods]) if options.methods else None
     if unknown := {split_method(text)[0] for text in named or ()} - set(list_methods()):
         parser.error(f"--methods {', '.join(sorted(unknown))}: there are {', '.join(list_methods())}")
     benches = {name: list(named or methods) for name, methods in METHODS.items() if options.bench in (None, name)}
-    points = {
-        name: [tuple(map(int, point.split("x"))) for point in (options.points or POINTS[name]).split(",")]
-        for name in benches
-    }
+    points = {name: options.points or points_of(POINTS[name]) for name in benches}
     jobs = [(tree, bench, [name]) for tree in (other, ROOT) for bench, names in benches.items() for name in names]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for rows in [pool.submit(list, measured(*job, points[job[1]], warm=True)) for job in jobs]:

@@ -28,7 +28,7 @@ def main(folder: str, method: str, settings: str, tokens: str) -> None:
 
 
 def generated(model: Any, method: str, settings: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Logits and parts of the report, or why the settings were refused."""
+    """Logits, constants of layers and parts of the report, or why the settings were refused."""
     found: dict[str, Any] = {"device": str(model.device), "world_size": torch.distributed.get_world_size()}
     try:
         patch(model, method, **settings)
@@ -38,6 +38,7 @@ def generated(model: Any, method: str, settings: dict[str, Any], tokens: int) ->
     out = model.generate(random_ids(2, tokens).to(model.device), **wanted)
     held = report(model).to_dict()
     found |= {key: held[key] for key in ("packed_tokens", "kv_bytes", "decode", "decode_reason", "impl")}
+    found["constants"] = [{name: x.tolist() for name, x in layer.items()} for layer in model._qattn.constants]
     found["bits_per_head"] = [layer["bits_per_head"] for layer in held["layers"]]
     return {**found, "logits": torch.stack(out.logits).tolist()}
 

@@ -52,6 +52,13 @@ def test_a_checkout_is_measured_in_a_process_that_imports_it(bench: str, method:
     assert row["bench"] == bench and row["way"] == method and row["ms"] > 0
 
 
+def test_points_that_are_none_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for text in ("16", "1x", "0x512", "1x512 64x512"):
+        with pytest.raises(SystemExit):
+            compare_trees.main([str(tmp_path), "--points", text])
+        assert f"{text!r} is no list of rows x tokens, as 1x512" in capsys.readouterr().err
+
+
 def test_a_method_that_neither_has_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         compare_trees.main([str(tmp_path), "--points", "1x96", "--methods", "turbo,nonesuch:bits=2"])

@@ -19,5 +19,5 @@ def test_less_is_left_of_errors_where_queries_go_together():
     of_these, of_others = shares(queries.mT @ queries), shares(torch.eye(64).expand(2, -1, -1))
     for bits in (2, 3):
         assert compensation.left_of(keys, queries, of_these, bits) < 0.6
-        # but for numbers near to the middle of two codes, since compensation has them in fp16
+        # but for numbers near to the middle of two codes, since compensation has them in 64ths of a step
         assert compensation.left_of(keys, queries, of_others, bits) == pytest.approx(1, abs=0.03)

@@ -76,12 +76,15 @@ def test_a_split_model_computes_what_the_whole_one_does(folder: Path, settings: 
         assert part == {side: [row[:2] for row in bits] for side, bits in all_heads["bits_per_head"].items()}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on CPUs; test_parallel_cuda.py has those on GPUs")
 @pytest.mark.slow
 def test_a_split_model_compensates_errors_by_the_queries_of_its_own_heads(folder: Path):
-    settings = {"group_size": 32, "residual_length": 0, "rotate_k": "hadamard", "compensate_k": True}
+    settings = {"group_size": 32, "residual_length": 0, "compensate_k": True}
     [found] = split(folder, "sinkq", settings)
-    logits, _ = whole(four_heads(), "sinkq", settings)
-    torch.testing.assert_close(torch.tensor(found["logits"]), logits, atol=2e-3, rtol=0)  # as above
+    shares = [layer["k.compensation"] for layer in patch(four_heads(), "sinkq", **settings)._qattn.constants]
+    for own, every in zip(found["constants"], shares, strict=True):
+        assert (every[:2] - every[2:]).abs().max() > 0.01  # the other process's heads have others
+        torch.testing.assert_close(torch.tensor(own["k.compensation"]).half(), every[:2], atol=1e-3, rtol=0)  # fp16
 
 
 @pytest.mark.parametrize("smooth", [False, True])

@@ -9,11 +9,11 @@ from qattn_hf.compensation import DAMP, shares
 from qattn_kernels.formats.kivi.reference import TOGETHER, asymmetric, encode, encode_compensated
 
 
-def one(x: list[float], share: float, step: float = 1.0) -> list[int]:
-    """Codes of two channels of a key, the last ones of two groups: of a step of 1 and of `step`, both from 0, of which
-    the second makes up for `share` of the first's error."""
+def one(x: list[float], share: float, steps: tuple[float, float] = (1.0, 1.0)) -> list[int]:
+    """Codes of two channels of a key, the last ones of two groups, from 0 in these steps; the second makes up for
+    `share` of the first's error."""
     keys, scale, compensation = torch.zeros(1, 1, 1, 16), torch.ones(1, 1, 16).half(), torch.zeros(1, 16, 16)
-    keys[..., 7::8], scale[..., 15], compensation[0, 15, 7] = torch.tensor(x), step, share
+    keys[..., 7::8], scale[..., 7::8], compensation[0, 15, 7] = torch.tensor(x), torch.tensor(steps), share
     codes = encode_compensated(keys, scale, torch.zeros(1, 1, 16).half(), 2, compensation.half())[0, 0, 0].tolist()
     assert codes[:7] == codes[8:15] == [0] * 7
     return codes[7::8]
@@ -28,11 +28,12 @@ def test_an_error_is_taken_off_the_channels_behind_it_by_hand():
 def test_shares_are_of_numbers_not_of_steps():
     """Of an error of 3/8 half is taken off 3 3/16, with a step of 2: 3 are left, 1.5 steps, and 2 is the even code. Of
     one of 13/32 they are just less."""
-    assert one([3 / 8, 3 + 3 / 16], 0.5, step=2.0) == [0, 2] and one([13 / 32, 3 + 3 / 16], 0.5, step=2.0) == [0, 1]
+    assert one([3 / 8, 3 + 3 / 16], 0.5, steps=(1, 2)) == [0, 2]
+    assert one([13 / 32, 3 + 3 / 16], 0.5, steps=(1, 2)) == [0, 1]
 
 
 def test_channels_without_a_step_neither_give_nor_take():
-    assert one([0.4, 1.6], 0.5, step=0.0) == [0, 0]
+    assert one([0.4, 1.6], 0.5, steps=(1, 0)) == [0, 0] and one([0.4, 1.6], 0.5, steps=(0, 1)) == [0, 2]
 
 
 def test_of_an_error_beyond_a_step_one_step_is_passed_on():

@@ -61,11 +61,10 @@ def append(call: Call) -> None:
     rotates, blocks = call.sizes.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
     options = _short_codes(call.sizes)
     parts = 2 if "maxnreg" in options or blocks * call.sizes.H * call.batch <= FEW_PROGRAMS else 1
-    programs = parts * blocks
-    programs += rotates and (programs + 1) * call.sizes.H * call.batch <= AT_ONCE
+    apart = rotates and (parts * blocks + 1) * call.sizes.H * call.batch <= AT_ONCE  # queries get programs of their own
     queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
     launch(
-        short_kernel, (call.sizes.H, call.batch, programs),
+        short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.pages, call.blocks,
         queries, call.tokens, parts,
