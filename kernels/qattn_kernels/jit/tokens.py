@@ -34,6 +34,21 @@ def new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, C: tl.
 
 
 @triton.jit
+def new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, VALUES: tl.constexpr, C: tl.constexpr):
+    """`new_tokens` of one side. The other is only looked at, first, so that its tile is gone when this one comes: both
+    at once would not stay in registers."""
+    V_C: tl.constexpr = C.V
+    if VALUES:
+        bad = broken(_load_new(KEY, k_strides, b, h, fresh, new, first, C), 1)
+        x = _load_new(VALUE, v_strides, b, h, fresh, new, first, V_C)
+    else:
+        bad = broken(_load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), 1)
+        x = _load_new(KEY, k_strides, b, h, fresh, new, first, C)
+    bad = new & (bad | broken(x, 1))
+    return tl.where(bad[:, None], 0.0, x), bad
+
+
+@triton.jit
 def ring_codes(S, slot, SLOTS: tl.constexpr, bh, VALUES: tl.constexpr, C: tl.constexpr):
     """Addresses `[n, DP]` in a ring of `SLOTS` slots; INT8 values lie `[D, slots]`, as their product wants them."""
     d = tl.arange(0, C.DP)

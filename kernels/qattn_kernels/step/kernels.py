@@ -49,12 +49,12 @@ def fused_step(
     return out if spec.compute.rotate_v == "none" else rotate.rotate([out], back=True)[0], lse
 
 
-def write_long(call: Call, past: int) -> UnpackedKV:
+def write_long(call: Call, past: int | None) -> UnpackedKV:
     """Write the tokens of a long call and close full blocks; returns the keys and values that its queries see, the past
-    unpacked for this call."""
+    unpacked for this call. `past` None: nobody will read them, and they have no slots."""
     unpacked = empty_unpacked(call, past)
-    unpack_past(call, unpacked, past)
-    restore(call, unpacked, past)
+    unpack_past(call, unpacked, past or 0)
+    restore(call, unpacked, past or 0)
     compete(call)
     rank(call)
     call_mean(call)

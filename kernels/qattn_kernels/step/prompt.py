@@ -17,7 +17,7 @@ from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
-from qattn_kernels.ops.rotate.reference import rotated
+from qattn_kernels.ops.rotate.reference import rotated, stored
 from qattn_kernels.step.operator import check_capacity
 
 if TYPE_CHECKING:
@@ -68,24 +68,28 @@ def attend_prompt(
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    from qattn_kernels.ops.prefill.launch import prefill  # which loads Triton when it is first used
+    from qattn_kernels.ops.append.launch import append_long, empty_unpacked  # which loads Triton when it is first used
+    from qattn_kernels.ops.prefill.launch import prefill
     from qattn_kernels.ops.rotate import launch as rotation
 
     def by_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=True)
 
     def by_kernels(call: Call, unpacked: UnpackedKV) -> torch.Tensor:
-        out, _ = prefill(call.query, unpacked, spec, scores)
+        state["nonfinite"].zero_()  # the cache was empty, and they are counted again
+        append_long(call, unpacked := empty_unpacked(call, 0))
+        q, *_ = rotated(query, key, value, spec.compute, rotation.rotate)
+        out, _ = prefill(q, unpacked, spec, scores)
         return out if spec.compute.rotate_v == "none" else rotation.rotate([out], back=True)[0]
 
     with torch.cuda.device_of(query):
-        q, k, v = rotated(query, key, value, spec.compute, rotation.rotate)
-        return write_and_attend((q, k, v, span, state, spec, scores), 0, by_sdpa, by_kernels)
+        k, v = stored(key, value, spec.compute, rotation.rotate)
+        return write_and_attend((query, k, v, span, state, spec, scores), None, by_sdpa, by_kernels)
 
 
 def write_and_attend(
     arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, State, LayerSpec, Scores],
-    past: int,
+    past: int | None,
     by_sdpa: Callable[[UnpackedKV], torch.Tensor],
     by_kernels: Callable[[Call, UnpackedKV], torch.Tensor],
 ) -> torch.Tensor:
@@ -95,7 +99,8 @@ def write_and_attend(
     kernels met one; then `by_kernels` attends too, which masks it.
 
     Args:
-        arguments: of `launch.call.make_call`. past: as in `step.operator.attend`.
+        arguments: of `launch.call.make_call`. past: as in `step.operator.attend`; None: no one reads unpacked keys and
+            values.
 
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.

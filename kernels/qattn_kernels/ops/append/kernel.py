@@ -1,9 +1,8 @@
-"""Append and close in Triton: one program a block of the open span (open and new tokens), KV head and row;
-`reference.py` specifies it.
+"""Append and close of a short call in Triton: one program a block of the open span (open and new tokens), KV head and
+row, or one for its keys and one for its values; `reference.py` specifies it. Of a long call: `long_call.py`.
 
-A short call has at most 32 tokens and is followed by a decode. After a long one comes a prefill, which reads past and
-new tokens unpacked (`launch.unpacked_kv.UnpackedKV`). A format without a ring (`C.RING == 0`) gives
-tokens their final form at once. `S` is the tensors of one side, keys or values; `C` a `launch.constants.Sizes`.
+A short call has at most 32 tokens and is followed by a decode. A format without a ring (`C.RING == 0`) gives tokens
+their final form at once. `S` is the tensors of one side, keys or values; `C` a `launch.constants.Sizes`.
 
 Every kernel here makes codes, so it is launched with `enable_fp_fusion=False`: a product fused into a rounding would
 give other codes than the reference.
@@ -16,19 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.rows import (
-    OVERFLOW,
-    ROW_FIELDS,
-    block_at,
-    commit_row,
-    first_block,
-    load_row,
-    settle_sinks,
-    slot_bits,
-    store_row,
-)
-from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_codes, row_before, with_ring
-from qattn_kernels.launch.unpacked_kv import UnpackedTensors
+from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, block_at, first_block, slot_bits, store_row
+from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_codes, row_before
 from qattn_kernels.layout import RowState
 from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
 from qattn_kernels.ops.rotate.kernel import rotate_queries
@@ -82,24 +70,6 @@ class Home(NamedTuple):
     capacity: Any
 
 
-class Tokens(NamedTuple):
-    """Tokens of a block in a long call, `[BLOCK]`: row positions, slots of the unpacked keys and values, whether they
-    were there before the call, and whether they are tokens at all and not masked."""
-
-    pos: Any
-    slot: Any
-    old: Any
-    keep: Any
-
-
-class UnpackedSide(NamedTuple):
-    """Unpacked keys or values: codes or numbers, scales, and how many slots a head has."""
-
-    x: Any
-    scale: Any
-    slots: Any
-
-
 @triton.jit
 def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
     """Open tokens at row positions `pos` into their slots, where `write` holds."""
@@ -107,24 +77,6 @@ def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexp
     tl.store(ring_codes(S, pos % C.RING, C.RING, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
     if S.ring.dtype.element_ty == tl.int8:
         tl.store(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, scale, mask=write)
-
-
-@triton.jit
-def store_unpacked(side, x, scale, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`."""
-    d, slots = tl.arange(0, C.DP), side.slots
-    base = side.x + bh.to(tl.int64) * slots * C.D
-    if side.x.dtype.element_ty == tl.int8:
-        if VALUES:
-            where = base + d[:, None].to(tl.int64) * slots + slot[None, :]
-            tl.store(where, tl.trans(x.to(tl.int8)), mask=(d < C.D)[:, None])
-        else:
-            where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
-            tl.store(where, x.to(tl.int8), mask=(d < C.D)[None, :])
-        tl.store(side.scale + bh.to(tl.int64) * slots + slot, scale)
-    else:
-        where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
-        tl.store(where, x.to(side.x.dtype.element_ty), mask=(d < C.D)[None, :])
 
 
 @triton.jit
@@ -181,62 +133,6 @@ def _short_side(S, K_MEAN, x, pos, new, bad, stale, block, codec, VALUES: tl.con
 
 
 @triton.jit
-def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, OLD: tl.constexpr, VALUES: tl.constexpr,
-               C: tl.constexpr):  # fmt: skip
-    """Keys or values of one block of a long call: unpacked for the prefill, and into the arenas if it closes or the
-    format has no ring. `K_MEAN`: the mean that this call subtracts from its keys (`k_mean.mean_kernel`). `OLD`: there
-    may be tokens from before the call, which the ring holds."""
-    b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.home.capacity, tokens.keep
-    t = tl.arange(0, C.BLOCK)
-    code, scale = codec.quantize_tokens(x)
-    if C.RING > 0:
-        if OLD:
-            code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, VALUES, C)
-        if C.SMOOTH_K and not VALUES:
-            d = tl.arange(0, C.DP)
-            mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
-            kept, kept_scale = codec.quantize_tokens(minus_mean(S, code, scale, keep, mean))
-            kept, kept_scale = codec.block_form(kept, kept_scale, keep)
-            if block.closes:
-                place = codec.place(S, b, h, index == 0, VALUES, C)
-                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-            if unpacked.x.dtype.element_ty == tl.int8:
-                code, scale = kept, kept_scale
-        elif block.closes:
-            place = codec.place(S, b, h, index == 0, VALUES, C)
-            if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
-                keep = keep & (slot_bits(block.chosen, t) == 0)
-                kept, kept_scale = codec.block_form(code, scale, keep)
-                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-                code, scale = codec.block_form(code, scale, t >= 0)
-            else:
-                code, scale = codec.block_form(code, scale, keep)
-                codec.put(S, code, scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-        elif (unpacked.x.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
-            code, scale = codec.block_form(code, scale, keep)  # open tokens have no codes of their own: as if it closed
-    else:
-        if block.used:
-            codec.put(S, code, scale, keep, ~tokens.old, t, b, h, index, capacity, h, VALUES, C)
-        code, scale = codec.block_form(code, scale, keep)
-        before, before_scale = codec.get(S, b, h, tl.minimum(index, capacity - 1), capacity, h, VALUES, C)
-        code = tl.where(tokens.old[:, None], before.to(tl.float32), code)
-        scale = tl.where(tokens.old, before_scale, scale)
-    store_unpacked(unpacked, code, scale, bh, tokens.slot, VALUES, C)
-
-
-@triton.jit
-def _long_sides(K, V, K_MEAN, k, v, tokens, unpacked, slots, block, k_codec, v_codec, OLD: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
-    k_side, v_side = (
-        UnpackedSide(unpacked.k, unpacked.k_scale, slots),
-        UnpackedSide(unpacked.v, unpacked.v_scale, slots),
-    )
-    _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, OLD, False, C)
-    V_C: tl.constexpr = C.V
-    _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, OLD, True, V_C)
-
-
-@triton.jit
 def _home(PAGES, b, index, NB, C: tl.constexpr):
     """Where block `index` of a row with `NB` lies."""
     if C.PAGED:
@@ -246,7 +142,7 @@ def _home(PAGES, b, index, NB, C: tl.constexpr):
 
 
 @triton.jit
-def _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C: tl.constexpr):
+def note_block(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C: tl.constexpr):
     """What is one for all heads: the row's numbers for later kernels, behind them the tokens that do not fit, and the
     block that closes."""
     if h == 0:
@@ -260,7 +156,7 @@ def _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, 
 
 
 @triton.jit
-def _drop(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
+def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
     """Bits of a block's masked tokens `gone` `[BLOCK]`, and the count of the new ones among them."""
     eights = tl.reshape(gone << (tl.arange(0, C.BLOCK) % 8), (C.BLOCK // 8, 8))
     tl.store(flags + index * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8), tl.sum(eights, 1).to(tl.uint8))
@@ -291,8 +187,8 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
     closes = (j < closing) & used
     home = _home(PAGES, b, index, NB, C)
     if part == 0:
-        _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C)
-    if used:
+        note_block(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C)
+    if used & (closes | (start + C.BLOCK > length)):  # else nothing of it changes
         pos = tl.maximum(length, start) + tl.arange(0, NEW)
         new = pos < tl.minimum(length + count, start + C.BLOCK)
         k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
@@ -301,7 +197,7 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             t = tl.arange(0, C.BLOCK)
             gone = slot_bits(flags, home.index * C.BLOCK + t) | _among(start + t, pos, bad)
             tl.debug_barrier()  # every bit is read before a byte is written
-            _drop(flags, NONFINITE, gone, bad, home.index, bh, C)
+            drop_bits(flags, NONFINITE, gone, bad, home.index, bh, C)
         stale = length < tl.load(RowState(*STATE).longest + b)
         chosen = chosen_bits(CHOSEN, open_blocks, bh, j, C)
         block = Block(b, h, bh, row, index, home, start, used, closes, flags, chosen)
@@ -315,75 +211,3 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
     if C.ROTATION is not None:
         if i == tl.num_programs(2) - 1:
             rotate_queries(QUERIES, b, h, T, C)
-
-
-@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
-def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                K, V, K_MEAN, CHOSEN, open_blocks, UNPACKED, ROWS, NB, slots, K_QUANTIZE: tl.constexpr,
-                K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr,
-                V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr,
-                V_GET: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (block of the open span, head, row) of a long call. Its tokens also go to `UNPACKED` (`UnpackedTensors`),
-    and into the ring only when all have read it. Every program writes its slots, those behind the row's end included.
-    """
-    j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    unpacked = UnpackedTensors(*UNPACKED)
-    row = row_before(STATE, SPANS, span_stride, b, NB, C)
-    length, closed, open_start, closing, first, count = row
-    index, bh, t = closed + j, b * C.H + h, tl.arange(0, C.BLOCK)
-    pos = open_start + j * C.BLOCK + t
-    used = (open_start + j * C.BLOCK < length + count) & (index < NB)
-    closes = (j < closing) & used
-    home = Home(b, index, NB)
-    _note(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C)
-    old = pos < length
-    new = (~old) & (pos < length + count)
-    k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
-    flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
-    slot = index * C.BLOCK + t
-    gone = tl.where(old, slot_bits(flags, tl.where(old, slot, 0)), bad.to(tl.int32))
-    keep = (old | new) & (gone == 0)
-    if used:
-        tl.debug_barrier()  # every bit is read before a byte is written
-        _drop(flags, NONFINITE, gone, bad, index, bh, C)
-    tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")))
-    if h == 0:
-        tl.store(unpacked.pos + b.to(tl.int64) * slots + slot, pos)
-    chosen = chosen_bits(CHOSEN, open_blocks, bh, j, C)
-    block = Block(b, h, bh, row, index, home, open_start + j * C.BLOCK, used, closes, flags, chosen)
-    tokens = Tokens(pos, slot, old, keep)
-    # Only the call's first block holds older tokens. Threads read the ring in another order than new tokens, into which
-    # values would be brought before their maxima are taken: at twice the cost, in every block.
-    if (C.RING == 0) | (open_start + j * C.BLOCK < length):
-        _long_sides(K, V, K_MEAN, k, v, tokens, unpacked, slots, block,
-                    Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, K_GET),
-                    Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, V_GET), True, C)  # fmt: skip
-    else:
-        _long_sides(K, V, K_MEAN, k, v, tokens, unpacked, slots, block,
-                    Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, K_GET),
-                    Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, V_GET), False, C)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["NB", "B", "T"])
-def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, NB, B, T,
-                  K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """After a long call: program (tile of the ring, head, row) writes the newest tokens, one a head what the call did
-    to its sinks, and one the row's lengths."""
-    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = load_row(ROWS, b)
-    if C.RING > 0:
-        last = row.length + row.count - 1
-        at = i * C.BLOCK + tl.arange(0, C.BLOCK)
-        pos = last - (last - at + C.RING) % C.RING
-        new = (at < C.RING) & (pos >= row.length)
-        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
-        k_code, k_scale = K_QUANTIZE(k)
-        v_code, v_scale = V_QUANTIZE(v)
-        to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)
-        V_C: tl.constexpr = C.V
-        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, V_C)
-    if C.ENTRIES > 0:
-        if i == 0:
-            settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
-    if (i == 0) & (h == 0):
-        commit_row(ROWS, STATE, row, b, B, T, C)

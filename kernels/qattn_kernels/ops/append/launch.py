@@ -9,11 +9,12 @@ from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import codes
+from qattn_kernels.launch.options import WIDEST_HEAD, codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.ops.append.k_mean import mean_kernel
-from qattn_kernels.ops.append.kernel import finish_kernel, long_kernel, short_kernel
+from qattn_kernels.ops.append.kernel import short_kernel
+from qattn_kernels.ops.append.long_call import finish_kernel, long_kernel
 from qattn_kernels.ops.append.past import unpack_past_kernel
 from qattn_kernels.ops.append.ranking import priorities_kernel, rank_kernel
 from qattn_kernels.reference.rows import open_span_blocks
@@ -82,24 +83,38 @@ def _short_codes(size: Sizes) -> dict[str, int]:
 
 def append_long(call: Call, unpacked: UnpackedKV) -> None:
     """Write the tokens of a long call and close what is full. New tokens and those that were open also go to the
-    unpacked keys and values, and to the ring later (`finish`)."""
+    unpacked keys and values, if those have slots, and to the ring later (`finish`)."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     blocks = open_span_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
+    parts, options = _long_codes(call)
     launch(
-        long_kernel, (blocks, call.sizes.H, call.batch),
+        long_kernel, (parts * blocks, call.sizes.H, call.batch),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
         state["block_len"], call.k, call.v, call.call_mean, *call.picked, tensors(unpacked), call.rows, call.blocks,
         unpacked.pos.shape[1], k.quantize_tokens, k.block_form, k.place, k.put, k.get, v.quantize_tokens, v.block_form,
-        v.place, v.put, v.get, call.sizes,
-        **codes(call.sizes, 64 * 64), maxnreg=128,  # so that two programs of eight warps share a multiprocessor
+        v.place, v.put, v.get, parts, call.sizes, **options,
     )  # fmt: skip
 
 
-def empty_unpacked(call: Call, past: int) -> UnpackedKV:
-    """Room for `past` blocks and the open span of the call; nothing in it is initialised."""
-    size, spec = call.sizes, call.spec
-    past = min(past, call.blocks)
-    slots = (past + open_span_blocks(spec.window, call.tokens)) * size.BLOCK + OVERHANG
+def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
+    """Parts of a block and options of `long_kernel`: two where registers would not hold what both sides need at once,
+    as of blocks of more than 64 tokens of 128 channels, and where codes of a block are made of codes of its tokens.
+    With as many threads more, unless compensation passes a tile among them through shared memory."""
+    size, spec, options = call.sizes, call.spec, codes(call.sizes, 64 * 64)
+    dim = max(size.DP, size.V.DP)
+    if size.BLOCK * dim > 64 * 128 and dim <= WIDEST_HEAD:
+        return 2, {**options, **({"maxnreg": 128} if size.K_COMPENSATES else {"num_warps": 16, "maxnreg": 64})}
+    if spec.k.block_scales and spec.v.block_scales:
+        return 2, {**options, "maxnreg": 80}
+    return 1, {**options, "maxnreg": 128}  # so that two programs of eight warps share a multiprocessor
+
+
+def empty_unpacked(call: Call, past: int | None) -> UnpackedKV:
+    """Room for `past` blocks and the open span of the call; nothing in it is initialised. None: no room, where nobody
+    will read them."""
+    size, spec, slots = call.sizes, call.spec, 0
+    if past is not None:
+        slots = (min(past, call.blocks) + open_span_blocks(spec.window, call.tokens)) * size.BLOCK + OVERHANG
     shape = (call.batch, size.H, slots)
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

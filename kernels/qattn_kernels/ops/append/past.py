@@ -8,7 +8,7 @@ import triton.language as tl
 from qattn_kernels.jit.rows import slot_bits
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import RowState
-from qattn_kernels.ops.append.kernel import UnpackedSide, store_unpacked
+from qattn_kernels.ops.append.long_call import UnpackedSide, store_unpacked
 
 
 @triton.jit(do_not_specialize=["NB"])

@@ -56,6 +56,14 @@ def rotated(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, rotate: Rotate
 ) -> Iterator[torch.Tensor]:
     """Query, key and value as the layer multiplies and stores them; `rotate` is called once, with all that rotate."""
-    sides = ((query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v))
+    return _rotated([(query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v)], rotate)
+
+
+def stored(key: torch.Tensor, value: torch.Tensor, compute: Compute, rotate: Rotate) -> Iterator[torch.Tensor]:
+    """Key and value of `rotated`."""
+    return _rotated([(key, compute.rotate), (value, compute.rotate_v)], rotate)
+
+
+def _rotated(sides: list[tuple[torch.Tensor, str]], rotate: Rotate) -> Iterator[torch.Tensor]:
     turned = iter(rotate([x for x, rotation in sides if rotation == "hadamard"]))
     return (x if rotation == "none" else next(turned) for x, rotation in sides)

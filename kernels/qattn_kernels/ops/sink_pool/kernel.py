@@ -80,7 +80,7 @@ def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
     inside = (born > 0) & (evicted == 0)
     members = tl.sum(inside.to(tl.int32), 0)
     worst = tl.max(tl.where(inside, norm, float("-inf")), 0)
-    takes = (best < float("inf")) & ((members < C.SINKS) | (best < worst))
+    takes = best < _least(entries, C)
     rival = inside & (norm == worst)
     last = tl.where(takes & (members == C.SINKS), tl.max(tl.where(rival, entry_pos, -1), 0), -1)
     evicted = tl.where(rival & (entry_pos == last), count, evicted)
@@ -90,6 +90,14 @@ def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
     born, norm = tl.where(mine, count, born), tl.where(mine, best, norm)
     hit = t == tl.where(takes, index, -1)
     return Table(entry_pos, entry_slot, born, evicted, written, norm), tl.where(hit, float("inf"), size), hit
+
+
+@triton.jit
+def _least(entries, C: tl.constexpr):
+    """The size below which a key joins the pool: of its largest member, or infinity while it has room."""
+    inside = (entries.born > 0) & (entries.evicted == 0)
+    worst = tl.max(tl.where(inside, entries.norm, float("-inf")), 0)
+    return tl.where(tl.sum(inside.to(tl.int32), 0) < C.SINKS, float("inf"), worst)
 
 
 @triton.jit
@@ -172,22 +180,28 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         entries = load_table(TABLE, at)
+        least = _least(entries, C)
         for j in range(0, closing):
             total = closed + j + 1
-            entries = _forget(entries, total - C.CROP_BLOCKS, closed, flags)
             if SHORT:
                 size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_QUANTIZE, C)
             else:
                 size = tl.load(SIZES + (bh.to(tl.int64) * open_blocks + j) * C.BLOCK + t)
             chosen = t < 0
-            for _ in tl.static_range(SINKS):
-                entries, size, hit = _take(entries, size, t, open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C)
-                chosen = chosen | hit
-            for _ in tl.static_range(SINKS):
-                entries = _write_back(entries, total, C)
+            if tl.min(size, 0) < least:  # most blocks have no key that small: then nothing changes
+                entries = _forget(entries, total - C.CROP_BLOCKS, closed, flags)
+                for _ in tl.static_range(SINKS):
+                    entries, size, hit = _take(
+                        entries, size, t, open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C
+                    )
+                    chosen = chosen | hit
+                for _ in tl.static_range(SINKS):
+                    entries = _write_back(entries, total, C)
+                least = _least(entries, C)
             eights = tl.reshape(chosen.to(tl.int32) << (t % 8), (C.BLOCK // 8, 8))
             byte = CHOSEN + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8)
             tl.store(byte, tl.sum(eights, 1).to(tl.uint8))
+        entries = _forget(entries, closed + closing - C.CROP_BLOCKS, closed, flags)
         store_table(TABLE, at, entries)
         _note_moved(MOVED, entries, closed, bh, C)
         pos, born = entries.pos, entries.born

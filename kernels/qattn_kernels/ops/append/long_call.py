@@ -1,0 +1,218 @@
+"""Append and close of a long call in Triton, before a prefill, which reads past and new tokens unpacked
+(`launch.unpacked_kv.UnpackedKV`): one program a block of the open span, or one for its keys and one for its values;
+`reference.py` specifies it. `S`, `C` and what these kernels are launched with: see `kernel.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
+from qattn_kernels.jit.tokens import chosen_bits, new_tokens, new_tokens_of, row_before, with_ring
+from qattn_kernels.launch.unpacked_kv import UnpackedTensors
+from qattn_kernels.ops.append.kernel import Block, Codec, Home, drop_bits, note_block, to_ring
+from qattn_kernels.ops.append.smooth import minus_mean
+
+
+class Tokens(NamedTuple):
+    """Tokens of a block in a long call, `[BLOCK]`: row positions, slots of the unpacked keys and values, whether they
+    were there before the call, and whether they are tokens at all and not masked."""
+
+    pos: Any
+    slot: Any
+    old: Any
+    keep: Any
+
+
+class UnpackedSide(NamedTuple):
+    """Unpacked keys or values: codes or numbers, scales, and how many slots a head has."""
+
+    x: Any
+    scale: Any
+    slots: Any
+
+
+@triton.jit
+def any_slots(slots, C: tl.constexpr):
+    """Whether there are slots of unpacked keys and values, for each token of a block: a branch would cost registers."""
+    return tl.full([C.BLOCK], True, tl.int1) & (slots > 0)
+
+
+@triton.jit
+def store_unpacked(side, x, scale, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
+    """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`. Of those in the model's
+    precision there may be no slots."""
+    d, slots = tl.arange(0, C.DP), side.slots
+    base, inside = side.x + bh.to(tl.int64) * slots * C.D, d < C.D
+    if side.x.dtype.element_ty == tl.int8:
+        if VALUES:
+            where = base + d[:, None].to(tl.int64) * slots + slot[None, :]
+            tl.store(where, tl.trans(x.to(tl.int8)), mask=inside[:, None])
+        else:
+            where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
+            tl.store(where, x.to(tl.int8), mask=inside[None, :])
+        tl.store(side.scale + bh.to(tl.int64) * slots + slot, scale)
+    else:
+        where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
+        tl.store(where, x.to(side.x.dtype.element_ty), mask=inside[None, :] & any_slots(slots, C)[:, None])
+
+
+@triton.jit
+def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, OLD: tl.constexpr, VALUES: tl.constexpr,
+               C: tl.constexpr):  # fmt: skip
+    """Keys or values of one block of a long call: unpacked for the prefill, and into the arenas if it closes or the
+    format has no ring. `K_MEAN`: the mean that this call subtracts from its keys (`k_mean.mean_kernel`). `OLD`: there
+    may be tokens from before the call, which the ring holds."""
+    b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.home.capacity, tokens.keep
+    t = tl.arange(0, C.BLOCK)
+    code, scale = codec.quantize_tokens(x)
+    if C.RING > 0:
+        if OLD:
+            code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, VALUES, C)
+        if C.SMOOTH_K and not VALUES:
+            d = tl.arange(0, C.DP)
+            mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+            kept, kept_scale = codec.quantize_tokens(minus_mean(S, code, scale, keep, mean))
+            kept, kept_scale = codec.block_form(kept, kept_scale, keep)
+            if block.closes:
+                place = codec.place(S, b, h, index == 0, VALUES, C)
+                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
+            if unpacked.x.dtype.element_ty == tl.int8:
+                code, scale = kept, kept_scale
+        elif block.closes:
+            place = codec.place(S, b, h, index == 0, VALUES, C)
+            if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
+                keep = keep & (slot_bits(block.chosen, t) == 0)
+                kept, kept_scale = codec.block_form(code, scale, keep)
+                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
+                code, scale = codec.block_form(code, scale, t >= 0)
+            else:
+                code, scale = codec.block_form(code, scale, keep)
+                codec.put(S, code, scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
+        elif (unpacked.x.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
+            code, scale = codec.block_form(code, scale, keep)  # open tokens have no codes of their own: as if it closed
+    else:
+        fresh = tl.full([C.BLOCK], True, tl.int1)  # which leaves stores of many tokens at once whole
+        if OLD:
+            fresh = ~tokens.old
+        if block.used:
+            codec.put(S, code, scale, keep, fresh, t, b, h, index, capacity, h, VALUES, C)
+        code, scale = codec.block_form(code, scale, keep)
+        if OLD:
+            before, before_scale = codec.get(S, b, h, tl.minimum(index, capacity - 1), capacity, h, VALUES, C)
+            code = tl.where(tokens.old[:, None], before.to(tl.float32), code)
+            scale = tl.where(tokens.old, before_scale, scale)
+    store_unpacked(unpacked, code, scale, bh, tokens.slot, VALUES, C)
+
+
+@triton.jit
+def _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, WRITES: tl.constexpr, C: tl.constexpr):
+    """The `Tokens` of a block of a long call; with `WRITES` their bits, bias and positions go where all read them."""
+    index, bh, t = block.index, block.bh, tl.arange(0, C.BLOCK)
+    pos, slot = block.start + t, index * C.BLOCK + t
+    # no program changes a bit of old tokens, so that another one may read it while this one writes the byte
+    gone = tl.where(old, slot_bits(block.flags, tl.where(old, slot, 0)), bad.to(tl.int32))
+    keep = (old | new) & (gone == 0)
+    if WRITES:
+        if block.used:
+            tl.debug_barrier()  # every bit is read before a byte is written
+            drop_bits(block.flags, NONFINITE, gone, bad, index, bh, C)
+        there = any_slots(slots, C)
+        tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")), mask=there)
+        if block.h == 0:
+            tl.store(unpacked.pos + block.b.to(tl.int64) * slots + slot, pos, mask=there)
+    return Tokens(pos, slot, old, keep)
+
+
+@triton.jit
+def _long_block(KEY, VALUE, k_strides, v_strides, K, V, K_MEAN, NONFINITE, UNPACKED, slots, block, part, k_codec,
+                v_codec, PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """One block of a long call, or the `part` of its keys or of its values."""
+    b, h, length, first = block.b, block.h, block.row.length, block.row.first
+    pos = block.start + tl.arange(0, C.BLOCK)
+    old = pos < length
+    new = (~old) & (pos < length + block.row.count)
+    unpacked = UnpackedTensors(*UNPACKED)
+    k_side, v_side = (
+        UnpackedSide(unpacked.k, unpacked.k_scale, slots),
+        UnpackedSide(unpacked.v, unpacked.v_scale, slots),
+    )
+    V_C: tl.constexpr = C.V
+    # Only the call's first block holds older tokens. Threads read the ring in another order than new tokens, into which
+    # values would be brought before their maxima are taken: at twice the cost, in every block.
+    if PARTS == 1:
+        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
+        tokens = _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, True, C)
+        if block.start < length:
+            _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, True, False, C)
+            _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, True, True, V_C)
+        else:
+            _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, False, False, C)
+            _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, False, True, V_C)
+    elif part == 0:
+        k, bad = new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, False, C)
+        tokens = _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, True, C)
+        if block.start < length:
+            _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, True, False, C)
+        else:
+            _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, False, False, C)
+    else:
+        v, bad = new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, True, C)
+        tokens = _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, False, C)
+        if block.start < length:
+            _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, True, True, V_C)
+        else:
+            _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, False, True, V_C)
+
+
+@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
+def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
+                K, V, K_MEAN, CHOSEN, open_blocks, UNPACKED, ROWS, NB, slots, K_QUANTIZE: tl.constexpr,
+                K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr,
+                V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr,
+                V_GET: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (part of a block of the open span, head, row) of a long call. Its tokens also go to `UNPACKED`
+    (`UnpackedTensors`), unless that has no `slots`, and into the ring only when all have read it. Every program writes
+    its slots, those behind the row's end included. `PARTS`: 1, or 2 for keys and values in programs of their own."""
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    j, part = i // PARTS, i % PARTS
+    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    length, closed, open_start, closing, first, count = row
+    index, bh, start = closed + j, b * C.H + h, open_start + j * C.BLOCK
+    used = (start < length + count) & (index < NB)
+    closes = (j < closing) & used
+    flags, chosen = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8), chosen_bits(CHOSEN, open_blocks, bh, j, C)
+    block = Block(b, h, bh, row, index, Home(b, index, NB), start, used, closes, flags, chosen)
+    if part == 0:
+        note_block(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, block.home, C)
+    _long_block(KEY, VALUE, k_strides, v_strides, K, V, K_MEAN, NONFINITE, UNPACKED, slots, block, part,
+                Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, K_GET),
+                Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, V_GET), PARTS, C)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["NB", "B", "T"])
+def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, NB, B, T,
+                  K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """After a long call: program (tile of the ring, head, row) writes the newest tokens, one a head what the call did
+    to its sinks, and one the row's lengths."""
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = load_row(ROWS, b)
+    if C.RING > 0:
+        last = row.length + row.count - 1
+        at = i * C.BLOCK + tl.arange(0, C.BLOCK)
+        pos = last - (last - at + C.RING) % C.RING
+        new = (at < C.RING) & (pos >= row.length)
+        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
+        k_code, k_scale = K_QUANTIZE(k)
+        v_code, v_scale = V_QUANTIZE(v)
+        to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)
+        V_C: tl.constexpr = C.V
+        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, V_C)
+    if C.ENTRIES > 0:
+        if i == 0:
+            settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
+    if (i == 0) & (h == 0):
+        commit_row(ROWS, STATE, row, b, B, T, C)
