@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.formats.contract import jit_of
+from qattn_kernels.jit.rotation import LEAST_ROWS
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
@@ -21,6 +22,7 @@ from qattn_kernels.reference.rows import open_span_blocks
 
 FEW_PROGRAMS = 64  # up to so many do keys and values of a block in two: more multiprocessors are busy
 AT_ONCE = 512  # programs that a GPU runs side by side: beyond, one that only rotates queries would wait for others
+TWO_EACH = 264  # programs, if a multiprocessor has room for two
 OVERHANG = 128  # slots behind a row's last token that a prefill may touch: those of its largest tile
 
 
@@ -60,9 +62,11 @@ def append(call: Call) -> None:
     """Write the tokens of a short call and close what is full; the decode commits the lengths."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     rotates, blocks = call.sizes.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
-    options = _short_codes(call.sizes)
-    parts = 2 if "maxnreg" in options or blocks * call.sizes.H * call.batch <= FEW_PROGRAMS else 1
-    apart = rotates and (parts * blocks + 1) * call.sizes.H * call.batch <= AT_ONCE  # queries get programs of their own
+    options, rows = _short_codes(call.sizes), call.sizes.H * call.batch
+    parts = 2 if "maxnreg" in options or blocks * rows <= FEW_PROGRAMS else 1
+    apart = rotates and (parts * blocks + 1) * rows <= AT_ONCE  # queries get programs of their own
+    if options["num_warps"] == 4 and (parts * blocks + apart) * rows > TWO_EACH:
+        options["maxnreg"] = 128  # else the others wait for the registers of two, most of which only closing needs
     queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
@@ -70,7 +74,7 @@ def append(call: Call) -> None:
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.pages, call.blocks,
         queries, call.tokens, parts,
         k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
-        power_of_two(call.tokens), call.sizes, **options,
+        max(power_of_two(call.tokens), LEAST_ROWS.value * rotates), call.sizes, **options,
     )  # fmt: skip
 
 
