@@ -7,19 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LEAST_ROWS = tl.constexpr(8)  # of a tile that is rotated: as many as there are warps, so that each has whole rows
-
 
 @triton.jit
 def butterflies(x, STAGES: tl.constexpr):
-    """Rows of `[n, SIZE]` transformed, not normalized. A stage gives, of the channels that differ in one bit of their
-    index, the sum to the one and the difference to the other: the sums of the reference in places of their own, so that
-    no number moves but between two threads."""
-    for i in tl.static_range(STAGES):
-        pairs = tl.reshape(x, (x.shape[0], x.shape[1] >> (i + 1), 2, 1 << i))
-        sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, None, :, None]
-        both, less = tl.sum(pairs, 2, keep_dims=True), tl.sum(pairs * sign, 2, keep_dims=True)
-        x = tl.reshape(tl.where(sign > 0, both, less), (x.shape[0], x.shape[1]))
+    """Rows of `[n, SIZE]` transformed, not normalized; a stage gives the sums of neighbours, and behind them their
+    differences."""
+    for _ in tl.static_range(STAGES):
+        one, other = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(one + other, one - other), (0, 2, 1)), (x.shape[0], x.shape[1]))
     return x
 
 

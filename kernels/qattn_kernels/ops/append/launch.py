@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.formats.contract import jit_of
-from qattn_kernels.jit.rotation import LEAST_ROWS
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
@@ -65,8 +64,10 @@ def append(call: Call) -> None:
     options, rows = _short_codes(call.sizes), call.sizes.H * call.batch
     parts = 2 if "maxnreg" in options or blocks * rows <= FEW_PROGRAMS else 1
     apart = rotates and (parts * blocks + 1) * rows <= AT_ONCE  # queries get programs of their own
-    if options["num_warps"] == 4 and (parts * blocks + apart) * rows > TWO_EACH:
-        options["maxnreg"] = 128  # else the others wait for the registers of two, most of which only closing needs
+    if options["num_warps"] == 4 and (parts * blocks + apart) * rows > TWO_EACH and not call.sizes.SMOOTH_K:
+        # Else the others wait for the registers of two, most of which only closing needs. With smoothed keys that would
+        # gain little, by one kernel more of those that a first call waits for.
+        options["maxnreg"] = 128
     queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
@@ -74,7 +75,7 @@ def append(call: Call) -> None:
         state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.pages, call.blocks,
         queries, call.tokens, parts,
         k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
-        max(power_of_two(call.tokens), LEAST_ROWS.value * rotates), call.sizes, **options,
+        power_of_two(call.tokens), call.sizes, **options,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.rotation import LEAST_ROWS, butterflies, rotate_rows
+from qattn_kernels.jit.rotation import butterflies, rotate_rows
 
 
 @triton.jit
@@ -54,9 +54,8 @@ def rotate_queries(QUERIES, b, h, T, C: tl.constexpr):
     """The queries of `T` tokens of a KV head, rotated as its keys are in a short call. `QUERIES`: where they lie, where
     they go, and the strides of both."""
     d = tl.arange(0, C.DP)
-    ROWS: tl.constexpr = max(C.Q, LEAST_ROWS)
-    for tile in range(tl.cdiv(T * C.G, ROWS)):
-        n = tile * ROWS + tl.arange(0, ROWS)
+    for tile in range(tl.cdiv(T * C.G, C.Q)):
+        n = tile * C.Q + tl.arange(0, C.Q)
         inside = (n < T * C.G)[:, None] & (d < C.D)[None, :]
         at = _places(QUERIES[2], b, h * C.G + n % C.G, n // C.G)
         q = tl.load(QUERIES[0] + at[:, None] + d[None, :], mask=inside, other=0.0)
