@@ -123,6 +123,20 @@ def test_a_block_is_written_by_one_program_or_two(case: Case, monkeypatch):
     assert differing(*layers) == []
 
 
+@pytest.mark.parametrize("case", [TURBO, INT8, KIVI, FORMATS[6], ("sage2", {})], ids=case_id)
+def test_a_block_of_a_long_call_is_written_by_one_program_or_two(case: Case, monkeypatch):
+    """The same bits and outputs, where tokens are old, masked and behind a row's end."""
+    qkv, layers, outs = inputs(2, 150), [], []
+    qkv[1][1, 0, 100, 1] = qkv[2][0, 1, 63, 0] = math.nan
+    chosen = append._long_codes
+    for parts in (1, 2):
+        monkeypatch.setattr(append, "_long_codes", lambda call, parts=parts: (parts, chosen(call)[1]))
+        layers.append(make_layer(case, 192))
+        outs.append(feed(fused_step, layers[-1], qkv, [20, 90, 150], first=3))
+    assert differing(*layers) == []
+    assert all(map(torch.equal, *outs))
+
+
 @pytest.mark.parametrize("case", [("turbo", {}), ("sinkq", {"group_size": 32, "residual_length": 0})], ids=case_id)
 def test_queries_are_rotated_by_programs_of_their_own_or_by_the_last_ones(case: Case, monkeypatch):
     """The same outputs, also where the last program has a block to close."""

@@ -85,9 +85,10 @@ def test_the_cache_is_that_of_kernels_and_the_output_right(case: Case):
     ("case", "wrong"),
     [
         (("kivi", {}), math.nan),
+        (("sinkq", {"group_size": 32, "residual_length": 0, "sink_skip_layers": 0, "rotate_k": "hadamard"}), math.nan),
         pytest.param(("turboquant", {}), math.inf, marks=pytest.mark.slow),
     ],
-    ids=["kivi-nan", "turboquant-inf"],
+    ids=["kivi-nan", "sinkq-nan", "turboquant-inf"],
 )
 def test_a_token_that_is_not_finite_stays_masked(case: Case, wrong: float):
     q, k, v = inputs(1, TOKENS)
