@@ -23,7 +23,6 @@ from qattn_kernels.launch.call import make_call
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layer.support import unsupported
-from qattn_kernels.ops.append import launch as append
 from qattn_kernels.ops.append.launch import finish
 from qattn_kernels.ops.crop.reference import crop
 from qattn_kernels.ops.rotate.reference import rotate, rotate_back, rotated
@@ -109,43 +108,6 @@ def test_state_is_the_references_bit_for_bit(case: Case):
     limit = ROUNDING if int8 else 2e-3 if case[1].get("softmax") else floats
     assert all(error(a, b) < limit for a, b in zip(got, want, strict=True))
     assert torch.equal(got[0][0, :, :5], torch.zeros_like(got[0][0, :, :5]))
-
-
-@pytest.mark.parametrize("case", [TURBO, INT8, KIVI, FORMATS[6]], ids=case_id)
-def test_a_block_is_written_by_one_program_or_two(case: Case, monkeypatch):
-    """The same bits, those of masked tokens in a block that closes among them."""
-    qkv, layers = inputs(2, 140), []
-    qkv[1][1, 0, 127, 1] = qkv[2][0, 1, 63, 0] = math.nan
-    for most in (0, 1000):
-        monkeypatch.setattr(append, "FEW_PROGRAMS", most)
-        layers.append(make_layer(case, 192))
-        feed(fused_step, layers[-1], qkv, [60, 62, 64, 100, 120, 128, 129, 140])
-    assert differing(*layers) == []
-
-
-@pytest.mark.parametrize("case", [TURBO, INT8, KIVI, FORMATS[6], ("sage2", {})], ids=case_id)
-def test_a_block_of_a_long_call_is_written_by_one_program_or_two(case: Case, monkeypatch):
-    """The same bits and outputs, where tokens are old, masked and behind a row's end."""
-    qkv, layers, outs = inputs(2, 150), [], []
-    qkv[1][1, 0, 100, 1] = qkv[2][0, 1, 63, 0] = math.nan
-    chosen = append._long_codes
-    for parts in (1, 2):
-        monkeypatch.setattr(append, "_long_codes", lambda call, parts=parts: (parts, chosen(call)[1]))
-        layers.append(make_layer(case, 192))
-        outs.append(feed(fused_step, layers[-1], qkv, [20, 90, 150], first=3))
-    assert differing(*layers) == []
-    assert all(map(torch.equal, *outs))
-
-
-@pytest.mark.parametrize("case", [("turbo", {}), ("sinkq", {"group_size": 32, "residual_length": 0})], ids=case_id)
-def test_queries_are_rotated_by_programs_of_their_own_or_by_the_last_ones(case: Case, monkeypatch):
-    """The same outputs, also where the last program has a block to close."""
-    qkv, outs = inputs(2, 68), []
-    for most in (0, 1000):
-        monkeypatch.setattr(append, "AT_ONCE", most)
-        layer = make_layer((case[0], {**case[1], "rotate_k": "hadamard"}), 96)
-        outs.append(feed(fused_step, layer, qkv, [60, 61, 64, 68]))
-    assert all(map(torch.equal, *outs))
 
 
 @pytest.mark.parametrize("tokens", [3, 33], ids=["short", "long"])

@@ -1,0 +1,53 @@
+"""How the programs of an append share the work: the same bits and outputs whoever does it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import Case, case_id, make_layer
+from kernel_cases import FORMATS, INT8, KIVI, TURBO
+from test_fused_kernels import differing, feed, inputs
+
+from qattn_kernels.ops.append import launch as append
+from qattn_kernels.step.kernels import fused_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+
+
+@pytest.mark.parametrize("case", [TURBO, INT8, KIVI, FORMATS[6]], ids=case_id)
+def test_a_block_is_written_by_one_program_or_two(case: Case, monkeypatch):
+    """The same bits, those of masked tokens in a block that closes among them."""
+    qkv, layers = inputs(2, 140), []
+    qkv[1][1, 0, 127, 1] = qkv[2][0, 1, 63, 0] = math.nan
+    for most in (0, 1000):
+        monkeypatch.setattr(append, "FEW_PROGRAMS", most)
+        layers.append(make_layer(case, 192))
+        feed(fused_step, layers[-1], qkv, [60, 62, 64, 100, 120, 128, 129, 140])
+    assert differing(*layers) == []
+
+
+@pytest.mark.parametrize("case", [TURBO, INT8, KIVI, FORMATS[6], ("sage2", {})], ids=case_id)
+def test_a_block_of_a_long_call_is_written_by_one_program_or_two(case: Case, monkeypatch):
+    """The same bits and outputs, where tokens are old, masked and behind a row's end."""
+    qkv, layers, outs = inputs(2, 150), [], []
+    qkv[1][1, 0, 100, 1] = qkv[2][0, 1, 63, 0] = math.nan
+    chosen = append._long_codes
+    for parts in (1, 2):
+        monkeypatch.setattr(append, "_long_codes", lambda call, parts=parts: (parts, chosen(call)[1]))
+        layers.append(make_layer(case, 192))
+        outs.append(feed(fused_step, layers[-1], qkv, [20, 90, 150], first=3))
+    assert differing(*layers) == []
+    assert all(map(torch.equal, *outs))
+
+
+@pytest.mark.parametrize("case", [("turbo", {}), ("sinkq", {"group_size": 32, "residual_length": 0})], ids=case_id)
+def test_queries_are_rotated_by_programs_of_their_own_or_by_the_last_ones(case: Case, monkeypatch):
+    """The same outputs, also where the last program has a block to close."""
+    qkv, outs = inputs(2, 68), []
+    for most in (0, 1000):
+        monkeypatch.setattr(append, "AT_ONCE", most)
+        layer = make_layer((case[0], {**case[1], "rotate_k": "hadamard"}), 96)
+        outs.append(feed(fused_step, layer, qkv, [60, 61, 64, 68]))
+    assert all(map(torch.equal, *outs))
