@@ -81,8 +81,9 @@ def warps_table(results: Path) -> str:
 
 
 def before_after_table(results: Path, record: str) -> str:
-    """Milliseconds of a decode step before and after a change, of a record of `compare_trees.py`."""
+    """Milliseconds of a decode step or a prompt before and after a change, of a record of `compare_trees.py`."""
     rows = [row for result in load(results, record) for row in result["rows"]]
+    rows = [row | {"context": row.get("context", row.get("tokens"))} for row in rows]
     points = sorted({(row["batch"], row["context"]) for row in rows})
     lines = []
     for (way,), here in by_point(rows, "way").items():

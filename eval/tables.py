@@ -156,6 +156,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-warps": warps_table,
     "rotations-speed": partial(before_after_table, record="speed-before-after-rotations"),
     "programs-speed": partial(before_after_table, record="speed-before-after-programs"),
+    "registers-speed": partial(before_after_table, record="speed-before-after-append"),
+    "prompts-speed": partial(before_after_table, record="speed-before-after-prompts"),
     "recipes-speed": recipes_speed_table,
     "append-speed": append_table,
     "beams": beams_table,
