@@ -87,9 +87,10 @@ def attention(
     window = asked_window(key.layer.spec)
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache", window)
     scores, span = scores_of(query, scaling, kwargs), attention_mask.reshape(-1, 2)
-    unpadded = not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
+    short = query.shape[2] <= SHORT_CALL
+    unpadded = not short and not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
     device = query.device
-    if key.take(getattr(module, "layer_idx", None)):  # a device map may have put that layer elsewhere
+    if moved := key.take(getattr(module, "layer_idx", None)):  # a device map may have put that layer elsewhere
         query, span = query.to(key.key.device), span.to(key.key.device)
 
     def attend() -> torch.Tensor:
@@ -97,8 +98,8 @@ def attention(
             return key.layer.attend_latents(query, key, span, scores, unpadded, up_projections(module))
         return key.layer.attend(query, key, span, scores, unpadded)[0]
 
-    attended = without_gradient(attend, query, key.key, key.value)
-    return attended.transpose(1, 2).contiguous().to(device), None
+    attended = without_gradient(attend, query, key.key, key.value).transpose(1, 2).contiguous()
+    return attended.to(device) if moved else attended, None
 
 
 def refuse_arguments(

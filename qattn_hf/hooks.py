@@ -57,14 +57,14 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         return (), {**kwargs, "attention_mask": UNREAD}
     use_cache = kwargs.get("use_cache")
     decoder: Any = module
-    text = decoder.config.get_text_config(decoder=True)
     cache = kwargs.get(CACHE)
     if cache is None:
         _check_positions(kwargs)
         cache = kwargs[CACHE] = _new_cache(patched)
     check_cache(cache, len(patched.specs))
     # attention reads through our cache in any case; `after_forward` keeps it out of the output where none was wanted
-    kwargs["use_cache"] = bool(text.use_cache if use_cache is None else use_cache)
+    wanted = decoder.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
+    kwargs["use_cache"] = bool(wanted)
     if torch.compiler.is_compiling() and cache.allocated:
         check_compiled(patched.window, cache)
     else:
@@ -92,7 +92,8 @@ def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: boo
         check_writer(cache, module)
         cache.check_whole(module.config.get_text_config(decoder=True).num_hidden_layers)
     _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
-    patched.pool.allocate(cache.reserve, tokens)
+    if not within:
+        patched.pool.allocate(cache.reserve, tokens)
     if rows and not cache.allocated:
         check_given(cache)
         patched.allocate(cache, rows, module.dtype, device_of(module))

@@ -23,7 +23,7 @@ from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.launch import crop
-from qattn_kernels.step.operator import attend, attend_and_keep
+from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly, needs_dispatch
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa
 
 
@@ -230,7 +230,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 prompt = attend_prompt(query, key, value, span, self.state, self.spec, scores)
                 result, prompt_by = (prompt, None), "sdpa"
             else:
-                result = attend(query, key, value, span, self.arena, self._layout, self.blocks, *sizes, past)
+                step = attend if needs_dispatch(query) else attend_directly
+                result = step(query, key, value, span, self.arena, self._layout, self.blocks, *sizes, past)
         self.count(tokens)
         self.prompt_by = prompt_by if tokens > SHORT_CALL else self.prompt_by
         return result

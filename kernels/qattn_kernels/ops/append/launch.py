@@ -9,7 +9,7 @@ from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.options import WIDEST_HEAD, codes
+from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.ops.append.k_mean import mean_kernel
@@ -102,15 +102,15 @@ def append_long(call: Call, unpacked: UnpackedKV) -> None:
 
 
 def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
-    """Parts of a block and options of `long_kernel`: two where registers would not hold what both sides need at once,
-    as of blocks of more than 64 tokens of 128 channels, and where codes of a block are made of codes of its tokens.
-    With as many threads more, unless compensation passes a tile among them through shared memory."""
+    """Parts of a block and options of `long_kernel`. Two where registers would not hold what both sides of 128 channels
+    need at once: groups of 128 tokens in the model's precision, with as many threads more unless compensation passes a
+    tile among them through shared memory, and codes of a block that are made of codes of its tokens."""
     size, spec, options = call.sizes, call.spec, codes(call.sizes, 64 * 64)
-    dim = max(size.DP, size.V.DP)
-    if size.BLOCK * dim > 64 * 128 and dim <= WIDEST_HEAD:
-        return 2, {**options, **({"maxnreg": 128} if size.K_COMPENSATES else {"num_warps": 16, "maxnreg": 64})}
-    if spec.k.block_scales and spec.v.block_scales:
-        return 2, {**options, "maxnreg": 80}
+    if max(size.DP, size.V.DP) == 128:
+        if size.BLOCK == 128 and not spec.k.integer:
+            return 2, {**options, **({"maxnreg": 128} if size.K_COMPENSATES else {"num_warps": 16, "maxnreg": 64})}
+        if size.BLOCK == 64 and spec.k.block_scales and spec.v.block_scales:
+            return 2, {**options, "maxnreg": 80}
     return 1, {**options, "maxnreg": 128}  # so that two programs of eight warps share a multiprocessor
 
 
