@@ -12,6 +12,7 @@ from test_fused_kernels import differing, feed, inputs
 
 from qattn_kernels.ops.append import launch as append
 from qattn_kernels.step.kernels import fused_step
+from qattn_kernels.step.reference import reference_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
@@ -51,3 +52,18 @@ def test_queries_are_rotated_by_programs_of_their_own_or_by_the_last_ones(case: 
         layer = make_layer((case[0], {**case[1], "rotate_k": "hadamard"}), 96)
         outs.append(feed(fused_step, layer, qkv, [60, 61, 64, 68]))
     assert all(map(torch.equal, *outs))
+
+
+@pytest.mark.parametrize("case", [("kivi", {"residual_length": 64}), ("sinkq", {"group_size": 32})], ids=case_id)
+def test_a_block_closes_by_a_token_of_the_next_one(case: Case):
+    """With a residual window the program of a block that closes has no new token."""
+    qkv = inputs(1, 140)
+    one, other = make_layer(case, 192), make_layer(case, 192)
+    window = one.spec.window
+    closes = window.residual + window.span
+    assert window.residual >= window.block  # so that the token that closes the first block lies in a later one
+    cuts = [closes - 2, closes - 1, closes, closes + 1]
+    feed(reference_step, one, qkv, cuts)
+    feed(fused_step, other, qkv, cuts)
+    assert int(other.state["closed"][0]) > 0
+    assert differing(one, other) == []

@@ -221,7 +221,7 @@ beginning = _define(
 )
 
 
-# `attend` without PyTorch's dispatcher, which takes the host some 4 us a layer
+# `attend` without PyTorch's dispatcher, which takes the host some microseconds a layer
 attend_directly: Callable[..., Any] = _attend
 
 

@@ -128,6 +128,19 @@ def _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, WRITES: tl.co
 
 
 @triton.jit
+def _long_part(KEY, VALUE, k_strides, v_strides, S, K_MEAN, NONFINITE, unpacked, slots, block, old, new, side, codec,
+               VALUES: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Keys or values of a block, in a program of their own. `SIDE`: their sizes, of the layer's `C`."""
+    fresh = block.start + tl.arange(0, C.BLOCK) - block.row.length
+    x, bad = new_tokens_of(KEY, VALUE, k_strides, v_strides, block.b, block.h, fresh, new, block.row.first, VALUES, C)
+    tokens = _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, not VALUES, C)
+    if block.start < block.row.length:
+        _long_side(S, K_MEAN, x, tokens, side, block, codec, True, VALUES, SIDE)
+    else:
+        _long_side(S, K_MEAN, x, tokens, side, block, codec, False, VALUES, SIDE)
+
+
+@triton.jit
 def _long_block(KEY, VALUE, k_strides, v_strides, K, V, K_MEAN, NONFINITE, UNPACKED, slots, block, part, k_codec,
                 v_codec, PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """One block of a long call, or the `part` of its keys or of its values."""
@@ -153,19 +166,11 @@ def _long_block(KEY, VALUE, k_strides, v_strides, K, V, K_MEAN, NONFINITE, UNPAC
             _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, False, False, C)
             _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, False, True, V_C)
     elif part == 0:
-        k, bad = new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, False, C)
-        tokens = _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, True, C)
-        if block.start < length:
-            _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, True, False, C)
-        else:
-            _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, False, False, C)
+        _long_part(KEY, VALUE, k_strides, v_strides, K, K_MEAN, NONFINITE, unpacked, slots, block, old, new, k_side,
+                   k_codec, False, C, C)  # fmt: skip
     else:
-        v, bad = new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, True, C)
-        tokens = _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, False, C)
-        if block.start < length:
-            _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, True, True, V_C)
-        else:
-            _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, False, True, V_C)
+        _long_part(KEY, VALUE, k_strides, v_strides, V, K_MEAN, NONFINITE, unpacked, slots, block, old, new, v_side,
+                   v_codec, True, V_C, C)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
