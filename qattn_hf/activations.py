@@ -108,7 +108,7 @@ class CountedLayer(CacheLayerMixin):
             query.new_empty((batch, heads, tokens), dtype=torch.float32)
             return out
         window = window_of(self.spec)
-        scores = replace(scores_of(query, scaling, kwargs), window=local_window(self.spec))
+        scores = scores_of(query, scaling, kwargs)._replace(window=local_window(self.spec))
         if handle.written is not None:
             arena, capacity, past, *_ = handle.written
             layout = Layout(replace(self.geometry, blocks=capacity), self.spec)
@@ -168,7 +168,7 @@ class CountedLayer(CacheLayerMixin):
         """What the operator returns over this arena, of which it reads `blocks` blocks."""
         from qattn_kernels.step.operator import compute
 
-        key = layout, query.shape, blocks, replace(scores, sinks=None), scores.sinks is None
+        key = layout, query.shape, blocks, scores._replace(sinks=None), scores.sinks is None
         if (plan := self.plans.get(key)) is not None:
             return plan.allocate()[0]
         span = torch.empty((query.shape[0], 2), dtype=torch.int32, device=META)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +13,37 @@ from qattn_hf.handle import Written
 from qattn_kernels.layer.arena import Layout, empty_arena, rewritten_bytes, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State
+
+
+class Writing:
+    """Context of a call that writes to a layer (`ArenaHolder.writing`).
+
+    If the call fails, the layer is put back to before it. Where kernels take one token more, as in the call before,
+    nothing is copied for that, since their plan allocates all memory before it launches the first: what comes between
+    its launches, as an interrupt does, leaves the layer `torn`. A class, since steps wait for it in every layer: a
+    generator's context takes the host three times as long.
+    """
+
+    __slots__ = ("kept", "layer", "planned", "tokens")
+
+    def __init__(self, layer: ArenaHolder, tokens: int):
+        self.layer, self.tokens = layer, tokens
+        self.kept: torch.Tensor | None = None
+        again = tokens == 1 and layer._stepped == layer.blocks and bool(layer._used)
+        self.planned = again and layer.spec.impl == "triton"
+
+    def __enter__(self) -> None:
+        if not self.planned and self.layer._used != 0:
+            self.kept = self.layer.rewritten().clone()
+        self.layer.torn = True
+
+    def __exit__(self, error: type[BaseException] | None, *traceback: Any) -> None:
+        layer = self.layer
+        if error is None:
+            layer._stepped, layer.torn = layer.blocks if self.tokens == 1 else None, False
+        elif not self.planned:
+            layer.rewritten().zero_() if self.kept is None else layer.rewritten().copy_(self.kept)
+            layer.torn = False
 
 
 class ArenaHolder:
@@ -113,26 +142,9 @@ class ArenaHolder:
             return None
         return Written(self.arena, self.blocks, past, self.rewritten().clone(), by_sdpa)
 
-    @contextmanager
-    def writing(self, tokens: int) -> Iterator[None]:
-        """Context of a call that writes so many tokens, of which the host knows how full the layer is.
-
-        If the call fails, the layer is put back to before it. Where kernels take one token more, as in the call before,
-        nothing is copied for that, since their plan allocates all memory before it launches the first: what comes
-        between its launches, as an interrupt does, leaves the layer `torn`.
-        """
-        empty, planned = self._used == 0, self.spec.impl == "triton" and tokens == 1 and self._stepped == self.blocks
-        kept = None if empty or planned else self.rewritten().clone()
-        self.torn = True
-        try:
-            yield
-        except BaseException:
-            if not planned or empty:
-                self.rewritten().zero_() if kept is None else self.rewritten().copy_(kept)
-                self.torn = False
-            raise
-        self._stepped = self.blocks if tokens == 1 else None
-        self.torn = False
+    def writing(self, tokens: int) -> Writing:
+        """Context of a call that writes so many tokens, of which the host knows how full the layer is."""
+        return Writing(self, tokens)
 
     def _fields(self) -> dict[str, Any]:
         """Without the views, which a pickle would write out one by one."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from qattn_hf import changes
-from qattn_hf.layer import QAttnLayer, with_room
+from qattn_hf.layer import QAttnLayer
 from qattn_hf.memory_budget import BudgetLayerSpec, arranged, at_stage, most_blocks
 from qattn_kernels.layer.arena import Layout
 
@@ -85,5 +85,5 @@ class BudgetLayer(QAttnLayer):
         need = self._blocks_for(used + tokens)
         if not self.is_initialized or need > self._blocks_for(self.max_cache_len or used + tokens):
             return super()._extend(used, tokens)
-        wish = max(need, self.blocks, self._wanted if self.planned else with_room(need))
+        wish = max(need, self.blocks, self._wanted if self.planned else changes.with_room(need))
         self.take(changes.repacked(self, *arranged(self.spec, self.geometry, need, wish)))

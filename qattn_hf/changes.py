@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from qattn_hf.model_layer import ModelLayer
 
 
+def with_room(blocks: int) -> int:
+    """Capacity, in blocks, of a growing layer that must hold `blocks`: rounded up to a quarter of a power of two.
+
+    So a cache that grows token by token is copied seldom.
+    """
+    quarter = max(1, 1 << max(0, (blocks - 1).bit_length() - 3))
+    return -(-blocks // quarter) * quarter
+
+
 class Change(NamedTuple):
     """A new arena, geometry and spec of a layer, to be applied by `QAttnLayer.take`.
 

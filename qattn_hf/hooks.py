@@ -65,10 +65,12 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     # attention reads through our cache in any case; `after_forward` keeps it out of the output where none was wanted
     wanted = decoder.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
     kwargs["use_cache"] = bool(wanted)
-    if torch.compiler.is_compiling() and cache.allocated:
+    if not torch.compiler.is_compiling():
+        _begin(decoder, cache, kwargs)
+    elif cache.allocated:
         check_compiled(patched.window, cache)
     else:
-        _begin(decoder, cache, kwargs, torch.compiler.is_compiling())
+        _begin_compiled(decoder, cache, kwargs)
     return (), kwargs
 
 
@@ -84,7 +86,11 @@ def _new_cache(patched: Patched) -> QAttnCache:
 
 
 @torch.compiler.disable(reason=NOT_COMPILED)
-def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: bool) -> None:
+def _begin_compiled(module: Any, cache: QAttnCache, kwargs: dict[str, Any]) -> None:
+    _begin(module, cache, kwargs, compiled=True)
+
+
+def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: bool = False) -> None:
     """Check a call against its cache, and make room in that. What a `compiled` call writes cannot be taken back."""
     patched, (rows, tokens) = patch_of(module), _shape(kwargs)
     within = cache.within_call(module, tokens)

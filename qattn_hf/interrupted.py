@@ -19,8 +19,6 @@ from qattn_hf.model_layer import ModelLayer, attributes
 from qattn_hf.window_layer import WindowLayer
 from qattn_kernels.layout import Geometry
 
-HOST = ("edits", "torn", "_used", "prompt_by")  # what a packed layer counts on the host
-
 
 class Mark(NamedTuple):
     """A layer as it was before a call.
@@ -75,7 +73,8 @@ def _mark(layer: Any, tokens: int) -> Mark:
     """A layer before a call of so many tokens a row."""
     if isinstance(layer, ModelLayer) or not layer.is_initialized:
         return Mark(attributes(layer))
-    host = {name: getattr(layer, name) for name in HOST}
+    # what a packed layer counts on the host
+    host = {"edits": layer.edits, "torn": layer.torn, "_used": layer._used, "prompt_by": layer.prompt_by}
     if isinstance(layer, HybridLayer):
         host |= layer.states()
     if tokens == 1 or layer._used == 0:

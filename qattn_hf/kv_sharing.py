@@ -39,11 +39,10 @@ def attend_again(
         return _of_prompt(query, key, value, scores), None
     query = with_earlier(query, key.shape[2])
     where = arena, layer._layout, blocks
-    sizes = scores.scale, scores.softcap, scores.window, scores.sinks
     fixed = torch.compiler.is_compiling() or capturing()
     # in a copy of the state nothing can be lost
     with nullcontext() if fixed or arena is not layer.arena else layer.writing(key.shape[2]):
-        out, lse = operator.attend_again(query, key, value, span, *where, *sizes, past, before)
+        out, lse = operator.attend_again(query, key, value, span, *where, *scores, past, before)
     return out[:, :, -last:], lse[:, :, -last:]
 
 

@@ -23,17 +23,8 @@ from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.launch import crop
-from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly, needs_dispatch
+from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa
-
-
-def with_room(blocks: int) -> int:
-    """Capacity, in blocks, of a growing layer that must hold `blocks`: rounded up to a quarter of a power of two.
-
-    So a cache that grows token by token is copied seldom.
-    """
-    quarter = max(1, 1 << max(0, (blocks - 1).bit_length() - 3))
-    return -(-blocks // quarter) * quarter
 
 
 class QAttnLayer(ArenaHolder, CacheLayerMixin):
@@ -194,7 +185,13 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     # What a packed layer adds
 
     def attend(
-        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool = False
+        self,
+        query: torch.Tensor,
+        handle: Handle,
+        span: torch.Tensor,
+        scores: Scores,
+        unpadded: bool = False,
+        return_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the handle's tokens and attend.
 
@@ -203,6 +200,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             span: int32 `[B or 1, 2]`, first real new column and number of real ones.
             scores: softmax scale, soft cap and learned sinks.
             unpadded: every column of `span` is known to be real.
+            return_lse: of a short call that is not compiled; without it the host is faster.
 
         Returns:
             output `[B, Hq, T, Dv]`, zeros for padding, and fp32 log-sum-exp `[B, Hq, T]`; None for a prompt that
@@ -212,15 +210,14 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         if handle.written is not None:
             return attend_again(self, query, handle, span, scores)
         key, value, tokens = handle.key, handle.value, query.shape[2]
-        sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         if torch.compiler.is_compiling() or capturing():
             self.own()
             if torch.compiler.is_compiling():
                 self._used = None
             else:
                 self.replayed_by_others = True
-            where = self.arena, self._layout, self.blocks
-            return self._fixed_step(handle, query, key, value, span, *where, *sizes, self.blocks)
+            step = self.arena, self._layout, self.blocks, *scores, self.blocks
+            return self._fixed_step(handle, query, key, value, span, *step)
         past, prompt_by = self._blocks_for(self.reserve(tokens)), self.spec.impl
         result: tuple[torch.Tensor, torch.Tensor | None]
         with self.writing(tokens):
@@ -230,8 +227,9 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 prompt = attend_prompt(query, key, value, span, self.state, self.spec, scores)
                 result, prompt_by = (prompt, None), "sdpa"
             else:
-                step = attend if needs_dispatch(query) else attend_directly
-                result = step(query, key, value, span, self.arena, self._layout, self.blocks, *sizes, past)
+                assert self.arena is not None
+                where = self.arena, self._layout, self.blocks
+                result = attend_directly(query, key, value, span, *where, scores, past, return_lse)
         self.count(tokens)
         self.prompt_by = prompt_by if tokens > SHORT_CALL else self.prompt_by
         return result
@@ -261,7 +259,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             self._used, self._too_high = (used := self._slots_used()), False
         if used + tokens > self.capacity:
             self._extend(used, tokens)
-        self.own()
+        if self.borrowed:
+            self.own()
         return used
 
     def plan(self, tokens: int) -> None:
@@ -368,7 +367,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 "nothing was written. Use a larger max_cache_len, or none so that the cache grows"
             )
         blocks = self._blocks_for(used + tokens)
-        self._grow(with_room(blocks) if self.is_initialized else blocks)
+        self._grow(changes.with_room(blocks) if self.is_initialized else blocks)
         self.planned = False
 
     def _grow(self, blocks: int) -> None:

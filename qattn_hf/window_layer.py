@@ -13,7 +13,7 @@ from qattn_hf.device import capturing
 from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle, Written
 from qattn_hf.latent_layer import LatentLayer
-from qattn_hf.layer import QAttnLayer, with_room
+from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
 from qattn_hf.memory_budget import BudgetLayerSpec
 from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes, views
@@ -62,7 +62,7 @@ class WindowLayer(QAttnLayer):
         if used is None or self.replayed_by_others or (used and used + tokens > self.capacity):
             used = self._used = self._slots_used()
         if used + tokens > self.capacity and self.blocks < self.limit:
-            self._grow(min(with_room(self._blocks_for(used + tokens)), self.limit))
+            self._grow(min(changes.with_room(self._blocks_for(used + tokens)), self.limit))
         if used + tokens > self.capacity and self.is_initialized and self._behind(used):
             used = self._drop_front()
         if used + tokens <= self.capacity:
@@ -90,12 +90,18 @@ class WindowLayer(QAttnLayer):
         self.planned = True
 
     def attend(
-        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool = False
+        self,
+        query: torch.Tensor,
+        handle: Handle,
+        span: torch.Tensor,
+        scores: Scores,
+        unpadded: bool = False,
+        return_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the handle's tokens and attend to the window; arguments and results as in `QAttnLayer`."""
-        scores, tokens = replace(scores, window=self.spec.local), query.shape[2]
+        scores, tokens = scores._replace(window=self.spec.local), query.shape[2]
         if handle.written is not None:
-            return super().attend(query, handle, span, scores, unpadded)
+            return super().attend(query, handle, span, scores, unpadded, return_lse)
         if torch.compiler.is_compiling():
             if tokens > SHORT_CALL:
                 raise UnsupportedError(
@@ -104,7 +110,7 @@ class WindowLayer(QAttnLayer):
                 )
         elif not capturing() and self.reserve(tokens) + tokens > self.capacity:
             return self._attend_long(query, handle, span, scores, unpadded)
-        return super().attend(query, handle, span, scores, unpadded)
+        return super().attend(query, handle, span, scores, unpadded, return_lse)
 
     def check_crop(self, count: int) -> None:
         """Check that the window of every row still holds what comes back without its last `count` tokens.
@@ -152,12 +158,11 @@ class WindowLayer(QAttnLayer):
         blocks = max(self._blocks_for(self._used + tokens), behind + self.blocks)
         layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
         arena: Any = self.empty(layout, self.device) if first else changes.with_blocks(self, blocks).arena
-        sizes = scores.scale, scores.softcap, scores.window, scores.sinks
         where = arena, self._layout, blocks
         if self.shared:  # a copy more, since blocks of this one are going to move
             before = arena[: rewritten_bytes(layout)].clone()
             handle.written = Written(arena.clone(), blocks, past, before)
-        result = attend(query, handle.key, handle.value, span, *where, *sizes, past)
+        result = attend(query, handle.key, handle.value, span, *where, *scores, past)
         state = views(arena, layout)
         if first:
             used = tokens - behind * self.spec.window.block

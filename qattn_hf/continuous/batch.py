@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from qattn_hf.changes import with_room
 from qattn_hf.continuous.pages import RESERVED, Rows, Steps
-from qattn_hf.layer import with_room
 from qattn_kernels.layer.spec import LayerSpec
 
 ROWS_STEP = 8  # rows of a call over pages: fewer sizes, so that launch plans serve more calls

@@ -61,7 +61,9 @@ def call(layer: QAttnLayer, tokens: int, seed: int, sinks: torch.Tensor | None =
 def test_a_plan_does_what_was_recorded(case: Case, computed: list[int], monkeypatch: pytest.MonkeyPatch):
     plain, first, second = layer_of(case), layer_of(case), layer_of(case)
     with monkeypatch.context() as unplanned:
-        unplanned.setattr("qattn_kernels.step.operator.planned", lambda key, inputs, compute: compute())
+        unplanned.setattr(
+            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments: compute(*arguments)
+        )
         want = [call(plain, tokens, seed) for seed, tokens in enumerate(CALLS)]
     call(first, CALLS[0], 0)
     computed.clear()

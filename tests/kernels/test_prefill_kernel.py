@@ -172,7 +172,7 @@ def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **comp
     over = exact(first, see, tiles.k.dequantize(), tiles.v.dequantize(), scores)
     plain = exact(first, see, k, v, scores)
 
-    on_device = replace(scores, sinks=None if scores.sinks is None else scores.sinks.to(DEVICE))
+    on_device = scores._replace(sinks=None if scores.sinks is None else scores.sinks.to(DEVICE))
     wide = q.to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # strides as a model's projection leaves them
     out, lse = (x.cpu() for x in prefill(wide.to(DEVICE), unpacked_of(case, tiles, fields), spec, on_device))
     assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous()

@@ -5,14 +5,14 @@ that a decode step does. So the first call of a shape is recorded: which kernels
 their arguments which tensor of the call it belongs to, and how far behind its start. Later calls fill in addresses and
 launch what was compiled, layer by layer: a plan knows no address, so that all layers of a model share it.
 
-    planned(key, inputs, compute)                    # the results of compute(), recorded or launched from a plan
+    planned(key, inputs, compute, *arguments)        # results of compute(*arguments), recorded or launched from a plan
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -73,6 +73,11 @@ class Result(NamedTuple):
     dtype: torch.dtype
 
 
+def aligned(n_bytes: int) -> int:
+    """Bytes that a temporary tensor of so many takes."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
 class Unplannable(Exception):
     """A call that no plan can repeat, with the reason."""
 
@@ -86,21 +91,34 @@ class Plan:
 
     def __init__(self, launches: list[Launch], results: list[Result], temporary: int):
         self.launches, self.results, self.temporary = launches, results, temporary
+        self._unwanted: list[int] = []  # where among the temporary tensors each result lies that a caller leaves out
+        for result in results:
+            self._unwanted.append(self.temporary)
+            self.temporary += aligned(math.prod(result.size) * result.dtype.itemsize)
         self._bound: dict[int, list[Bound]] = {}  # by the address of an arena
 
-    def run(self, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Launch everything for these inputs; the first of them, the arena, keeps its address from call to call."""
+    def run(
+        self, inputs: Sequence[torch.Tensor | None], addresses: list[int], wanted: int | None = None
+    ) -> list[torch.Tensor]:
+        """Launch everything for these inputs at these addresses; that of the first, the arena, stays from call to
+        call. `wanted`: of the results only the first so many, which spares the host an allocation each."""
         assert inputs[0] is not None
         device = inputs[0].device
-        results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in self.results]
+        on_cpu = device.type == "cpu"
+        made = self.results if on_cpu else self.results[:wanted]
+        results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in made]
         room = torch.empty(self.temporary, dtype=torch.uint8, device=device)
-        if device.type == "cpu":
+        if on_cpu:
             self._interpret([*inputs, *results, room])
-            return results
-        addresses = [0 if x is None else x.data_ptr() for x in (*inputs, *results, room)]
-        # Triton launches on the current device, whatever the tensors' own is
-        with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device):
+            return results[:wanted]
+        start = room.data_ptr()
+        unwanted = [start + offset for offset in self._unwanted[len(results) :]]
+        addresses = [*addresses, *[x.data_ptr() for x in results], *unwanted, start]
+        if torch.cuda.current_device() == device.index:
             self._launch(addresses, _current_stream()(device.index))
+        else:  # Triton launches on the current device, whatever the tensors' own is
+            with torch.cuda.device(device):
+                self._launch(addresses, _current_stream()(device.index))
         return results
 
     def _launch(self, addresses: list[int], stream: int) -> None:
@@ -208,7 +226,7 @@ def _plan(
     for x in recorder.allocated:
         place = returned.get(x.data_ptr())
         spans.append((x.data_ptr(), x.nbytes, room if place is None else place, 0 if place is not None else end))
-        end += 0 if place is not None else -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+        end += 0 if place is not None else aligned(x.nbytes)
     if not set(returned) <= {x.data_ptr() for x in recorder.allocated}:
         raise Unplannable("it returns a tensor that it did not allocate")
 
@@ -237,22 +255,27 @@ _plans: dict[Hashable, Plan | None] = {}
 def planned(
     key: Hashable,
     inputs: Sequence[torch.Tensor | None],
-    compute: Callable[[], Sequence[torch.Tensor]],
+    compute: Callable[..., Sequence[torch.Tensor]],
+    *arguments: Any,
     arenas: int = 1,
+    wanted: int | None = None,
 ) -> Sequence[torch.Tensor]:
-    """Results of `compute()`: launched from the plan of an earlier call, if there is one.
+    """Results of `compute(*arguments)`: launched from the plan of an earlier call, if there is one.
 
     Args:
         key: all that the launches depend on, but for addresses: shapes, strides, dtypes, device, settings.
         inputs: the tensors that `compute` reads and writes. The first, the layer's arena, keeps its address.
         arenas: how many of the first inputs are memory of which kernels take views.
         compute: does nothing on the device but allocate and `launch`; if it does more, each call computes anew.
+        wanted: how many of the results the caller takes, the first ones; None: all.
     """
-    key = key, tuple([0 if x is None else x.data_ptr() % 16 for x in inputs])  # kernels are compiled for aligned loads
+    addresses = [0 if x is None else x.data_ptr() for x in inputs]
+    key = key, tuple([x % 16 for x in addresses])  # kernels are compiled for aligned loads
     plan = _plans.get(key)
     if plan is not None:
-        return plan.run(inputs)
-    return compute() if key in _plans else _record(key, inputs, compute, arenas)
+        return plan.run(inputs, addresses, wanted)
+    call = partial(compute, *arguments)
+    return (call() if key in _plans else _record(key, inputs, call, arenas))[:wanted]
 
 
 def _record(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """What a model asks of the scores.
 
     Attributes:

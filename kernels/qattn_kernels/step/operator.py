@@ -6,7 +6,6 @@ A compiled step may change an arena by one of them alone: Inductor copies what t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,18 +72,37 @@ def _attend(
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
+    scores = Scores(scale, softcap, window, sinks)
+    out, lse = _step(query, key, value, span, arena, layout, blocks, scores, past, return_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+def _step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    arena: torch.Tensor,
+    layout: str,
+    blocks: int,
+    scores: Scores,
+    past: int,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`_attend` with `scores` as one, and without the tensor of log-sum-exps unless it is asked for."""
     if torch.is_grad_enabled():  # nothing here has a gradient, and state must never require one
         with torch.no_grad():
-            return _attend(query, key, value, span, arena, layout, blocks, scale, softcap, window, sinks, past)
-    where, scores = decode_layout(layout, key.shape[0], blocks), Scores(scale, softcap, window, sinks)
+            return _step(query, key, value, span, arena, layout, blocks, scores, past, return_lse)
+    where = decode_layout(layout, key.shape[0], blocks)
     layer = where.spec
     if layer.impl == "triton":
-        return _fused(query, key, value, span, arena, where, layout, scores, past)
+        return _fused(query, key, value, span, arena, where, layout, scores, past, return_lse)
     state = views(arena, where)
     check_capacity(state, layer, span)
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
         out, lse = reference_step(query, key, value, span, state, layer, scores)
-        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse if return_lse else None
 
 
 def _fused(
@@ -97,16 +115,20 @@ def _fused(
     text: str,
     scores: Scores,
     past: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_attend` in kernels, by the launch plan of an earlier call of these shapes. `text`: of the layout."""
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`_step` in kernels, by the launch plan of an earlier call of these shapes. `text`: of the layout."""
     if span.device.type == "cpu":
         check_capacity(views(arena, layout), layout.spec, span)
-    call = partial(compute, query, key, value, span, arena, layout, scores, past)
-    tensors, sinks = (query, key, value, span), scores.sinks
-    shapes = tuple([(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))])
-    settings = scores.scale, scores.softcap, scores.window, past if key.shape[2] > SHORT_CALL else 0
-    out, lse = planned((text, layout.geometry.blocks, shapes, settings, query.device), (arena, *tensors, sinks), call)
-    return out, lse
+    tensors, (scale, softcap, window, sinks) = (query, key, value, span), scores
+    shapes = [(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))]
+    known = past if key.shape[2] > SHORT_CALL else 0
+    what, inputs = (
+        (text, layout.geometry.blocks, scale, softcap, window, known, query.device, *shapes),
+        (arena, *tensors, sinks),
+    )
+    found = planned(what, inputs, compute, *tensors, arena, layout, scores, past, wanted=1 + return_lse)
+    return found[0], found[1] if return_lse else None
 
 
 def compute(
@@ -221,11 +243,20 @@ beginning = _define(
 )
 
 
-# `attend` without PyTorch's dispatcher, which takes the host some microseconds a layer
-attend_directly: Callable[..., Any] = _attend
-
-
-def needs_dispatch(query: torch.Tensor) -> bool:
-    """Whether a call that is not compiled needs the operator all the same: a tensor is fake or has no data, or a
-    dispatch mode looks on."""
-    return type(query) is not torch.Tensor or query.is_meta or _get_current_dispatch_mode() is not None
+def attend_directly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    arena: torch.Tensor,
+    layout: str,
+    blocks: int,
+    scores: Scores,
+    past: int,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attend` of a call that is not compiled, without PyTorch's dispatcher, which takes the host some microseconds a
+    layer; through it where a tensor is fake or has no data, or a dispatch mode looks on. Arguments as in `_step`."""
+    if type(query) is not torch.Tensor or query.is_meta or _get_current_dispatch_mode() is not None:
+        return attend(query, key, value, span, arena, layout, blocks, *scores, past)
+    return _step(query, key, value, span, arena, layout, blocks, scores, past, return_lse)
