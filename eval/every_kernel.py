@@ -4,7 +4,8 @@
         python eval/every_kernel.py
 
 A layer of each setting takes a prompt, steps, a draft, a later prompt up to two tokens before blocks close, and steps
-that close them, in two rows of which one is padded. What a call has without a sanitizer is not compared here; tests do.
+that close them, in two rows of which one is padded. Tokens are taken back within the ring, and out of closed blocks,
+which then close again; rows change places. What a call has without a sanitizer is not compared here; tests do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from qattn_kernels.layer.scores import Scores
 
 HEADS = Heads(4, 2, 128, torch.bfloat16)
 PADDED = 9  # columns of the second row's prompt that are padding
+TAKEN_BACK = {3: 3, 8: 70}  # tokens that a draft's rejection and a `crop` remove, by the number of the call before
 OTHERS = ("turbo:bits=mixed", "turbo:sparse_v_tau=1e-4", "turbo:softmax=sas", "kivi")
 
 
@@ -36,7 +38,7 @@ def main(arguments: list[str]) -> None:
         window = layer.spec.window
         calls = [200, 1, 1, 5]  # a prompt, steps, a draft
         closes = window.residual + 4 * window.span
-        calls += [closes - 2 - sum(calls), *[1] * 4]
+        calls += [closes - 2 - sum(calls), *[1] * 4, 80]
         finite = True
         for i, tokens in enumerate(calls):
             q, k, v = (
@@ -47,6 +49,9 @@ def main(arguments: list[str]) -> None:
             span = torch.stack([first, tokens - first], 1)
             out, _ = layer.attend(q, layer.update(k, v)[0], span, Scores(HEADS.dim**-0.5))
             finite = finite and bool(out.isfinite().all())
+            if removed := TAKEN_BACK.get(i):
+                layer.remove(removed)
+        layer.reorder_cache(torch.tensor([1, 0], device=device))
         closed = int(layer.state["closed"].max())
         row = {"way": name, "impl": layer.spec.impl, "calls": len(calls), "closed_blocks": closed, "finite": finite}
         print(json.dumps(row), flush=True)

@@ -115,6 +115,14 @@ def test_beams_and_drafts_are_timed_with_drafts_that_are_all_accepted_or_none(sc
     assert {row["draft_decode"] for row in rows if row["what"].startswith("draft model")} == {"eager"}
 
 
+def test_eager_calls_are_timed_beside_stocks(script, capsys):
+    options = ["--quick", "--layers", "1", "--context", "70", "--prompts", "3", "--pairs", "2", "--methods", "int8"]
+    script("eager_speed").main(options)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["what"], row["tokens"], row["pairs"]) for row in rows] == [("step", 70, 2), ("prompt", 3, 2)]
+    assert all(row["low"] <= row["ratio"] <= row["high"] and row["ms"] > 0 and row["stock_ms"] > 0 for row in rows)
+
+
 def test_tables_of_beams_and_recipes(script, tmp_path):
     head = {"name": "", "command": "", "date": "2030-01-02", "device": "GPU", "versions": {}}
     case = {"layers": 2, "what": "4 beams", "calls": 32}

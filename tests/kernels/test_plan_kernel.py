@@ -62,7 +62,7 @@ def test_a_plan_does_what_was_recorded(case: Case, computed: list[int], monkeypa
     plain, first, second = layer_of(case), layer_of(case), layer_of(case)
     with monkeypatch.context() as unplanned:
         unplanned.setattr(
-            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments: compute(*arguments)
+            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments, wanted: compute(*arguments)
         )
         want = [call(plain, tokens, seed) for seed, tokens in enumerate(CALLS)]
     call(first, CALLS[0], 0)

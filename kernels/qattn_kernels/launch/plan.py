@@ -91,10 +91,8 @@ class Plan:
 
     def __init__(self, launches: list[Launch], results: list[Result], temporary: int):
         self.launches, self.results, self.temporary = launches, results, temporary
-        self._unwanted: list[int] = []  # where among the temporary tensors each result lies that a caller leaves out
-        for result in results:
-            self._unwanted.append(self.temporary)
-            self.temporary += aligned(math.prod(result.size) * result.dtype.itemsize)
+        # bytes of each result among the temporary tensors, where a caller leaves it out
+        self._unwanted = [aligned(math.prod(x.size) * x.dtype.itemsize) for x in results]
         self._bound: dict[int, list[Bound]] = {}  # by the address of an arena
 
     def run(
@@ -107,13 +105,17 @@ class Plan:
         on_cpu = device.type == "cpu"
         made = self.results if on_cpu else self.results[:wanted]
         results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in made]
-        room = torch.empty(self.temporary, dtype=torch.uint8, device=device)
+        unwanted = self._unwanted[len(made) :]
+        room = torch.empty(self.temporary + sum(unwanted), dtype=torch.uint8, device=device)
         if on_cpu:
             self._interpret([*inputs, *results, room])
             return results[:wanted]
-        start = room.data_ptr()
-        unwanted = [start + offset for offset in self._unwanted[len(results) :]]
-        addresses = [*addresses, *[x.data_ptr() for x in results], *unwanted, start]
+        addresses = [*addresses, *[x.data_ptr() for x in results]]
+        end = (start := room.data_ptr()) + self.temporary
+        for size in unwanted:
+            addresses.append(end)
+            end += size
+        addresses.append(start)
         if torch.cuda.current_device() == device.index:
             self._launch(addresses, _current_stream()(device.index))
         else:  # Triton launches on the current device, whatever the tensors' own is
