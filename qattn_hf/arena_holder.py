@@ -10,7 +10,7 @@ import torch
 from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.handle import Written
-from qattn_kernels.layer.arena import Layout, empty_arena, rewritten_bytes, views
+from qattn_kernels.layer.arena import Layout, empty_arena, rewritten_bytes, view_of, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State
 
@@ -51,7 +51,6 @@ class ArenaHolder:
 
     Attributes:
         arena: uint8, all state tensors of the layer; None before the first call.
-        state: views of the arena by name.
         borrowed: whether others read the arena too, so that it is copied before the first write (`own`).
         moves: how often tensors were replaced, which invalidates captured steps.
         shared: whether other layers read the keys and values too (`kv_sharing.py`).
@@ -61,7 +60,6 @@ class ArenaHolder:
 
     geometry: Geometry
     spec: LayerSpec
-    state: State
     blocks: int
     torn: bool
     _used: int | None
@@ -71,8 +69,19 @@ class ArenaHolder:
     moves = 0
     shared = False
     constants: State | None = None
+    _state: State | None = None  # `state`, once it was asked for
     _layout = ""  # where the tensors lie in the arena
     _rewritten = 0  # bytes of `rewritten`
+
+    @property
+    def state(self) -> State:
+        """Views of the arena by name. Made when they are asked for, which short calls do not: it takes the host as
+        long as such a call."""
+        if self._state is None:
+            assert self.arena is not None
+            with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+                self._state = views(self.arena, Layout(self.geometry, self.spec))
+        return self._state
 
     def _no_tensor(self) -> NoReturn:
         raise UnsupportedError(
@@ -99,7 +108,7 @@ class ArenaHolder:
 
     def _with_constants(self, arena: torch.Tensor, layout: Layout) -> torch.Tensor:
         for name, tensor in (self.constants or {}).items():
-            views(arena, layout)[name].copy_(tensor)
+            view_of(arena, layout, name).copy_(tensor)
         return arena
 
     def own(self) -> None:
@@ -122,8 +131,7 @@ class ArenaHolder:
         """Take an arena of the present geometry and spec: mark its address as static for compiled steps, and count the
         move for captured ones."""
         layout = Layout(self.geometry, self.spec)
-        with torch.inference_mode(False):
-            self.arena, self.state, self._layout = arena, views(arena, layout), layout.encode()
+        self.arena, self._state, self._layout = arena, None, layout.encode()
         self._rewritten = rewritten_bytes(layout)
         self.moves += 1
         self.borrowed = False
@@ -148,7 +156,7 @@ class ArenaHolder:
 
     def _fields(self) -> dict[str, Any]:
         """Without the views, which a pickle would write out one by one."""
-        return {**vars(self), "state": self.state if self.arena is None else {}}
+        return {**vars(self), "_state": self._state if self.arena is None else None}
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.borrowed or self.arena is None:
@@ -158,8 +166,6 @@ class ArenaHolder:
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         self.__dict__.update(fields)
-        if self.arena is not None:
-            self.state = views(self.arena, Layout(self.geometry, self.spec))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copies of a layer share a borrowed arena, until one of them writes, and constants."""

@@ -22,6 +22,8 @@ def modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Device on which a model computes; weights that accelerate offloads are moved there for each call."""
+    if (device := model.device).type not in ("meta", "cpu"):  # weights on a GPU compute there
+        return device
     for module in modules(model):
         hook = vars(module).get("_hf_hook")
         for part in getattr(hook, "hooks", [hook]):  # accelerate has single hooks and sequences of them

@@ -87,7 +87,7 @@ def _mark(layer: Any, tokens: int) -> Mark:
 
 def _take_back(layer: Any, mark: Mark) -> None:
     """Put a layer back to its mark; doing so again changes nothing."""
-    if isinstance(layer, ModelLayer) or "state" in mark.host:
+    if isinstance(layer, ModelLayer) or "_state" in mark.host:
         vars(layer).clear()
     elif layer._used is None:
         layer.torn = True

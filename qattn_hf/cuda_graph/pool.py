@@ -25,7 +25,7 @@ SIGNATURES = 40  # kinds of steps captured over one set of arenas: drafts of all
 
 def _references(things: Iterable[Any]) -> int:
     """Largest reference count of these objects, that of `things` included."""
-    return max(map(sys.getrefcount, things))
+    return max(map(sys.getrefcount, things), default=0)
 
 
 UNSHARED = _references([object()])  # count of an object that only its list refers to
@@ -158,7 +158,7 @@ def _fits(old: list[QAttnLayer], layers: list[QAttnLayer], shape: Hashable) -> b
     if any(not b.blocks <= a.blocks <= b.blocks + b.blocks // SPARE for a, b in zip(old, layers, strict=True)):
         return False
     # a map, since a list of arenas or a local name would refer to each once more
-    held = [layer.state.values() for layer in old] + [map(attrgetter("arena"), old)]
+    held = [(layer._state or {}).values() for layer in old] + [map(attrgetter("arena"), old)]
     return _references(old) <= UNSHARED and all(_references(tensors) <= UNSHARED for tensors in held)
 
 

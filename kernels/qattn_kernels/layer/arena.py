@@ -31,9 +31,14 @@ class Layout(NamedTuple):
         objects. Rows and blocks are numbers there, so that a compiled step serves any number of them.
 
         One line: Inductor quotes an operator's arguments in comments of the code that it writes."""
-        sizes = vars(self.geometry) | {"dtype": str(self.geometry.dtype).removeprefix("torch.")}
-        fixed = json.dumps({name: x for name, x in sizes.items() if name not in VARYING})
-        return f'{{"geometry": {fixed}, "spec": {self.spec.encode()}}}'
+        return _encode(self)
+
+
+@lru_cache(maxsize=1024)
+def _encode(layout: Layout) -> str:
+    sizes = vars(layout.geometry) | {"dtype": str(layout.geometry.dtype).removeprefix("torch.")}
+    fixed = json.dumps({name: x for name, x in sizes.items() if name not in VARYING})
+    return f'{{"geometry": {fixed}, "spec": {layout.spec.encode()}}}'
 
 
 @lru_cache(maxsize=1024)
@@ -86,7 +91,21 @@ def empty_arena(layout: Layout, device: torch.device) -> torch.Tensor:
 
 def views(arena: torch.Tensor, layout: Layout) -> State:
     """The state tensors by name; writing to them writes to the arena."""
-    return {
-        name: arena[begin : begin + tensor.nbytes()].view(tensor.dtype).view(tensor.shape)
-        for name, (begin, tensor) in places(layout)[0].items()
-    }
+    placed = places(layout)[0]
+    whole = {dtype: arena.view(dtype) for dtype in {tensor.dtype for _, tensor in placed.values()}}
+    return {name: _view(whole[tensor.dtype], begin, tensor) for name, (begin, tensor) in placed.items()}
+
+
+def view_of(arena: torch.Tensor, layout: Layout, name: str) -> torch.Tensor:
+    """One of `views`."""
+    begin, tensor = places(layout)[0][name]
+    return _view(arena.view(tensor.dtype), begin, tensor)
+
+
+def _view(whole: torch.Tensor, begin: int, tensor: TensorSpec) -> torch.Tensor:
+    """A state tensor that begins `begin` bytes behind the start of the arena, which `whole` is in its dtype."""
+    strides, step = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return whole.as_strided(tensor.shape, strides[::-1], whole.storage_offset() + begin // tensor.dtype.itemsize)
