@@ -75,12 +75,14 @@ class ArenaHolder:
 
     @property
     def state(self) -> State:
-        """Views of the arena by name. Made when they are asked for, which short calls do not: it takes the host as
-        long as such a call."""
+        """Views of the arena by name; before there is one, `columns_seen` alone. Made when they are asked for, which
+        most calls do not: it takes the host as long as a short one."""
         if self._state is None:
-            assert self.arena is not None
             with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-                self._state = views(self.arena, Layout(self.geometry, self.spec))
+                if self.arena is None:
+                    self._state = {"columns_seen": torch.zeros((), dtype=torch.int64)}
+                else:
+                    self._state = views(self.arena, Layout(self.geometry, self.spec))
         return self._state
 
     def _no_tensor(self) -> NoReturn:

@@ -46,8 +46,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self.spec, self.max_cache_len, self.device_type = spec, max_cache_len, device_type
         self.planned = max_cache_len is not None  # the capacity is known to suffice, so it stays as it is
         self.blocks = self._blocks_for(max_cache_len or 1)
-        with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-            self._state: State | None = {"columns_seen": torch.zeros((), dtype=torch.int64)}  # before there is an arena
+        self._state: State | None = None
         self.edits, self.torn = 0, False  # changes of the state so far; whether one began and did not end
         # Upper bound of the slots any row uses, kept on the host so that no step waits for the device. None: compiled
         # steps may have run, so it is read from the device first; always, once a graph was captured by anyone but

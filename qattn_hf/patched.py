@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -91,9 +90,9 @@ class Patched:
     def allocate(self, cache: QAttnCache, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate an empty cache for so many rows before a call, where sizes are known (`QAttnCache.allocate`)."""
         if self.sizes is not None and not torch.is_autocast_enabled(device.type):
-            made = partial(torch.empty, dtype=dtype, device=device)
             shapes = [((rows, size.kv, 0, size.dim), (rows, size.kv, 0, size.v_dim)) for size in self.sizes]
-            cache.allocate([(made(k), made(v)) for k, v in shapes])
+            made = {shape: torch.empty(shape, dtype=dtype, device=device) for pair in shapes for shape in pair}
+            cache.allocate([(made[k], made[v]) for k, v in shapes])
 
     def release(self) -> None:
         """Free the memory kept for later calls: the last cache, idle arenas and captured decode steps."""

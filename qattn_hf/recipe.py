@@ -174,7 +174,8 @@ class Recipe:
             if not any(of_method(specs[i]) for i in choice.layers):
                 why = f"they have {specs[min(choice.layers)]}"
                 raise RecipeError(f"{self.origin}: layers {named(choice.where)} are not packed: {why}")
-        return specs
+        one: dict[Any, Any] = {}  # layers of one spec share the object: to compare equal ones takes the host longer
+        return [one.setdefault(spec, spec) for spec in specs]
 
 
 def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
