@@ -6,7 +6,7 @@
 Rows of packed methods and of SDPA are those of `qattn bench decode`: a layer's whole step in bfloat16, the new token
 written, and blocks closed. Rows of BitDecoding (Du et al., arXiv 2503.18773; float16) are the attention over packed
 keys and values alone, keys by channel and values by token in groups of 128, timed in the same way: many calls in one
-CUDA graph, over buffers that are no longer in the L2 cache. `error` is the mean absolute difference from float16
+CUDA graph, over buffers that are no longer in the L2 cache. `difference` is the mean absolute one from float16
 attention over the mean absolute output, by which a wrong result would be seen. Needs `nvcc` and a GPU.
 """
 
@@ -86,7 +86,7 @@ class Packed:
 
 @torch.no_grad()
 def timed(library: Any, bits: int, point: decode.Point, heads: Heads, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a call, and its error."""
+    """Milliseconds of a call, and its difference from float16 attention."""
 
     def numbers(tokens: int, count: int) -> torch.Tensor:
         return torch.randn(point.batch, tokens, count, heads.dim, dtype=torch.float16, device=device)
@@ -97,12 +97,12 @@ def timed(library: Any, bits: int, point: decode.Point, heads: Heads, device: to
     check_finite(out)
     q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
     want = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    error = float((out - want.transpose(1, 2)).abs().mean() / want.abs().mean())
+    difference = float((out - want.transpose(1, 2)).abs().mean() / want.abs().mean())
     sets = working_sets(first.nbytes(), device)
     caches = [first, *(Packed(library, bits, query, keys, values) for _ in range(sets - 1))]
     steps = caches * -(-decode.SDPA_STEPS // sets)
     times = measure(capture(steps, device), device)
-    return {"ms": round(times.median / len(steps), 6), "error": round(error, 4), "kv_bytes": first.nbytes()}
+    return {"ms": round(times.median / len(steps), 6), "difference": round(difference, 4), "kv_bytes": first.nbytes()}
 
 
 def main() -> None:

@@ -113,6 +113,23 @@ def recipes_speed_table(results: Path) -> str:
     return markdown(header, lines) if lines else NOT_MEASURED
 
 
+def eager_table(results: Path) -> str:
+    """Milliseconds of calls that are not captured, stock's and ours, and the median and quartiles of their ratio."""
+    lines = [
+        [
+            f"`{row['way']}`",
+            f"{row['what']}, {row['tokens']} tokens" if row["what"] == "prompt" else f"step behind {row['tokens']}",
+            f"{row['stock_ms']:.1f}",
+            f"{row['ms']:.1f}",
+            f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
+        ]
+        for result in load(results, "speed-eager")
+        for row in result["rows"]
+    ]
+    header = ["method", "call", "stock, ms", "ours, ms", "ratio (quartiles)"]
+    return markdown(header, lines) if lines else NOT_MEASURED
+
+
 def compensation_speed_table(results: Path) -> str:
     """What compensation of errors of keys adds to a decode step and to a prompt of a layer: with one channel after
     another, as in the other checkout, and with eight at once."""

@@ -33,6 +33,17 @@ def main() -> None:
     with task_folders(ours.data_dir) as folders:
         arguments.include_path = [*folders, *([theirs] if theirs else [])]
         arguments.func(arguments)
+    _leave_processes()
+
+
+def _leave_processes() -> None:
+    """Wait for the other processes of a run, then leave their group: one that exits while its threads still serve the
+    others may be aborted, and ends the run for all."""
+    import torch.distributed as processes
+
+    if processes.is_available() and processes.is_initialized():
+        processes.barrier()
+        processes.destroy_process_group()
 
 
 if __name__ == "__main__":
