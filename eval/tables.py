@@ -161,6 +161,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "programs-speed": partial(before_after_table, record="speed-before-after-programs"),
     "registers-speed": partial(before_after_table, record="speed-before-after-append"),
     "prompts-speed": partial(before_after_table, record="speed-before-after-prompts"),
+    "groups-speed": partial(before_after_table, record="speed-before-after-groups"),
     "recipes-speed": recipes_speed_table,
     "append-speed": append_table,
     "beams": beams_table,

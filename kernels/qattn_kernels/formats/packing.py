@@ -228,6 +228,24 @@ def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def whole_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
+    """int8 codes `[n, BLOCK]` of the channels `d` of a block of values of 2 or 4 bits. A byte is loaded once for each
+    token in it; four neighbours, which the assembly takes at once, are in the same place of theirs."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    t = tl.arange(0, C.BLOCK)
+    address = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
+    x = tl.load(address, mask=(d < C.D)[:, None], other=0)
+    shift = tl.broadcast_to((t // ROWS * BITS)[None, :], x.shape).to(tl.uint8)
+    if C.PLAIN:
+        return ((x >> shift) & (2**BITS - 1)).to(tl.int8)
+    if BITS == 4:
+        asm: tl.constexpr = "{.reg .b32 s; and.b32 s, $2, 255; shr.b32 s, $1, s; and.b32 $0, s, 0x0f0f0f0f;}"
+    else:
+        asm: tl.constexpr = "{.reg .b32 s; and.b32 s, $2, 255; shr.b32 s, $1, s; and.b32 $0, s, 0x03030303;}"
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [x, shift], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
 def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
     """Products of the codes of a block with the INT8 pairs `x8`: `[BLOCK, Q]` in `token_order`."""
     if BITS == 8:

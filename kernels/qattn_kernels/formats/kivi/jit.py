@@ -15,10 +15,18 @@ import triton.language as tl
 
 from qattn_kernels.formats.kivi import reference
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
-from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
+from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, whole_values, write_codes
 from qattn_kernels.jit.math import TINY, round_even
-from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_int8, unrepeated_columns
-from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order, unstack
+from qattn_kernels.jit.split_int8 import (
+    SPLIT_TOP,
+    dot_split,
+    join_split,
+    repeated_columns,
+    split_int8,
+    split_weights,
+    unrepeated_columns,
+)
+from qattn_kernels.jit.tile_order import channels, deinterleave, stack, to_token_order, unstack
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 # of compensation, see there
@@ -166,8 +174,11 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    """With one group of channels a token's scale goes into its weight; with more, values are dequantized."""
-    if (C.BLOCK >= C.D) and (C.BLOCK >= 64):
+    """With one group of channels a token's scale goes into its weight, with two of 64 into the weights of each; else
+    values are dequantized."""
+    if BITS != 3 and C.BLOCK == 64 and C.D > 64 and C.DP == 128:
+        o = _values_of_two(S, at, deinterleave(p, C.PARTS), BITS, C)
+    elif (C.BLOCK >= C.D) and (C.BLOCK >= 64):
         t = at * C.BLOCK + tl.arange(0, C.BLOCK)
         w = p * to_token_order(tl.load(S.scale + t).to(tl.float32), C.PARTS)[:, None]
         zero_point_sum = tl.sum(p * to_token_order(tl.load(S.zero_point + t).to(tl.float32), C.PARTS)[:, None], 0)
@@ -180,6 +191,35 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
         o = tl.dot(_dequantize_half(S, lo, at, 0, BITS, C), repeated_columns(p_lo, C))
         o = unrepeated_columns(tl.dot(_dequantize_half(S, hi, at, 1, BITS, C), repeated_columns(p_hi, C), acc=o), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
+
+
+@triton.jit
+def _scaled(S, t, p, GROUP: tl.constexpr, C: tl.constexpr):
+    """Weights `p` `[BLOCK, Q]` of a block's tokens, times the scales of one group of their channels."""
+    return p * tl.load(S.scale + t + GROUP * C.BLOCK).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _group_values(S, at, t, p, unit, top, GROUP: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """Sums `[BLOCK, Q]` of the values of one group of channels, weighed by `p`; `unit` is `p` over the largest weight,
+    `top`, for INT8 pairs."""
+    weights = _scaled(S, t, unit, GROUP, C)
+    zero_point = tl.load(S.zero_point + t + GROUP * C.BLOCK).to(tl.float32)
+    codes = whole_values(S.codes, at, GROUP * C.BLOCK + tl.arange(0, C.BLOCK), BITS, C)
+    sums = join_split(dot_split(codes, split_weights(weights, C))) * (top * (1.0 / 127.0))[None, :]
+    return sums + tl.sum(p * zero_point[:, None], 0)[None, :]
+
+
+@triton.jit
+def _values_of_two(S, at, p, BITS: tl.constexpr, C: tl.constexpr):
+    """Sums `[DP, Q]` of the values of a block of two groups of channels, weighed by `p` `[BLOCK, Q]` in the order of
+    the tokens. Each has weights of its own, of one unit: what the largest of both is split into."""
+    t = at * (2 * C.BLOCK) + tl.arange(0, C.BLOCK)
+    top = tl.maximum(tl.full(p.shape, TINY, tl.float32), _scaled(S, t, p, 0, C))
+    top = tl.max(tl.maximum(top, _scaled(S, t, p, 1, C)), 0)
+    unit = p * (1.0 / top * SPLIT_TOP)[None, :]
+    first = _group_values(S, at, t, p, unit, top, 0, BITS, C)
+    return stack(first, _group_values(S, at, t, p, unit, top, 1, BITS, C))
 
 
 @triton.jit
