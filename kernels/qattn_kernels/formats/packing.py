@@ -230,7 +230,8 @@ def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def whole_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
     """int8 codes `[n, BLOCK]` of the channels `d` of a block of values of 2 or 4 bits. A byte is loaded once for each
-    token in it; four neighbours, which the assembly takes at once, are in the same place of theirs."""
+    token in it. The assembly takes four numbers of a thread at once, which have one shift: bytes are loaded 16 tokens a
+    thread, or as the product wants them, four, and as many tokens in a row have the same place in their bytes."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     t = tl.arange(0, C.BLOCK)
     address = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
