@@ -26,8 +26,7 @@ from torch.utils.cpp_extension import load
 from qattn_hf.bench import decode
 from qattn_hf.bench.layers import Heads
 from qattn_hf.bench.timing import attempt, capture, check_finite, measure, release, working_sets
-from qattn_hf.recipe import find_recipe
-from qattn_hf.spelling import split_method, split_methods
+from qattn_hf.recipe import find_recipes
 
 POINTS = "1x4096,1x32768,1x131072,16x4096,16x32768,64x512,64x4096"
 METHODS = "turbo,kivi:bits=4,group_size=128,kivi:bits=2,group_size=128,residual_length=32"
@@ -57,7 +56,7 @@ class Packed:
     """A packed cache of random keys and values, `bits` bits, and its attention.
 
     Args:
-        library: the extension. point: rows and tokens. query, keys, values: `[B, 1 or S, H, D]`, float16.
+        library: the extension. query, keys, values: `[B, 1 or S, H, D]`, float16.
     """
 
     def __init__(self, library: Any, bits: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
@@ -113,10 +112,7 @@ def main() -> None:
     options = parser.parse_args()
     library, heads, device = build(options.source), Heads(), torch.device("cuda")
     points = [decode.Point(*map(int, text.split("x"))) for text in options.points.split(",")]
-    methods = {}
-    for text in split_methods([options.methods]):
-        name, settings = split_method(text)
-        methods[text] = find_recipe(name, None, settings).settings
+    methods = {name: recipe.settings for name, recipe in find_recipes([options.methods]).items()}
     for row in decode.rows(points, methods, heads, device):
         print(json.dumps(row), flush=True)
     for point in points:

@@ -17,31 +17,15 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from qattn_hf import QAttnCache, patch, release, unpatch
+from qattn_hf.bench.model import LLAMA_8B, TINY, random_model
 from qattn_hf.bench.timing import synchronize
-from qattn_hf.spelling import split_method
+from qattn_hf.spelling import split_method, split_methods
 
-SHAPE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
-QUICK = SHAPE | {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 WARM_UP = 6  # pairs that are not kept: what was not compiled or planned yet is in them
 Call = Callable[[], Any]
-
-
-def new_model(shape: dict[str, int], layers: int, device: torch.device) -> PreTrainedModel:
-    """A model of this shape with random weights."""
-    with device:
-        config = LlamaConfig(num_hidden_layers=layers, dtype=torch.bfloat16, **shape)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    return model
 
 
 def milliseconds(call: Call, device: torch.device) -> float:
@@ -88,14 +72,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = QUICK if options.quick else SHAPE
-    stock, ours = (new_model(shape, options.layers, device) for _ in range(2))
+    shape = (TINY if options.quick else LLAMA_8B) | {"num_hidden_layers": options.layers}
+    stock, ours = (random_model(shape, device, torch.bfloat16) for _ in range(2))
     kinds = [("step", options.context), *(("prompt", int(n)) for n in options.prompts.split(","))]
-    for method in options.methods.split(","):
+    for method in split_methods([options.methods]):
         name, settings = split_method(method)
         patch(ours, method=name, decode="eager", **settings)
         for what, tokens in kinds:
-            prompt = torch.randint(1, SHAPE["vocab_size"], (1, tokens), device=device)
+            prompt = torch.randint(1, shape["vocab_size"], (1, tokens), device=device)
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 figures = paired(*calls(ours, stock, prompt, what == "step"), options.pairs, device)
             row = {"way": method, "what": what, "tokens": tokens, "layers": options.layers, **figures}

@@ -114,19 +114,25 @@ def recipes_speed_table(results: Path) -> str:
 
 
 def eager_table(results: Path) -> str:
-    """Milliseconds of calls that are not captured, stock's and ours, and the median and quartiles of their ratio."""
-    lines = [
-        [
-            f"`{row['way']}`",
-            f"{row['what']}, {row['tokens']} tokens" if row["what"] == "prompt" else f"step behind {row['tokens']}",
-            f"{row['stock_ms']:.1f}",
-            f"{row['ms']:.1f}",
-            f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
-        ]
-        for result in load(results, "speed-eager")
-        for row in result["rows"]
-    ]
-    header = ["method", "call", "stock, ms", "ours, ms", "ratio (quartiles)"]
+    """Milliseconds of calls that are not captured, stock's and ours, the median and quartiles of their ratio, and the
+    same before caches were made with less work."""
+
+    def ratios(record: str) -> dict[tuple, tuple[Row, str]]:
+        return {
+            (row["way"], row["what"], row["tokens"]): (
+                row,
+                f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
+            )
+            for result in load(results, record)
+            for row in result["rows"]
+        }
+
+    before, lines = ratios("speed-before-eager"), []
+    for key, (row, ratio) in ratios("speed-eager").items():
+        call = f"prompt, {row['tokens']} tokens" if row["what"] == "prompt" else f"step behind {row['tokens']}"
+        old = before[key][1] if key in before else ""
+        lines.append([f"`{row['way']}`", call, f"{row['stock_ms']:.1f}", f"{row['ms']:.1f}", ratio, old])
+    header = ["method", "call", "stock, ms", "ours, ms", "ratio (quartiles)", "before"]
     return markdown(header, lines) if lines else NOT_MEASURED
 
 

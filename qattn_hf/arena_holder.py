@@ -20,8 +20,8 @@ class Writing:
 
     If the call fails, the layer is put back to before it. Where kernels take one token more, as in the call before,
     nothing is copied for that, since their plan allocates all memory before it launches the first: what comes between
-    its launches, as an interrupt does, leaves the layer `torn`. A class, since steps wait for it in every layer: a
-    generator's context takes the host three times as long.
+    its launches, as an interrupt does, leaves the layer `torn`. A class, since steps wait for it in every layer, and
+    a generator's context takes the host longer.
     """
 
     __slots__ = ("kept", "layer", "planned", "tokens")

@@ -98,9 +98,7 @@ def attention(
             return key.layer.attend_latents(query, key, span, scores, unpadded, up_projections(module))
         return key.layer.attend(query, key, span, scores, unpadded)[0]
 
-    attended = without_gradient(attend, query, key.key, key.value).transpose(1, 2)
-    if not attended.is_contiguous():
-        attended = attended.contiguous()
+    attended = without_gradient(attend, query, key.key, key.value).transpose(1, 2).contiguous()
     return attended.to(device) if moved else attended, None
 
 

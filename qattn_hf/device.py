@@ -22,15 +22,16 @@ def modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Device on which a model computes; weights that accelerate offloads are moved there for each call."""
-    if (device := model.device).type not in ("meta", "cpu"):  # weights on a GPU compute there
-        return device
+    own = model.device
+    if own.type not in ("meta", "cpu"):  # weights on a GPU compute there
+        return own
     for module in modules(model):
         hook = vars(module).get("_hf_hook")
         for part in getattr(hook, "hooks", [hook]):  # accelerate has single hooks and sequences of them
             device = getattr(part, "execution_device", None)
             if device is not None:
                 return torch.device(device)
-    return model.device
+    return own
 
 
 def capturing() -> bool:

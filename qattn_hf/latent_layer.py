@@ -46,7 +46,7 @@ class LatentLayer(QAttnLayer):
         tokens, fixed = query.shape[2], torch.compiler.is_compiling() or capturing()
         masked = 0 if unpadded and self._used == 0 else self.capacity + tokens
         if fixed or not by_expansion(query, masked, self.spec, scores):
-            return up.expand(self.attend(up.absorb(query), handle, span, scores, unpadded, return_lse=False)[0])
+            return up.expand(self.attend(up.absorb(query), handle, span, scores, unpadded)[0])
         self._check_call(query, handle)
         past = self._blocks_for(self.reserve(tokens))
         with self.writing(tokens):

@@ -23,7 +23,7 @@ from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.launch import crop
-from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly
+from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly, needs_dispatch
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa
 
 
@@ -182,13 +182,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     # What a packed layer adds
 
     def attend(
-        self,
-        query: torch.Tensor,
-        handle: Handle,
-        span: torch.Tensor,
-        scores: Scores,
-        unpadded: bool = False,
-        return_lse: bool = True,
+        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the handle's tokens and attend.
 
@@ -197,7 +191,6 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             span: int32 `[B or 1, 2]`, first real new column and number of real ones.
             scores: softmax scale, soft cap and learned sinks.
             unpadded: every column of `span` is known to be real.
-            return_lse: of a short call that is not compiled; without it the host is faster.
 
         Returns:
             output `[B, Hq, T, Dv]`, zeros for padding, and fp32 log-sum-exp `[B, Hq, T]`; None for a prompt that
@@ -225,8 +218,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 result, prompt_by = (prompt, None), "sdpa"
             else:
                 assert self.arena is not None
-                where = self.arena, self._layout, self.blocks
-                result = attend_directly(query, key, value, span, *where, scores, past, return_lse)
+                call = query, key, value, span, self.arena, self._layout, self.blocks
+                result = attend(*call, *scores, past) if needs_dispatch(query) else attend_directly(*call, scores, past)
         self.count(tokens)
         self.prompt_by = prompt_by if tokens > SHORT_CALL else self.prompt_by
         return result
@@ -256,8 +249,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             self._used, self._too_high = (used := self._slots_used()), False
         if used + tokens > self.capacity:
             self._extend(used, tokens)
-        if self.borrowed:
-            self.own()
+        self.own()
         return used
 
     def plan(self, tokens: int) -> None:

@@ -90,18 +90,12 @@ class WindowLayer(QAttnLayer):
         self.planned = True
 
     def attend(
-        self,
-        query: torch.Tensor,
-        handle: Handle,
-        span: torch.Tensor,
-        scores: Scores,
-        unpadded: bool = False,
-        return_lse: bool = True,
+        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write the handle's tokens and attend to the window; arguments and results as in `QAttnLayer`."""
         scores, tokens = scores._replace(window=self.spec.local), query.shape[2]
         if handle.written is not None:
-            return super().attend(query, handle, span, scores, unpadded, return_lse)
+            return super().attend(query, handle, span, scores, unpadded)
         if torch.compiler.is_compiling():
             if tokens > SHORT_CALL:
                 raise UnsupportedError(
@@ -110,7 +104,7 @@ class WindowLayer(QAttnLayer):
                 )
         elif not capturing() and self.reserve(tokens) + tokens > self.capacity:
             return self._attend_long(query, handle, span, scores, unpadded)
-        return super().attend(query, handle, span, scores, unpadded, return_lse)
+        return super().attend(query, handle, span, scores, unpadded)
 
     def check_crop(self, count: int) -> None:
         """Check that the window of every row still holds what comes back without its last `count` tokens.

@@ -183,7 +183,7 @@ def test_a_packed_window_allocates_what_is_predicted(monkeypatch, tokens, past):
         layout = Layout(replace(layer.geometry, blocks=blocks), spec)  # inside of an operator nothing is counted
         return recorded(partial(compute, q, k, v, span, arena, layout, Scores(*how[:-1]), how[-1]), collects=False)[0]
 
-    monkeypatch.setattr("qattn_kernels.step.operator.attend", run)
+    monkeypatch.setattr("qattn_hf.layer.attend", run)
     monkeypatch.setattr("qattn_hf.window_layer.attend", run)
 
     def heads(tokens: int, device: str) -> list[torch.Tensor]:

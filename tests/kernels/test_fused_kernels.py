@@ -197,6 +197,18 @@ def test_head_dims_and_groups(case: Case, dim: int, group: int):
     assert max(map(error, got, want)) < ROUNDING
 
 
+@pytest.mark.parametrize("dim", [80, 128])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_values_of_two_groups_of_channels(bits: int, dim: int):
+    """Scales and zero points of a token's two groups of 64 channels, far apart, act on their own channels alone."""
+    q, k, v = inputs(1, 131, heads=1, group=2, dim=dim)
+    qkv = (q, k, torch.cat([v[..., :64], 3 + 5 * v[..., 64:]], -1))
+    case = ("kivi", {"bits": bits, "group_size": 64, "residual_length": 0})
+    want, got = (feed(run, make_layer(case, 192, 1), qkv, [130, 131])[1] for run in (reference_step, fused_step))
+    for part in (slice(64), slice(64, dim)):  # INT8 pairs err by 2^-15 of the weights of the larger one
+        assert error(got[..., part], want[..., part]) < 1e-3
+
+
 @pytest.mark.parametrize(
     "scores", [{"softcap": 5.0}, {"window": 40}, {"sinks": (0.5, 2.0)}], ids=["softcap", "window", "sinks"]
 )

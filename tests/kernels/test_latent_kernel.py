@@ -159,7 +159,7 @@ def test_a_plan_does_what_was_recorded(case: Case, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as unplanned:
         unplanned.setattr(
-            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments, wanted: compute(*arguments)
+            "qattn_kernels.step.operator.planned", lambda key, inputs, compute, *arguments: compute(*arguments)
         )
         want = serve(make_layer(case, impl="triton"))
     first, second = make_layer(case, impl="triton"), make_layer(case, impl="triton")

@@ -11,7 +11,6 @@ launch what was compiled, layer by layer: a plan knows no address, so that all l
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -73,11 +72,6 @@ class Result(NamedTuple):
     dtype: torch.dtype
 
 
-def aligned(n_bytes: int) -> int:
-    """Bytes that a temporary tensor of so many takes."""
-    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
-
-
 class Unplannable(Exception):
     """A call that no plan can repeat, with the reason."""
 
@@ -91,31 +85,19 @@ class Plan:
 
     def __init__(self, launches: list[Launch], results: list[Result], temporary: int):
         self.launches, self.results, self.temporary = launches, results, temporary
-        # bytes of each result among the temporary tensors, where a caller leaves it out
-        self._unwanted = [aligned(math.prod(x.size) * x.dtype.itemsize) for x in results]
         self._bound: dict[int, list[Bound]] = {}  # by the address of an arena
 
-    def run(
-        self, inputs: Sequence[torch.Tensor | None], addresses: list[int], wanted: int | None = None
-    ) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[torch.Tensor | None], addresses: list[int]) -> list[torch.Tensor]:
         """Launch everything for these inputs at these addresses; that of the first, the arena, stays from call to
-        call. `wanted`: of the results only the first so many, which spares the host an allocation each."""
+        call."""
         assert inputs[0] is not None
         device = inputs[0].device
-        on_cpu = device.type == "cpu"
-        made = self.results if on_cpu else self.results[:wanted]
-        results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in made]
-        unwanted = self._unwanted[len(made) :]
-        room = torch.empty(self.temporary + sum(unwanted), dtype=torch.uint8, device=device)
-        if on_cpu:
+        results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in self.results]
+        room = torch.empty(self.temporary, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
             self._interpret([*inputs, *results, room])
-            return results[:wanted]
-        addresses = [*addresses, *[x.data_ptr() for x in results]]
-        end = (start := room.data_ptr()) + self.temporary
-        for size in unwanted:
-            addresses.append(end)
-            end += size
-        addresses.append(start)
+            return results
+        addresses = [*addresses, *[x.data_ptr() for x in (*results, room)]]
         if torch.cuda.current_device() == device.index:
             self._launch(addresses, _current_stream()(device.index))
         else:  # Triton launches on the current device, whatever the tensors' own is
@@ -228,7 +210,7 @@ def _plan(
     for x in recorder.allocated:
         place = returned.get(x.data_ptr())
         spans.append((x.data_ptr(), x.nbytes, room if place is None else place, 0 if place is not None else end))
-        end += 0 if place is not None else aligned(x.nbytes)
+        end += 0 if place is not None else -(-x.nbytes // ALIGNMENT) * ALIGNMENT
     if not set(returned) <= {x.data_ptr() for x in recorder.allocated}:
         raise Unplannable("it returns a tensor that it did not allocate")
 
@@ -260,7 +242,6 @@ def planned(
     compute: Callable[..., Sequence[torch.Tensor]],
     *arguments: Any,
     arenas: int = 1,
-    wanted: int | None = None,
 ) -> Sequence[torch.Tensor]:
     """Results of `compute(*arguments)`: launched from the plan of an earlier call, if there is one.
 
@@ -269,15 +250,14 @@ def planned(
         inputs: the tensors that `compute` reads and writes. The first, the layer's arena, keeps its address.
         arenas: how many of the first inputs are memory of which kernels take views.
         compute: does nothing on the device but allocate and `launch`; if it does more, each call computes anew.
-        wanted: how many of the results the caller takes, the first ones; None: all.
     """
     addresses = [0 if x is None else x.data_ptr() for x in inputs]
     key = key, tuple([x % 16 for x in addresses])  # kernels are compiled for aligned loads
     plan = _plans.get(key)
     if plan is not None:
-        return plan.run(inputs, addresses, wanted)
+        return plan.run(inputs, addresses)
     call = partial(compute, *arguments)
-    return (call() if key in _plans else _record(key, inputs, call, arenas))[:wanted]
+    return call() if key in _plans else _record(key, inputs, call, arenas)
 
 
 def _record(

@@ -7,6 +7,7 @@ of a layer is one copy.
 from __future__ import annotations
 
 import json
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -104,8 +105,5 @@ def view_of(arena: torch.Tensor, layout: Layout, name: str) -> torch.Tensor:
 
 def _view(whole: torch.Tensor, begin: int, tensor: TensorSpec) -> torch.Tensor:
     """A state tensor that begins `begin` bytes behind the start of the arena, which `whole` is in its dtype."""
-    strides, step = [], 1
-    for size in reversed(tensor.shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return whole.as_strided(tensor.shape, strides[::-1], whole.storage_offset() + begin // tensor.dtype.itemsize)
+    first = begin // tensor.dtype.itemsize
+    return whole[first : first + math.prod(tensor.shape)].view(tensor.shape)

@@ -72,13 +72,16 @@ def _attend(
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    scores = Scores(scale, softcap, window, sinks)
-    out, lse = _step(query, key, value, span, arena, layout, blocks, scores, past, return_lse=True)
-    assert lse is not None
-    return out, lse
+    return attend_directly(query, key, value, span, arena, layout, blocks, Scores(scale, softcap, window, sinks), past)
 
 
-def _step(
+def needs_dispatch(query: torch.Tensor) -> bool:
+    """Whether a call that is not compiled needs the operator all the same: a tensor is fake or has no data, or a
+    dispatch mode looks on."""
+    return type(query) is not torch.Tensor or query.is_meta or _get_current_dispatch_mode() is not None
+
+
+def attend_directly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -88,21 +91,21 @@ def _step(
     blocks: int,
     scores: Scores,
     past: int,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`_attend` with `scores` as one, and without the tensor of log-sum-exps unless it is asked for."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` without PyTorch's dispatcher, which takes the host some microseconds a layer; arguments, results and
+    errors as there, and `scores` as one."""
     if torch.is_grad_enabled():  # nothing here has a gradient, and state must never require one
         with torch.no_grad():
-            return _step(query, key, value, span, arena, layout, blocks, scores, past, return_lse)
+            return attend_directly(query, key, value, span, arena, layout, blocks, scores, past)
     where = decode_layout(layout, key.shape[0], blocks)
     layer = where.spec
     if layer.impl == "triton":
-        return _fused(query, key, value, span, arena, where, layout, scores, past, return_lse)
+        return _fused(query, key, value, span, arena, where, layout, scores, past)
     state = views(arena, where)
     check_capacity(state, layer, span)
     with torch.autocast(query.device.type, enabled=False):  # sums of integer products are exact in fp32 only
         out, lse = reference_step(query, key, value, span, state, layer, scores)
-        return out.transpose(1, 2).contiguous().transpose(1, 2), lse if return_lse else None
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
 def _fused(
@@ -115,20 +118,16 @@ def _fused(
     text: str,
     scores: Scores,
     past: int,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`_step` in kernels, by the launch plan of an earlier call of these shapes. `text`: of the layout."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_directly` in kernels, by the launch plan of an earlier call of these shapes. `text`: of the layout."""
     if span.device.type == "cpu":
         check_capacity(views(arena, layout), layout.spec, span)
     tensors, (scale, softcap, window, sinks) = (query, key, value, span), scores
     shapes = [(x.shape, x.stride(), x.dtype) for x in (tensors if sinks is None else (*tensors, sinks))]
     known = past if key.shape[2] > SHORT_CALL else 0
-    what, inputs = (
-        (text, layout.geometry.blocks, scale, softcap, window, known, query.device, *shapes),
-        (arena, *tensors, sinks),
-    )
-    found = planned(what, inputs, compute, *tensors, arena, layout, scores, past, wanted=1 + return_lse)
-    return found[0], found[1] if return_lse else None
+    plan = text, layout.geometry.blocks, scale, softcap, window, known, query.device, *shapes
+    out, lse = planned(plan, (arena, *tensors, sinks), compute, *tensors, arena, layout, scores, past)
+    return out, lse
 
 
 def compute(
@@ -241,22 +240,3 @@ attend_again = _define("attend_again", f"({CALL.format('')}, Tensor before) {RES
 beginning = _define(
     "beginning", "(Tensor arena, SymInt n_bytes) -> Tensor", _beginning, lambda arena, n: arena.new_empty((n,))
 )
-
-
-def attend_directly(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    arena: torch.Tensor,
-    layout: str,
-    blocks: int,
-    scores: Scores,
-    past: int,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attend` of a call that is not compiled, without PyTorch's dispatcher, which takes the host some microseconds a
-    layer; through it where a tensor is fake or has no data, or a dispatch mode looks on. Arguments as in `_step`."""
-    if type(query) is not torch.Tensor or query.is_meta or _get_current_dispatch_mode() is not None:
-        return attend(query, key, value, span, arena, layout, blocks, *scores, past)
-    return _step(query, key, value, span, arena, layout, blocks, scores, past, return_lse)

@@ -174,9 +174,9 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    """With one group of channels a token's scale goes into its weight, with two of 64 into the weights of each; else
-    values are dequantized."""
-    if BITS != 3 and C.BLOCK == 64 and C.D > 64 and C.DP == 128:
+    """With one group of channels a token's scale goes into its weight, with two of 64 into the weights of each. Else
+    values are dequantized: of 3 bits, in groups of 32, where the same was slower, and of head dims beyond 128."""
+    if BITS != 3 and C.BLOCK == 64 and C.DP == 128:
         o = _values_of_two(S, at, deinterleave(p, C.PARTS), BITS, C)
     elif (C.BLOCK >= C.D) and (C.BLOCK >= 64):
         t = at * C.BLOCK + tl.arange(0, C.BLOCK)
@@ -213,7 +213,8 @@ def _group_values(S, at, t, p, unit, top, GROUP: tl.constexpr, BITS: tl.constexp
 @triton.jit
 def _values_of_two(S, at, p, BITS: tl.constexpr, C: tl.constexpr):
     """Sums `[DP, Q]` of the values of a block of two groups of channels, weighed by `p` `[BLOCK, Q]` in the order of
-    the tokens. Each has weights of its own, of one unit: what the largest of both is split into."""
+    the tokens. Each has weights of its own, in one unit, of which the largest of both has `SPLIT_TOP`: the smaller
+    group errs by as much as the larger one."""
     t = at * (2 * C.BLOCK) + tl.arange(0, C.BLOCK)
     top = tl.maximum(tl.full(p.shape, TINY, tl.float32), _scaled(S, t, p, 0, C))
     top = tl.max(tl.maximum(top, _scaled(S, t, p, 1, C)), 0)
