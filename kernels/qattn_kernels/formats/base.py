@@ -287,6 +287,14 @@ class Format:
         bits = 2 if self.low_kind(heads) else self.kernel_bits(heads)
         return {2: 4, 3: 2, 4: 2}.get(bits, 1)
 
+    def tile_blocks(self, dim: int, block: int) -> int:
+        """How many blocks a decode may read at a time."""
+        return 1
+
+    def strided(self, dim: int, block: int) -> bool:
+        """Whether codes of a block are packed with every eighth token side by side."""
+        return False
+
     def channel_group(self, dim: int) -> int:
         """How many channels of a token share a scale, where not all do; else 0."""
         return 0

@@ -228,22 +228,27 @@ def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def whole_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
-    """int8 codes `[n, BLOCK]` of the channels `d` of a block of values of 2 or 4 bits. A byte is loaded once for each
-    token in it. The assembly takes four numbers of a thread at once, which have one shift: bytes are loaded 16 tokens a
-    thread, or as the product wants them, four, and as many tokens in a row have the same place in their bytes."""
-    ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    t = tl.arange(0, C.BLOCK)
-    address = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
-    x = tl.load(address, mask=(d < C.D)[:, None], other=0)
-    shift = tl.broadcast_to((t // ROWS * BITS)[None, :], x.shape).to(tl.uint8)
-    if C.PLAIN:
-        return ((x >> shift) & (2**BITS - 1)).to(tl.int8)
+def unpack_parts(x, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """int8 codes of bytes `x` of 2 or 4 bits, one part behind the other: of keys `[n, DP]` to `[parts * n, DP]`, of
+    values `[D, n]` to `[D, parts * n]`; of odd parts of 2 bits four times the codes. No row moves between threads."""
+    N: tl.constexpr = x.shape[0] if VALUES else x.shape[0] * 8 // BITS
+    M: tl.constexpr = x.shape[1] * 8 // BITS if VALUES else x.shape[1]
     if BITS == 4:
-        asm: tl.constexpr = "{.reg .b32 s; and.b32 s, $2, 255; shr.b32 s, $1, s; and.b32 $0, s, 0x0f0f0f0f;}"
+        parts = tl.join(_unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN))
+        return tl.reshape(tl.permute(parts, (0, 2, 1) if VALUES else (2, 0, 1)), (N, M))
     else:
-        asm: tl.constexpr = "{.reg .b32 s; and.b32 s, $2, 255; shr.b32 s, $1, s; and.b32 $0, s, 0x03030303;}"
-    return tl.inline_asm_elementwise(asm, "=r,r,r", [x, shift], dtype=tl.int8, is_pure=True, pack=4)
+        even = tl.join(_unpack2(x, 0, C.PLAIN), _unpack2(x, 2, C.PLAIN))
+        parts = tl.join(even, tl.join(_unpack2(x, 1, C.PLAIN), _unpack2(x, 3, C.PLAIN)))
+        return tl.reshape(tl.permute(parts, (0, 2, 3, 1) if VALUES else (2, 3, 0, 1)), (N, M))
+
+
+@triton.jit
+def part_units(n: tl.constexpr, BITS: tl.constexpr):
+    """`[n]`, what a code as large as 1 of `unpack_parts` stands for."""
+    if BITS == 2:
+        return tl.where(tl.arange(0, n) // (n // 4) % 2 == 1, 0.25, 1.0)
+    else:
+        return tl.full([n], 1.0, tl.float32)
 
 
 @triton.jit

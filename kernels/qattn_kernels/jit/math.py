@@ -45,6 +45,16 @@ def divide(x, divisor):
 
 
 @triton.jit
+def inverse_of(x):
+    """`1 / x` within a unit of the last place, for normal `x` with a normal inverse: one instruction in place of ten
+    that care for others."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
 def divide_whole(x, divisor):
     """`x / divisor` of whole numbers below 2^12: correctly rounded, at half of what `divide` costs.
 
@@ -54,8 +64,7 @@ def divide_whole(x, divisor):
     if INTERPRETED:
         return tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
     else:
-        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], tl.float32, True, 1)
-        inverse = tl.broadcast_to(inverse, x.shape)
+        inverse = tl.broadcast_to(inverse_of(divisor), x.shape)
         quotient = x * inverse
         return tl.fma(tl.fma(quotient, tl.broadcast_to(-divisor, x.shape), x), inverse, quotient)
 

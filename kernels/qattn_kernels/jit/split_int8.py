@@ -29,9 +29,18 @@ def split_int8(y, C: tl.constexpr):
 
 @triton.jit
 def split_weights(y, C: tl.constexpr):
-    """`split_int8` of weights as `deinterleave` orders them. A thread has neighbours of these: it writes four tokens of
-    a column at once, and so the product, whose threads want neighbours of one column, reads words instead of bytes."""
-    if C.PLAIN or not C.FOURS:
+    """`split_int8` of weights as `deinterleave` orders them."""
+    if C.FOURS:
+        return split_neighbours(y, C)
+    else:
+        return split_int8(y, C)
+
+
+@triton.jit
+def split_neighbours(y, C: tl.constexpr):
+    """`split_int8` of numbers of which a thread has four rows in a row: it writes four of a column at once, and so the
+    product, whose threads want neighbours of one column, reads words instead of bytes."""
+    if C.PLAIN:
         return split_int8(y, C)
     else:
         N: tl.constexpr = y.shape[0] // 4

@@ -56,6 +56,33 @@ def to_token_order(x, PARTS: tl.constexpr):
 
 
 @triton.jit
+def join_blocks(blocks):
+    """Two or four blocks `[n, Q]` as one tile `[eights of a block, blocks, 8, Q]`, flat. Nothing moves: the rows of a
+    thread are in the order of those that it has of an accumulator, as in `token_order`."""
+    if len(blocks) == 2:
+        return interleave(stack(blocks[0], blocks[1]), 2)
+    else:
+        n: tl.constexpr = blocks[0].shape[0]
+        q: tl.constexpr = blocks[0].shape[1]
+        x = stack(stack(blocks[0], blocks[2]), stack(blocks[1], blocks[3]))
+        return tl.reshape(tl.permute(tl.reshape(x, (2, 2, n // 8, 8, q)), (2, 1, 0, 3, 4)), (4 * n, q))
+
+
+@triton.jit
+def strided(x):
+    """A block `[n, D]` in the order in which `KiviFormat.strided` packs its tokens: of 32 every eighth side by side."""
+    fours = tl.permute(tl.reshape(x, (x.shape[0] // 32, 4, 8, x.shape[1])), (0, 2, 1, 3))
+    return tl.reshape(fours, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def unstrided(x):
+    """The inverse of `strided`."""
+    eights = tl.permute(tl.reshape(x, (x.shape[0] // 32, 8, 4, x.shape[1])), (0, 2, 1, 3))
+    return tl.reshape(eights, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
 def interleave(x, PARTS: tl.constexpr):
     """Interleave the parts of a tile `[n, Q]`, eight rows each: `part_order` becomes `token_order`. No row moves
     between threads."""

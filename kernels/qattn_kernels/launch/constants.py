@@ -49,8 +49,10 @@ class Sizes(NamedTuple):
         K_COMPENSATES, V_COMPENSATES: errors of a token's channels make up for one another.
         K_CHANNELS, V_CHANNELS: of a token that share a scale, in formats where not all do, else 0.
         K_GROUP: which tokens' keys share a scale. SMOOTH_K: keys are coded around a mean.
+        K_STRIDED, V_STRIDED: every eighth token of a block stands side by side in packed codes (`KiviFormat.strided`).
         PARTS: of a packed block, which are interleaved in a tile of scores (`jit/tile_order.py`).
         FOURS: a thread has four neighbours of each part, which it writes as one word.
+        TILE: blocks that a decode reads at a time.
     The sink pool:
         ENTRIES: places of its table, 0 without a pool. SINKS: in the pool. EVICTED: in the window behind it.
         CROP_BLOCKS: blocks that a crop can reopen.
@@ -84,12 +86,15 @@ class Sizes(NamedTuple):
     V_AGED: bool
     K_COMPENSATES: bool
     V_COMPENSATES: bool
+    K_STRIDED: bool
+    V_STRIDED: bool
     K_CHANNELS: int
     V_CHANNELS: int
     K_GROUP: str
     SMOOTH_K: bool
     PARTS: int
     FOURS: bool
+    TILE: int
     ENTRIES: int
     SINKS: int
     EVICTED: int
@@ -170,11 +175,12 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _of_side(side: str, fmt: Format, heads: int, dim: int) -> dict[str, Any]:
+def _of_side(side: str, fmt: Format, heads: int, dim: int, block: int) -> dict[str, Any]:
     """The constants of a format of keys (`K`) or values (`V`)."""
     core = fmt.core
     found = {"LOW": int(core.low_kind(heads)), "BITS": core.kernel_bits(heads), "CLIP": int(16 * core.kernel_clip())}
     found |= {"AGED": core.ages, "COMPENSATES": core.compensates, "CHANNELS": fmt.channel_group(dim)}
+    found["STRIDED"] = core.strided(dim, block)
     return {f"{side}_{name}": value for name, value in found.items()}
 
 
@@ -196,8 +202,10 @@ def sizes_of(
     at, v_dim = spec.window, v_dim or dim
     least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, MOST_COLUMNS)
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
-    # of latents so many that tiles have their tokens in ascending order
-    parts = at.block // 8 if spec.latent else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
+    tile = 1 if spec.sparsity.tau > 0 else min(fmt.core.tile_blocks(dim, at.block) for fmt in (spec.k, spec.v))
+    # of latents, and where a tile has several blocks, so many that blocks have their tokens in ascending order
+    ascending = spec.latent or spec.v.core.strided(v_dim, at.block)
+    parts = at.block // 8 if ascending else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
     ring = at.ring if spec.k.windowed else 0
     ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)
     sizes = Sizes(
@@ -211,10 +219,11 @@ def sizes_of(
         SPAN=at.span,
         RESIDUAL=at.residual,
         RING=ring,
-        **_of_side("K", spec.k, heads, dim),
-        **_of_side("V", spec.v, heads, v_dim),
+        **_of_side("K", spec.k, heads, dim, at.block),
+        **_of_side("V", spec.v, heads, v_dim, at.block),
         PARTS=parts,
         FOURS=at.block // (8 * parts) % 4 == 0,
+        TILE=tile,
         OPEN=ring_parts + int(spec.sink_pool.num > 0),
         RING_PARTS=ring_parts,
         ENTRIES=spec.sink_pool.entries(at),

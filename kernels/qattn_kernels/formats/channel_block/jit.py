@@ -12,7 +12,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.codebook import half_bytes
 from qattn_kernels.formats.packing import read_codes, write_codes
-from qattn_kernels.jit.math import TINY
+from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import (
     deinterleave,
@@ -167,5 +167,5 @@ def block_values(S, at, p, acc, alpha, beta, HALVES: tl.constexpr, UNIT: tl.cons
     """The accumulator with the values of a block, and the sum of the weights `p` `[BLOCK, Q]`."""
     COUNT: tl.constexpr = C.DP // C.V_CHANNELS
     top = tl.maximum(tl.max(p * to_token_order(_largest(S, at, 0, COUNT, C), C.PARTS)[:, None], 0), TINY)
-    o = group_values(S, at, p * (1.0 / top * SPLIT_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
+    o = group_values(S, at, p * (inverse_of(top) * SPLIT_TOP)[None, :], 0, COUNT, HALVES, BITS, C)
     return acc * alpha[None, :] + o * (beta * top * (UNIT / 127.0))[None, :], tl.sum(p, 0)

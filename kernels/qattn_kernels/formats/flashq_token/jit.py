@@ -8,7 +8,7 @@ import triton.language as tl
 from qattn_kernels.formats.flashq.jit import JIT as FLASHQ
 from qattn_kernels.formats.flashq.jit import by_rows, channels, codes_of, get_codes, put_codes
 from qattn_kernels.formats.packing import code_values
-from qattn_kernels.jit.math import TINY
+from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP
 from qattn_kernels.jit.tile_order import to_token_order
 
@@ -42,7 +42,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     scale = tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
     w = p * to_token_order(scale, C.PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), TINY)
-    o = code_values(codes_of(S, BITS), index, w * (1.0 / top * SPLIT_TOP)[None, :], channels(C), BITS, C)
+    o = code_values(codes_of(S, BITS), index, w * (inverse_of(top) * SPLIT_TOP)[None, :], channels(C), BITS, C)
     if BITS == 8:
         o *= (top * (1.0 / 127.0))[None, :]
     else:

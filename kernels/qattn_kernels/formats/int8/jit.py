@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.contract import JitFormat
-from qattn_kernels.jit.math import SMALLEST_NORMAL, TINY, divide, round_even
+from qattn_kernels.jit.math import SMALLEST_NORMAL, TINY, divide, inverse_of, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order, token_order
 
@@ -124,10 +124,10 @@ def token_values(
     w = p * to_token_order(tl.load(scales + t), PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), TINY)
     if C.N > C.Q:
-        o = join_split(dot_split(v, split_weights(deinterleave(w * (1.0 / top * SPLIT_TOP)[None, :], PARTS), C)))
+        o = join_split(dot_split(v, split_weights(deinterleave(w * (inverse_of(top) * SPLIT_TOP)[None, :], PARTS), C)))
         unit = 1.0 / 127.0
     else:
-        o = tl.dot(v.to(tl.float16), deinterleave(w * (1.0 / top)[None, :], PARTS).to(tl.float16))
+        o = tl.dot(v.to(tl.float16), deinterleave(w * (inverse_of(top))[None, :], PARTS).to(tl.float16))
         unit = 1.0
     return acc * alpha[None, :] + o * (beta * (top * unit))[None, :], tl.sum(p, 0)
 

@@ -14,19 +14,12 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.kivi import reference
+from qattn_kernels.formats.kivi.small_groups import largest_query, tile_scores, tile_values
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
-from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, whole_values, write_codes
-from qattn_kernels.jit.math import TINY, round_even
-from qattn_kernels.jit.split_int8 import (
-    SPLIT_TOP,
-    dot_split,
-    join_split,
-    repeated_columns,
-    split_int8,
-    split_weights,
-    unrepeated_columns,
-)
-from qattn_kernels.jit.tile_order import channels, deinterleave, stack, to_token_order, unstack
+from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
+from qattn_kernels.jit.math import TINY, inverse_of, round_even
+from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
+from qattn_kernels.jit.tile_order import channels, deinterleave, strided, to_token_order, unstack, unstrided
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 # of compensation, see there
@@ -121,6 +114,8 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         tl.store(S.scale + offsets, scale, mask=mask)
         tl.store(S.zero_point + offsets, zero_point, mask=mask)
         coded = tl.reshape(_encode(x, scale[:, :, None], zero_point[:, :, None], C.V_BITS), code.shape)
+        if C.V_STRIDED:
+            coded = strided(coded)
         write_codes(S.codes, coded, at, C.V_BITS, False, True, C)
     else:
         some = tl.max(keep.to(tl.int32), 0) > 0
@@ -142,6 +137,8 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     at = (b * C.H + h).to(tl.int64) * NB + index
     if VALUES:
         code = read_codes(S.codes, at, C.V_BITS, False, True, C).to(tl.float32)
+        if C.V_STRIDED:
+            code = unstrided(code)
         offsets, mask = _scale_offsets(at, C)
         scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
         zero_point = tl.load(S.zero_point + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -163,27 +160,28 @@ def _channels(S, at, C: tl.constexpr):
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     """Scales of channels go into the query, zero points into a sum of their own."""
-    scale, zero_point = _channels(S, at, C)
-    x = query.scaled * scale[:, None]
-    size = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)  # of positive numbers it is that of their bits, and cheaper
-    top = tl.maximum(size.to(tl.float32, bitcast=True), TINY)
-    zero_point_sum = tl.sum(query.scaled * zero_point[:, None], 0)[None, :]
-    up = (top * (1.0 / 127.0))[None, :]
-    return code_scores(S.codes, at, split_int8(x * (1.0 / top * SPLIT_TOP)[None, :], C), BITS, C) * up + zero_point_sum
+    if C.TILE > 1:
+        return tile_scores(S, at, query, BITS, C)
+    else:
+        scale, zero_point = _channels(S, at, C)
+        top = largest_query(query.scaled, scale)
+        x8 = split_neighbours(query.scaled * scale[:, None] * (inverse_of(top) * SPLIT_TOP)[None, :], C)
+        zero_point_sum = tl.sum(query.scaled * zero_point[:, None], 0)[None, :]
+        return code_scores(S.codes, at, x8, BITS, C) * (top * (1.0 / 127.0))[None, :] + zero_point_sum
 
 
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    """With one group of channels a token's scale goes into its weight, with two of 64 into the weights of each. Else
-    values are dequantized: of 3 bits, in groups of 32, where the same was slower, and of head dims beyond 128."""
-    if BITS != 3 and C.BLOCK == 64 and C.DP == 128:
-        o = _values_of_two(S, at, deinterleave(p, C.PARTS), BITS, C)
+    """A token's scale goes into its weight, of which each group of channels has one of its own. Values of 3 bits in
+    small groups, and of head dims that no tile holds, are dequantized."""
+    if C.V_STRIDED:
+        o = tile_values(S, at if C.TILE > 1 else at + tl.arange(0, 1), p, BITS, C)
     elif (C.BLOCK >= C.D) and (C.BLOCK >= 64):
         t = at * C.BLOCK + tl.arange(0, C.BLOCK)
         w = p * to_token_order(tl.load(S.scale + t).to(tl.float32), C.PARTS)[:, None]
         zero_point_sum = tl.sum(p * to_token_order(tl.load(S.zero_point + t).to(tl.float32), C.PARTS)[:, None], 0)
         top = tl.maximum(tl.max(w, 0), TINY)
-        o = code_values(S.codes, at, w * (1.0 / top * SPLIT_TOP)[None, :], channels(C), BITS, C)
+        o = code_values(S.codes, at, w * (inverse_of(top) * SPLIT_TOP)[None, :], channels(C), BITS, C)
         o = o * (top * (1.0 / 127.0))[None, :] + zero_point_sum[None, :]
     else:
         lo, hi = half_values(S.codes, at, channels(C), BITS, C)
@@ -191,36 +189,6 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
         o = tl.dot(_dequantize_half(S, lo, at, 0, BITS, C), repeated_columns(p_lo, C))
         o = unrepeated_columns(tl.dot(_dequantize_half(S, hi, at, 1, BITS, C), repeated_columns(p_hi, C), acc=o), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
-
-
-@triton.jit
-def _scaled(S, t, p, GROUP: tl.constexpr, C: tl.constexpr):
-    """Weights `p` `[BLOCK, Q]` of a block's tokens, times the scales of one group of their channels."""
-    return p * tl.load(S.scale + t + GROUP * C.BLOCK).to(tl.float32)[:, None]
-
-
-@triton.jit
-def _group_values(S, at, t, p, unit, top, GROUP: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
-    """Sums `[BLOCK, Q]` of the values of one group of channels, weighed by `p`; `unit` is `p` over the largest weight,
-    `top`, for INT8 pairs."""
-    weights = _scaled(S, t, unit, GROUP, C)
-    zero_point = tl.load(S.zero_point + t + GROUP * C.BLOCK).to(tl.float32)
-    codes = whole_values(S.codes, at, GROUP * C.BLOCK + tl.arange(0, C.BLOCK), BITS, C)
-    sums = join_split(dot_split(codes, split_weights(weights, C))) * (top * (1.0 / 127.0))[None, :]
-    return sums + tl.sum(p * zero_point[:, None], 0)[None, :]
-
-
-@triton.jit
-def _values_of_two(S, at, p, BITS: tl.constexpr, C: tl.constexpr):
-    """Sums `[DP, Q]` of the values of a block of two groups of channels, weighed by `p` `[BLOCK, Q]` in the order of
-    the tokens. Each has weights of its own, in one unit, of which the largest of both has `SPLIT_TOP`: the smaller
-    group errs by as much as the larger one."""
-    t = at * (2 * C.BLOCK) + tl.arange(0, C.BLOCK)
-    top = tl.maximum(tl.full(p.shape, TINY, tl.float32), _scaled(S, t, p, 0, C))
-    top = tl.max(tl.maximum(top, _scaled(S, t, p, 1, C)), 0)
-    unit = p * (1.0 / top * SPLIT_TOP)[None, :]
-    first = _group_values(S, at, t, p, unit, top, 0, BITS, C)
-    return stack(first, _group_values(S, at, t, p, unit, top, 1, BITS, C))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack,
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = torch.finfo(torch.float16).max
+TILE = 128  # tokens of small blocks that a decode reads at a time
 TOGETHER = 8  # channels whose codes compensation finds at once: of more errors are larger, fewer take longer
 # A step has so many parts, and a number has so many of which shares of errors are counted. Integers up to 2048 are
 # exact in fp16; sums of what is left, and of errors times shares of 512 channels, are below 2^24, so exact in fp32.
@@ -115,6 +116,14 @@ class KiviFormat(OpenFormat):
     def kernel_clip(self) -> float:
         return self.clip if self.bits == 2 else 0.0
 
+    def tile_blocks(self, dim: int, block: int) -> int:
+        return TILE // block if self.bits != 3 and dim in (64, 128) and block < dim else 1
+
+    def strided(self, dim: int, block: int) -> bool:
+        """Of values in groups smaller than a head: of 32 tokens 0, 8, 16, 24, 1, 9, ... A thread of a tensor core has
+        these of a tile of scores, and packs weights of four tokens in a word as the next product wants them."""
+        return self.per_token and self.tile_blocks(dim, block) > 1
+
     def decode_warps(self, dim: int, block: int, columns: int) -> int:
         if self.per_token and dim > max(block, 128):  # of more groups than one a token, which are dequantized
             return 4
@@ -140,6 +149,8 @@ class KiviFormat(OpenFormat):
             code = encode_compensated(x, scale, zero_point, self.bits, state["compensation"])
         else:
             code = encode(x, *self._spread(scale, zero_point, x.shape[-1]), self.bits)
+        if self.strided(*x.shape[:-3:-1]):
+            code = code.unflatten(-2, (-1, 4, 8)).transpose(-3, -2).flatten(-4, -2)
         code = pack(code, self.bits)
         code = code.transpose(-1, -2) if self.per_token else code
         for name, values in (("codes", code), ("scale", scale), ("zero_point", zero_point)):
@@ -178,6 +189,8 @@ class KiviFormat(OpenFormat):
         """The first `blocks` blocks `[B, Hkv, blocks, block, D]` dequantized, in fp32."""
         codes = state["codes"][:, :, :blocks]
         code = unpack(codes.transpose(-1, -2) if self.per_token else codes, self.bits).float()
+        if self.strided(*code.shape[:-3:-1]):
+            code = code.unflatten(-2, (-1, 8, 4)).transpose(-3, -2).flatten(-4, -2)
         scale, zero_point = (state[name][:, :, :blocks].float() for name in ("scale", "zero_point"))
         scale, zero_point = self._spread(scale, zero_point, code.shape[-1])
         return code * scale + zero_point

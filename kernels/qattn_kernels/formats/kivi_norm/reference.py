@@ -31,6 +31,9 @@ class KiviNormFormat(KiviFormat):
 
     name = "kivi_norm"
 
+    def tile_blocks(self, dim: int, block: int) -> int:
+        return 1  # its scores are of one block
+
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         shape = (geo.batch, geo.heads, geo.blocks, window.block)
         return super().tensors(geo, window, dim) | {"norm": TensorSpec(shape, torch.float16, block_dim=2)}

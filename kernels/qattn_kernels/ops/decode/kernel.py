@@ -56,7 +56,7 @@ def blocks_per_split(blocks, splits, few, many, long, least, C: tl.constexpr):
     blocks.
     """
     sharing = tl.minimum(tl.where(blocks < few * long, few, many), splits - C.OPEN)
-    return tl.maximum(tl.cdiv(blocks, sharing), least)
+    return tl.cdiv(tl.maximum(tl.cdiv(blocks, sharing), least), C.TILE) * C.TILE
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from qattn_kernels.formats.head_bits import ALL, NONE, number
 from qattn_kernels.jit.math import NOTHING
 from qattn_kernels.jit.rows import FOREVER, block_at, first_block, in_window, packed_since, slot_bits
-from qattn_kernels.jit.tile_order import token_order
+from qattn_kernels.jit.tile_order import join_blocks, token_order
 from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.weights import count_visible, known_mass, may_skip, soft_cap, weigh
 from qattn_kernels.ops.sink_pool.kernel import moved_tokens, sinks_visible, visible_from
@@ -93,6 +93,13 @@ class FirstBlock(NamedTuple):
     head: Any
     k: Any
     v: Any
+
+
+class Places(NamedTuple):
+    """Indices of the blocks of a tile among the blocks of all heads: a tuple of scalars, and a tensor of the same."""
+
+    each: Any
+    all: Any
 
 
 class SkipLimits(NamedTuple):
@@ -227,6 +234,8 @@ def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
     t = token_order(C.BLOCK, C.PARTS)
     low, high = tl.where(t < 32, masked[0], masked[1]), tl.where(t < 96, masked[2], masked[3])
     keep = (tl.where(t < 64, low, high) >> (t % 32)) & 1 == 0
+    if C.TILE > 1:
+        keep = keep & (block < blocks.end)
     late = block >= row.closed
     if C.RING > 0:  # closed by this call: read by queries that single steps would let read it
         start = tl.load(blocks.pos + at)
@@ -249,18 +258,15 @@ def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
 
 
 @triton.jit
-def _packed_scores(K, program, blocks, first, block, at, SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):
-    """Scores of a packed block that lies `at`, and how many of its tokens each query sees, which only sparse V asks."""
-    scoring = program.scoring
-    s = SCORES(K, first.head + at, first.k + at, program.query, scoring.scale, K_BITS, C)
-    if C.SMOOTH_K:
-        s += blocks.k_mean_scores[None, :]
-    if C.SOFTCAP:
-        s = soft_cap(s, scoring.softcap)
+def _seen(s, program, blocks, block, at, C: tl.constexpr):
+    """Scores of a packed block that lies `at`, those of tokens that a query does not see gone, and how many it sees,
+    which only sparse V asks."""
     masked = masked_words(program.dropped.to(tl.pointer_type(tl.int32)), at, C)
     tokens = tl.load(blocks.length + at)
     count = tl.full(program.q_pos.shape, C.BLOCK, tl.int32)
     some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
+    if C.TILE > 1:
+        some = some | (block >= blocks.end)
     if some | (tokens != C.BLOCK) | (block >= program.row.closed) | C.LOCAL:
         s = mask_packed(s, block, at, masked, tokens, program, blocks, C)
         if C.SPARSE_V:
@@ -269,9 +275,50 @@ def _packed_scores(K, program, blocks, first, block, at, SCORES: tl.constexpr, K
 
 
 @triton.jit
-def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def _packed_scores(K, program, blocks, first, block, at, SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):
+    """Scores of a packed block that lies `at`, and how many of its tokens each query sees."""
+    scoring = program.scoring
+    s = SCORES(K, first.head + at, first.k + at, program.query, scoring.scale, K_BITS, C)
+    if C.SMOOTH_K:
+        s += blocks.k_mean_scores[None, :]
+    if C.SOFTCAP:
+        s = soft_cap(s, scoring.softcap)
+    return _seen(s, program, blocks, block, at, C)
+
+
+@triton.jit
+def _place(program, blocks, block, C: tl.constexpr):
+    """Where blocks lie; those from the program's end on, which a tile of several may have, stand for its last one."""
+    return block_at(program.pages, program.b, tl.minimum(block, blocks.end - 1), program.capacity, C)
+
+
+@triton.jit
+def _tiles_part(K, V, program, blocks, first, sums, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """`_packed_part` for formats whose values are summed by tiles of `C.TILE` small blocks."""
+    TILE: tl.constexpr = C.TILE
+    for block in tl.range(blocks.begin, blocks.end, TILE, num_stages=STAGES):
+        at = first.head + _place(program, blocks, block + tl.arange(0, TILE), C)
+        each, seen = (), ()
+        for i in tl.static_range(TILE):
+            each += (first.head + _place(program, blocks, block + i, C),)
+        scores = SCORES(K, Places(each, at), at, program.query, program.scoring.scale, K_BITS, C)
+        for i in tl.static_range(TILE):
+            s = scores[i]
+            if C.SOFTCAP:
+                s = soft_cap(s, program.scoring.softcap)
+            s, _ = _seen(s, program, blocks, block + i, _place(program, blocks, block + i, C), C)
+            seen += (s,)
+        w, alpha, beta, m = weigh(join_blocks(seen), sums.m, program.scoring.sas_threshold, C)
+        acc, total = VALUES(V, at, at, w, sums.acc, alpha, beta, V_BITS, C)
+        sums = Sums(m, sums.l * alpha + total * beta, acc)
+    return sums
+
+
+@triton.jit
+def _blocks_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
                  K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """`packed_part` for blocks of one width each of keys and values."""
+    """`packed_part` for blocks of one width each of keys and values, one at a time."""
     threshold, known, own = program.scoring.sas_threshold, blocks.known, 0.0
     if C.SPARSE_V and C.ENTRIES == 0:  # a part that judged by its own tokens alone would find few to skip
         begin = block_at(program.pages, program.b, 0, program.capacity, C)
@@ -300,6 +347,16 @@ def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
         if C.PAGED:  # a block ahead: a load whose address was loaded in the same turn is not pipelined as far
             page = block_at(program.pages, program.b, block + 1, program.capacity, C)
     return sums, skips
+
+
+@triton.jit
+def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                 K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """`packed_part` for blocks of one width each of keys and values."""
+    if C.TILE > 1:
+        return _tiles_part(K, V, program, blocks, first, sums, SCORES, VALUES, K_BITS, V_BITS, STAGES, C), skips
+    else:
+        return _blocks_part(K, V, program, blocks, first, sums, skips, SCORES, VALUES, K_BITS, V_BITS, STAGES, C)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ MOST_REGISTERS = 255  # of a thread on any GPU
 # Channels that one warp holds. Two wait for one another several times a block, and took up to twice as long on an H100
 # with 16 columns and 32k tokens, where unpacking is most of the work.
 ONE_WARP_DIM = 128
+MOST_SHARED = 0.75  # of shared memory, for tiles in flight, where three loads of 12 KiB took 5 % longer than two
 OWN_SHARED = 2048  # bytes of a program beside its tiles
 
 
@@ -69,13 +70,17 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         warps = 2
     warps = max(warps, *(fmt.core.decode_warps(size.D, size.BLOCK, size.N) for fmt in (spec.k, spec.v)))
-    if warps > 2 or 3 in (size.K_BITS, size.V_BITS):
-        stages = 2  # with three, shared memory would hold half as many programs
-    places = chip.multiprocessors * _programs(size, spec, dtype, warps, stages, chip)
+    tile = _tile_bytes(size, spec, dtype)
+    registers = 32 * warps * (MODEL_REGISTERS if spec.v.in_model_precision else OWN_REGISTERS)
+    programs = REGISTERS // registers  # of a multiprocessor, as far as registers go
+    # with three, fewer programs would have room, or all of them would leave little of the shared memory for its cache
+    if warps > 2 or 3 in (size.K_BITS, size.V_BITS) or 2 * tile * programs > MOST_SHARED * chip.shared:
+        stages = 2
+    programs = max(1, min(programs, chip.shared // ((stages - 1) * tile + OWN_SHARED)))
     # else the compiler may give these 168, which was 5 % slower at 32k on an H200 than the 226 they take so
-    registers = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
-    shares = plan(places, rows * size.H, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
-    return Launch(shares, warps, stages, registers)
+    most = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
+    shares = plan(chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
+    return Launch(shares, warps, stages, most)
 
 
 def plan(places: int, heads: int, block: int, open_programs: int, tuned: Decode) -> tuple[int, int, int, int]:
@@ -94,10 +99,8 @@ def plan(places: int, heads: int, block: int, open_programs: int, tuned: Decode)
     return few, 2 * few, tuned.long // block, tuned.least
 
 
-def _programs(size: Sizes, spec: LayerSpec, dtype: torch.dtype, warps: int, stages: int, chip: Chip) -> int:
-    """How many programs a multiprocessor runs at once: as many as have registers, and room for their tiles of keys and
-    values, of which each has one for every load in flight."""
+def _tile_bytes(size: Sizes, spec: LayerSpec, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values that a turn of a program reads; it has as much room for every load in flight."""
     tensors = layer_tensors(Geometry(1, size.H, size.D, size.D, 1, dtype), spec).items()
-    tile = sum(x.nbytes() for name, x in tensors if name[:2] in ("k.", "v.") and x.block_dim is not None) // size.H
-    registers = 32 * warps * (MODEL_REGISTERS if spec.v.in_model_precision else OWN_REGISTERS)
-    return max(1, min(REGISTERS // registers, chip.shared // ((stages - 1) * tile + OWN_SHARED)))
+    blocks = sum(x.nbytes() for name, x in tensors if name[:2] in ("k.", "v.") and x.block_dim is not None)
+    return blocks // size.H * size.TILE

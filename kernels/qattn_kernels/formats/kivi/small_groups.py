@@ -1,0 +1,117 @@
+"""KIVI's products with groups smaller than a head: a decode reads several such blocks as one tile.
+
+A turn of the loop takes about as long for 32 tokens as for 128, so `C.TILE` blocks share one. Keys of each have queries
+of their own, in which its scales are; values of each group of channels have weights of their own. Zero points of keys
+are a product in fp16 with queries as pairs of fp16 numbers, exact to 22 bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.formats.packing import part_units, unpack_parts
+from qattn_kernels.jit.math import TINY, inverse_of
+from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_neighbours
+from qattn_kernels.jit.tile_order import stack
+
+
+@triton.jit
+def _of_four(tile, INDEX: tl.constexpr):
+    """Row `INDEX` of two or four rows `[rows, n]`: `[1, n]`."""
+    one, other = tl.split(tl.permute(tl.reshape(tile, (2, tile.shape[0] // 2, tile.shape[1])), (1, 2, 0)))
+    if tile.shape[0] == 2:
+        return other if INDEX == 1 else one
+    else:
+        return _of_four(other if INDEX >= 2 else one, INDEX % 2)
+
+
+@triton.jit
+def largest_query(scaled, scale):
+    """fp32 `[Q]`, the largest of queries `[DP, Q]` times scales `[DP]` of their channels."""
+    size = tl.max(tl.abs(scaled * scale[:, None]).to(tl.int32, bitcast=True), 0)  # as their bits, which is cheaper
+    return tl.maximum(size.to(tl.float32, bitcast=True), TINY)
+
+
+@triton.jit
+def _block_scores(S, at, scale, zero_point_sums, unit, up, INDEX: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """Scores `[BLOCK, Q]` of block `INDEX` of a tile, which lies `at`, in the order of its tokens."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    d, byte = tl.arange(0, C.DP)[None, :], tl.arange(0, ROWS)[:, None]
+    code = unpack_parts(tl.load(S.codes + at * (ROWS * C.D) + byte * C.D + d), BITS, False, C)
+    sums = join_split(dot_split(code, split_neighbours(unit * scale[:, None], C)))
+    return sums * (part_units(C.BLOCK, BITS)[:, None] * up[None, :]) + _of_four(zero_point_sums, INDEX)
+
+
+@triton.jit
+def tile_scores(S, places, query, BITS: tl.constexpr, C: tl.constexpr):
+    """Scores of a tile: a tuple of `[BLOCK, Q]`, each in the order of its tokens. Queries times the scales of each
+    block are in one unit, of which the largest of all has `SPLIT_TOP`."""
+    TILE: tl.constexpr = C.TILE
+    d = tl.arange(0, C.DP)
+    high = query.normalized.to(tl.float16)
+    low = (query.normalized - high.to(tl.float32)).to(tl.float16)
+    zero_point = tl.load(S.zero_point + places.all[:, None] * C.D + d[None, :])
+    sums = tl.dot(zero_point, tl.reshape(tl.join(high, low), (C.DP, 2 * C.Q)))
+    sums = tl.sum(tl.reshape(sums, (TILE, C.Q, 2)), 2) * query.scale[None, :]
+    scales, scores, largest = (), (), tl.full([C.DP], 0.0, tl.float32)
+    for i in tl.static_range(TILE):
+        scale = tl.load(S.scale + places.each[i] * C.D + d).to(tl.float32)
+        scales += (scale,)
+        largest = tl.maximum(largest, scale)
+    top = largest_query(query.scaled, largest)
+    unit, up = query.scaled * (inverse_of(top) * SPLIT_TOP)[None, :], top * (1.0 / 127.0)
+    for i in tl.static_range(TILE):
+        scores += (_block_scores(S, places.each[i], scales[i], sums, unit, up, i, BITS, C),)
+    return scores
+
+
+@triton.jit
+def _packed_order(x, C: tl.constexpr):
+    """Weights `[TILE * BLOCK, Q]` from the order of `join_blocks` to that of the codes in `_group_values`: parts, then
+    fours of their bytes, then blocks. What a thread has are rows in a row."""
+    x = tl.reshape(x, (C.BLOCK // 32, 4, C.TILE, 8, x.shape[1]))
+    x = tl.reshape(tl.permute(x, (2, 0, 3, 1, 4)), (C.TILE, C.BLOCK // 4, 4, x.shape[4]))
+    return tl.reshape(tl.permute(x, (1, 0, 2, 3)), (C.TILE * C.BLOCK, x.shape[3]))
+
+
+@triton.jit
+def _of_tokens(x, at, GROUP: tl.constexpr, C: tl.constexpr):
+    """Scales or zero points `x` of one group of channels of a tile's tokens, in `_packed_order`: fp32 `[tokens, 1]`."""
+    t = (at * C.D)[:, None] + (GROUP * C.BLOCK + tl.arange(0, C.BLOCK))[None, :]
+    x = tl.permute(tl.reshape(tl.load(x + t), (C.TILE, C.BLOCK // 32, 4, 8)), (1, 3, 0, 2))
+    return tl.reshape(x, (C.TILE * C.BLOCK,)).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _group_values(S, at, p, unit, top, GROUP: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """Sums `[BLOCK, Q]` of the values of one group of channels, weighed by `p`; `unit` is `p` over the largest weight,
+    `top`, for INT8 pairs."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    SIZE: tl.constexpr = ROWS * C.BLOCK  # bytes that a group of a block has, one behind the other
+    x = tl.load(S.codes + (at * (ROWS * C.D))[:, None] + (GROUP * SIZE + tl.arange(0, SIZE))[None, :])
+    x = tl.permute(tl.reshape(x, (C.TILE, C.BLOCK, ROWS // 4, 4)), (1, 2, 0, 3))
+    codes = unpack_parts(tl.reshape(x, (C.BLOCK, C.TILE * ROWS)), BITS, True, C)
+    weights = split_neighbours(unit * _of_tokens(S.scale, at, GROUP, C), C)
+    sums = join_split(dot_split(codes, weights)) * (top * (1.0 / 127.0))[None, :]
+    return sums + tl.sum(p * _of_tokens(S.zero_point, at, GROUP, C), 0)[None, :]
+
+
+@triton.jit
+def tile_values(S, at, p, BITS: tl.constexpr, C: tl.constexpr):
+    """Sums `[DP, Q]` of the values of the blocks `at` `[TILE]`, weighed by `p` `[TILE * BLOCK, Q]` as `join_blocks`
+    orders them. Weights of each group of channels are in one unit, of which the largest of all has `SPLIT_TOP`: a
+    smaller group errs by as much as the largest one."""
+    FOUR: tl.constexpr = C.D // C.BLOCK == 4
+    p = _packed_order(p, C)
+    largest = tl.maximum(_of_tokens(S.scale, at, 0, C), _of_tokens(S.scale, at, 1, C))
+    if FOUR:
+        others = tl.maximum(_of_tokens(S.scale, at, 2, C), _of_tokens(S.scale, at, 3, C))
+        largest = tl.maximum(largest, others)
+    top = tl.maximum(tl.max(p * largest, 0), TINY)
+    unit = p * (part_units(C.TILE * C.BLOCK, BITS)[:, None] * (inverse_of(top) * SPLIT_TOP)[None, :])
+    o = stack(_group_values(S, at, p, unit, top, 0, BITS, C), _group_values(S, at, p, unit, top, 1, BITS, C))
+    if FOUR:
+        other = stack(_group_values(S, at, p, unit, top, 2, BITS, C), _group_values(S, at, p, unit, top, 3, BITS, C))
+        o = stack(o, other)
+    return o
