@@ -162,6 +162,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "registers-speed": partial(before_after_table, record="speed-before-after-append"),
     "prompts-speed": partial(before_after_table, record="speed-before-after-prompts"),
     "groups-speed": partial(before_after_table, record="speed-before-after-groups"),
+    "tiles-speed": partial(before_after_table, record="speed-before-after-tiles"),
     "recipes-speed": recipes_speed_table,
     "append-speed": append_table,
     "beams": beams_table,

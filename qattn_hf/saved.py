@@ -42,7 +42,7 @@ from qattn_kernels.layout import Geometry
 if TYPE_CHECKING:
     from qattn_hf.cache import QAttnCache
 
-FORMAT = 1
+FORMAT = 2  # 2: of values in groups smaller than a head every eighth token stands side by side
 Tensors = dict[str, torch.Tensor]
 
 

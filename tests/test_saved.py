@@ -281,7 +281,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tens
 
 
 FAULTS: dict[str, tuple[Callable[[dict, dict], Any], str]] = {
-    "format": (lambda header, _: header.update(format=2), "has format 2.*Save the cache anew"),
+    "format": (lambda header, _: header.update(format=1), "has format 1.*Save the cache anew"),
     "layout": (lambda header, _: header["layers"][1].update(places="0"), "lays tensors out otherwise"),
     "tensor missing": (lambda _, tensors: tensors.pop("1.arena"), "list of its tensors"),
     "tensor too many": (lambda _, tensors: tensors.update(x=torch.zeros(1)), "list of its tensors"),

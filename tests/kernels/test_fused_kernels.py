@@ -220,6 +220,20 @@ def test_values_of_small_groups_of_channels(size: int, bits: int, dim: int, sett
         assert error(got[..., groups == group], want[..., groups == group]) < (4e-3 if bits == 2 else 1e-3)
 
 
+@pytest.mark.parametrize("size", [32, 64])
+def test_zero_points_of_keys_that_a_query_does_not_see(size: int):
+    """What all keys of a block share, 50 times as large as what tells them apart and orthogonal to the query: products
+    with zero points are large and sum to nothing. A query of 11 bits would err by a hundredth of the output."""
+    q, k, v = inputs(1, 196, heads=1, group=2, dim=128)
+    shared = torch.randn(4, 128, generator=torch.Generator().manual_seed(1)).sign().to(k.device)
+    basis = torch.linalg.qr(q[0, :, -1].T).Q
+    shared = 50 * (shared - shared @ basis @ basis.T)
+    k = k + shared[torch.arange(196, device=k.device) // 64]
+    case = ("kivi", {"bits": 4, "group_size": size, "residual_length": 0})
+    want, got = (feed(run, make_layer(case, 256, 1), (q, k, v), [195, 196])[1] for run in (reference_step, fused_step))
+    assert error(got, want) < 1e-3
+
+
 @pytest.mark.parametrize(
     "scores", [{"softcap": 5.0}, {"window": 40}, {"sinks": (0.5, 2.0)}], ids=["softcap", "window", "sinks"]
 )

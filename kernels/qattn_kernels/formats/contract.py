@@ -19,7 +19,10 @@ class JitFormat(NamedTuple):
     """Triton functions of a format. One that differs from another in some is made by that one's `_replace`.
 
     `S` is a `Tensors`; `at` the block's index among all blocks of all heads, `index` that among the blocks of heads of
-    its width, `place` where a head's codes live, `BITS` the bits of its codes.
+    its width, `place` where a head's codes live, `BITS` the bits of its codes. Where a decode reads `C.TILE` blocks at
+    a time (`Format.tile_blocks`), `scores` takes the `ops.decode.parts.Places` of a tile for `at` and returns a tuple,
+    the scores of each block in the order of its tokens; `values` takes a tensor of their indices, and weights as
+    `join_blocks` orders them.
 
     Attributes:
         Tensors: named tuple of one side's state tensors, which the functions take as `S`. A format with a ring has

@@ -202,7 +202,9 @@ def sizes_of(
     at, v_dim = spec.window, v_dim or dim
     least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, MOST_COLUMNS)
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
-    tile = 1 if spec.sparsity.tau > 0 else min(fmt.core.tile_blocks(dim, at.block) for fmt in (spec.k, spec.v))
+    # sparse V judges each block; where tokens of a block are in the sink pool, no GPU has shown that tiles are right
+    alone = spec.sparsity.tau > 0 or spec.sink_pool.num > 0
+    tile = 1 if alone else min(fmt.core.tile_blocks(dim, at.block) for fmt in (spec.k, spec.v))
     # of latents, and where a tile has several blocks, so many that blocks have their tokens in ascending order
     ascending = spec.latent or spec.v.core.strided(v_dim, at.block)
     parts = at.block // 8 if ascending else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.kivi import reference
-from qattn_kernels.formats.kivi.small_groups import largest_query, tile_scores, tile_values
+from qattn_kernels.formats.kivi.small_groups import largest_query, tile_scores, tile_values, write_strided
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.jit.math import TINY, inverse_of, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
-from qattn_kernels.jit.tile_order import channels, deinterleave, strided, to_token_order, unstack, unstrided
+from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order, unstack, unstrided
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 # of compensation, see there
@@ -115,8 +115,9 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
         tl.store(S.zero_point + offsets, zero_point, mask=mask)
         coded = tl.reshape(_encode(x, scale[:, :, None], zero_point[:, :, None], C.V_BITS), code.shape)
         if C.V_STRIDED:
-            coded = strided(coded)
-        write_codes(S.codes, coded, at, C.V_BITS, False, True, C)
+            write_strided(S.codes, coded, at, C.V_BITS, C)
+        else:
+            write_codes(S.codes, coded, at, C.V_BITS, False, True, C)
     else:
         some = tl.max(keep.to(tl.int32), 0) > 0
         low = tl.where(some, tl.min(tl.where(keep[:, None], code, float("inf")), 0), 0.0)

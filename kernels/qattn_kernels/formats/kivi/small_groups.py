@@ -13,13 +13,34 @@ import triton.language as tl
 from qattn_kernels.formats.packing import part_units, unpack_parts
 from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_neighbours
-from qattn_kernels.jit.tile_order import stack
+from qattn_kernels.jit.tile_order import stack, strided
+
+
+@triton.jit
+def _halves(x):
+    """Both halves `[n / 2, D]` of the rows of `[n, D]`, each number in the thread of its partner."""
+    return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@triton.jit
+def write_strided(codes, code, at, BITS: tl.constexpr, C: tl.constexpr):
+    """Codes `[BLOCK, D]` of a block of values, packed as `KiviFormat.strided` says. Tokens that share a byte are
+    neighbours, which lie in several warps: bytes move between them, where a sum over parts would go through shared
+    memory once for each of its steps."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    low, high = _halves(strided(code.to(tl.uint8)))
+    if BITS == 2:
+        first, second = _halves(low)
+        third, fourth = _halves(high)
+        low, high = first | (second << 2), third | (fourth << 2)
+    d, byte = tl.arange(0, C.DP)[None, :], tl.arange(0, ROWS)[:, None]
+    tl.store(codes + at * (ROWS * C.D) + d * ROWS + byte, (low | (high << 4)).to(codes.dtype.element_ty, bitcast=True))
 
 
 @triton.jit
 def _of_four(tile, INDEX: tl.constexpr):
     """Row `INDEX` of two or four rows `[rows, n]`: `[1, n]`."""
-    one, other = tl.split(tl.permute(tl.reshape(tile, (2, tile.shape[0] // 2, tile.shape[1])), (1, 2, 0)))
+    one, other = _halves(tile)
     if tile.shape[0] == 2:
         return other if INDEX == 1 else one
     else:

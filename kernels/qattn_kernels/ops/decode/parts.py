@@ -234,8 +234,6 @@ def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
     t = token_order(C.BLOCK, C.PARTS)
     low, high = tl.where(t < 32, masked[0], masked[1]), tl.where(t < 96, masked[2], masked[3])
     keep = (tl.where(t < 64, low, high) >> (t % 32)) & 1 == 0
-    if C.TILE > 1:
-        keep = keep & (block < blocks.end)
     late = block >= row.closed
     if C.RING > 0:  # closed by this call: read by queries that single steps would let read it
         start = tl.load(blocks.pos + at)
@@ -265,8 +263,6 @@ def _seen(s, program, blocks, block, at, C: tl.constexpr):
     tokens = tl.load(blocks.length + at)
     count = tl.full(program.q_pos.shape, C.BLOCK, tl.int32)
     some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
-    if C.TILE > 1:
-        some = some | (block >= blocks.end)
     if some | (tokens != C.BLOCK) | (block >= program.row.closed) | C.LOCAL:
         s = mask_packed(s, block, at, masked, tokens, program, blocks, C)
         if C.SPARSE_V:
@@ -288,7 +284,8 @@ def _packed_scores(K, program, blocks, first, block, at, SCORES: tl.constexpr, K
 
 @triton.jit
 def _place(program, blocks, block, C: tl.constexpr):
-    """Where blocks lie; those from the program's end on, which a tile of several may have, stand for its last one."""
+    """Where blocks lie; of those behind the row's last one, which a tile of several may have, that one: no query sees
+    them yet."""
     return block_at(program.pages, program.b, tl.minimum(block, blocks.end - 1), program.capacity, C)
 
 

@@ -20,7 +20,9 @@ MOST_REGISTERS = 255  # of a thread on any GPU
 # Channels that one warp holds. Two wait for one another several times a block, and took up to twice as long on an H100
 # with 16 columns and 32k tokens, where unpacking is most of the work.
 ONE_WARP_DIM = 128
-MOST_SHARED = 0.75  # of shared memory, for tiles in flight, where three loads of 12 KiB took 5 % longer than two
+# Of shared memory, for tiles in flight. On an H200 three loads of 12 KiB took 5 % longer than two, of 16 to 32 KiB
+# up to 10 % in 16 rows; in one row they were 2 % faster.
+MOST_SHARED = 0.75
 OWN_SHARED = 2048  # bytes of a program beside its tiles
 
 
@@ -70,16 +72,18 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         warps = 2
     warps = max(warps, *(fmt.core.decode_warps(size.D, size.BLOCK, size.N) for fmt in (spec.k, spec.v)))
-    tile = _tile_bytes(size, spec, dtype)
     registers = 32 * warps * (MODEL_REGISTERS if spec.v.in_model_precision else OWN_REGISTERS)
     programs = REGISTERS // registers  # of a multiprocessor, as far as registers go
-    # with three, fewer programs would have room, or all of them would leave little of the shared memory for its cache
-    if warps > 2 or 3 in (size.K_BITS, size.V_BITS) or 2 * tile * programs > MOST_SHARED * chip.shared:
-        stages = 2
+    tile = _tile_bytes(size, spec, dtype)
+    if warps > 2 or 3 in (size.K_BITS, size.V_BITS):
+        stages = 2  # with three, shared memory would hold half as many programs
+    elif 2 * tile * programs > MOST_SHARED * chip.shared:
+        stages = 2  # whatever the rows: another kernel would be compiled for some of them
     programs = max(1, min(programs, chip.shared // ((stages - 1) * tile + OWN_SHARED)))
     # else the compiler may give these 168, which was 5 % slower at 32k on an H200 than the 226 they take so
     most = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None
-    shares = plan(chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
+    tuned = tuned_for(chip.name).decode
+    shares = plan(chip.multiprocessors * programs, rows * size.H, size.BLOCK, size.OPEN, tuned)
     return Launch(shares, warps, stages, most)
 
 
