@@ -288,12 +288,8 @@ class Format:
         return {2: 4, 3: 2, 4: 2}.get(bits, 1)
 
     def tile_blocks(self, dim: int, block: int) -> int:
-        """How many blocks a decode may read at a time."""
+        """How many blocks a decode may read at a time; packed codes of values are `strided` where these are several."""
         return 1
-
-    def strided(self, dim: int, block: int) -> bool:
-        """Whether codes of a block are packed with every eighth token side by side."""
-        return False
 
     def channel_group(self, dim: int) -> int:
         """How many channels of a token share a scale, where not all do; else 0."""

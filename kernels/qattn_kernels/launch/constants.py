@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
         K_COMPENSATES, V_COMPENSATES: errors of a token's channels make up for one another.
         K_CHANNELS, V_CHANNELS: of a token that share a scale, in formats where not all do, else 0.
         K_GROUP: which tokens' keys share a scale. SMOOTH_K: keys are coded around a mean.
-        K_STRIDED, V_STRIDED: every eighth token of a block stands side by side in packed codes (`KiviFormat.strided`).
+        V_STRIDED: every eighth token of a block of values stands side by side in packed codes (`KiviFormat.strided`).
         PARTS: of a packed block, which are interleaved in a tile of scores (`jit/tile_order.py`).
         FOURS: a thread has four neighbours of each part, which it writes as one word.
         TILE: blocks that a decode reads at a time.
@@ -86,7 +86,6 @@ class Sizes(NamedTuple):
     V_AGED: bool
     K_COMPENSATES: bool
     V_COMPENSATES: bool
-    K_STRIDED: bool
     V_STRIDED: bool
     K_CHANNELS: int
     V_CHANNELS: int
@@ -175,13 +174,25 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _of_side(side: str, fmt: Format, heads: int, dim: int, block: int) -> dict[str, Any]:
+def _of_side(side: str, fmt: Format, heads: int, dim: int) -> dict[str, Any]:
     """The constants of a format of keys (`K`) or values (`V`)."""
     core = fmt.core
     found = {"LOW": int(core.low_kind(heads)), "BITS": core.kernel_bits(heads), "CLIP": int(16 * core.kernel_clip())}
     found |= {"AGED": core.ages, "COMPENSATES": core.compensates, "CHANNELS": fmt.channel_group(dim)}
-    found["STRIDED"] = core.strided(dim, block)
     return {f"{side}_{name}": value for name, value in found.items()}
+
+
+def _tile(spec: LayerSpec, heads: int, dim: int, v_dim: int) -> dict[str, Any]:
+    """The constants of the tiles that a decode reads, and of the order of their tokens."""
+    block = spec.window.block
+    k, v = (fmt.core.tile_blocks(size, block) for fmt, size in ((spec.k, dim), (spec.v, v_dim)))
+    # sparse V judges each block; where tokens of a block are in the sink pool, no GPU has shown that tiles are right
+    alone = spec.sparsity.tau > 0 or spec.sink_pool.num > 0
+    # of latents, and of strided values, so many that blocks have their tokens in ascending order
+    ascending = spec.latent or v > 1
+    parts = block // 8 if ascending else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
+    found = {"PARTS": parts, "FOURS": block // (8 * parts) % 4 == 0}
+    return {**found, "TILE": 1 if alone else min(k, v), "V_STRIDED": v > 1}
 
 
 @lru_cache(maxsize=1024)
@@ -202,12 +213,6 @@ def sizes_of(
     at, v_dim = spec.window, v_dim or dim
     least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, MOST_COLUMNS)
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
-    # sparse V judges each block; where tokens of a block are in the sink pool, no GPU has shown that tiles are right
-    alone = spec.sparsity.tau > 0 or spec.sink_pool.num > 0
-    tile = 1 if alone else min(fmt.core.tile_blocks(dim, at.block) for fmt in (spec.k, spec.v))
-    # of latents, and where a tile has several blocks, so many that blocks have their tokens in ascending order
-    ascending = spec.latent or spec.v.core.strided(v_dim, at.block)
-    parts = at.block // 8 if ascending else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
     ring = at.ring if spec.k.windowed else 0
     ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)
     sizes = Sizes(
@@ -221,11 +226,9 @@ def sizes_of(
         SPAN=at.span,
         RESIDUAL=at.residual,
         RING=ring,
-        **_of_side("K", spec.k, heads, dim, at.block),
-        **_of_side("V", spec.v, heads, v_dim, at.block),
-        PARTS=parts,
-        FOURS=at.block // (8 * parts) % 4 == 0,
-        TILE=tile,
+        **_of_side("K", spec.k, heads, dim),
+        **_of_side("V", spec.v, heads, v_dim),
+        **_tile(spec, heads, dim, v_dim),
         OPEN=ring_parts + int(spec.sink_pool.num > 0),
         RING_PARTS=ring_parts,
         ENTRIES=spec.sink_pool.entries(at),

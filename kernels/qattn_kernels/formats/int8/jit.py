@@ -127,7 +127,7 @@ def token_values(
         o = join_split(dot_split(v, split_weights(deinterleave(w * (inverse_of(top) * SPLIT_TOP)[None, :], PARTS), C)))
         unit = 1.0 / 127.0
     else:
-        o = tl.dot(v.to(tl.float16), deinterleave(w * (inverse_of(top))[None, :], PARTS).to(tl.float16))
+        o = tl.dot(v.to(tl.float16), deinterleave(w * inverse_of(top)[None, :], PARTS).to(tl.float16))
         unit = 1.0
     return acc * alpha[None, :] + o * (beta * (top * unit))[None, :], tl.sum(p, 0)
 

@@ -120,8 +120,9 @@ class KiviFormat(OpenFormat):
         return TILE // block if self.bits != 3 and dim in (64, 128) and block < dim else 1
 
     def strided(self, dim: int, block: int) -> bool:
-        """Of values in groups smaller than a head: of 32 tokens 0, 8, 16, 24, 1, 9, ... A thread of a tensor core has
-        these of a tile of scores, and packs weights of four tokens in a word as the next product wants them."""
+        """Whether every eighth token of a block stands side by side in packed codes, of values in groups smaller than a
+        head: of 32 tokens 0, 8, 16, 24, 1, 9, ... A thread of a tensor core has these of a tile of scores, and packs
+        weights of four tokens in a word as the next product wants them."""
         return self.per_token and self.tile_blocks(dim, block) > 1
 
     def decode_warps(self, dim: int, block: int, columns: int) -> int:

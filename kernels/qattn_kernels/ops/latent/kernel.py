@@ -28,15 +28,13 @@ from qattn_kernels.jit.tile_order import channels
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.ops.decode.kernel import split_range, store_split
+from qattn_kernels.ops.decode.masks import mask_packed, mask_ring, masked_words
 from qattn_kernels.ops.decode.parts import (
     RING_TILE,
     Blocks,
     Program,
     Scoring,
     Sums,
-    mask_packed,
-    mask_ring,
-    masked_words,
     ring_tile_used,
 )
 from qattn_kernels.ops.decode.weights import soft_cap

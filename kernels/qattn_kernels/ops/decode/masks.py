@@ -1,0 +1,91 @@
+"""Which scores of a decode's tiles a query may see: tokens of the ring, and of packed blocks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.math import NOTHING
+from qattn_kernels.jit.rows import FOREVER, block_at, in_window, packed_since, slot_bits
+from qattn_kernels.jit.tile_order import token_order
+from qattn_kernels.ops.decode.weights import count_visible
+from qattn_kernels.ops.sink_pool.kernel import moved_tokens, visible_from
+
+
+@triton.jit
+def mask_ring(s, slot, program, C: tl.constexpr):
+    """Scores of slots of the ring, with those gone that a query may not see, or reads from codes."""
+    row, q_pos = program.row, program.q_pos
+    last = row.length + row.count - 1
+    pos = last - (last - slot + C.RING) % C.RING
+    inside = pos >= row.open_start
+    offset = tl.where(inside, pos - row.open_start, 0)
+    block = offset // C.BLOCK
+    if C.PAGED:
+        at = block_at(program.pages, program.b, row.closed + block, program.capacity, C)
+        bits = slot_bits(program.dropped, at * C.BLOCK + offset % C.BLOCK)
+    else:
+        bits = slot_bits(program.dropped, row.closed * C.BLOCK + offset)
+    keep = inside & (bits == 0)
+    until = tl.where(block < row.closing, packed_since(block, row.open_start, C), FOREVER)
+    see = keep[:, None] & (pos[:, None] <= q_pos[None, :]) & (q_pos[None, :] < until[:, None])
+    if C.LOCAL:
+        see = see & in_window(pos[:, None], q_pos[None, :], program.scoring.window, C.CHUNKS)
+    return tl.where(see, s, NOTHING)
+
+
+@triton.jit
+def masked_words(words, block, C: tl.constexpr):
+    """The bits of a block's masked tokens, in four scalars whatever its size."""
+    WORDS: tl.constexpr = C.BLOCK // 32
+    at = words + block * WORDS
+    first, second = tl.load(at), tl.load(at + min(1, WORDS - 1))
+    if WORDS > 2:
+        return first, second, tl.load(at + 2), tl.load(at + 3)
+    else:
+        return first, second, first, second
+
+
+@triton.jit
+def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
+    """Scores of a block that lies `at`, of so many `tokens`, without those that a query may not see. Of scalars alone:
+    what a thread loads for others goes through shared memory, once for each layout in which the compiler keeps
+    scores."""
+    row, q_pos = program.row, program.q_pos
+    t = token_order(C.BLOCK, C.PARTS)
+    low, high = tl.where(t < 32, masked[0], masked[1]), tl.where(t < 96, masked[2], masked[3])
+    keep = (tl.where(t < 64, low, high) >> (t % 32)) & 1 == 0
+    late = block >= row.closed
+    if C.RING > 0:  # closed by this call: read by queries that single steps would let read it
+        start = tl.load(blocks.pos + at)
+        keep = keep & (t < tokens)
+        see = (~late) | (q_pos >= packed_since(block - row.closed, row.open_start, C))
+        if C.ENTRIES > 0:
+            moved = t < 0
+            if row.closing > 0:
+                moved = moved_tokens(blocks.moved, block, t, program.bh, C)
+            see = (keep[:, None] ^ (moved[:, None] & (q_pos >= visible_from(row, C))[None, :])) & see[None, :]
+        else:
+            see = keep[:, None] & see[None, :]
+    else:  # tokens stand in their final form at once
+        start = tl.where(late, row.open_start + (block - row.closed) * C.BLOCK, tl.load(blocks.pos + at))
+        keep = keep & (late | (t < tokens))
+        see = keep[:, None] & ((~late) | ((start + t)[:, None] <= q_pos[None, :]))
+    if C.LOCAL:
+        see = see & in_window((start + t)[:, None], q_pos[None, :], program.scoring.window, C.CHUNKS)
+    return tl.where(see, s, NOTHING)
+
+
+@triton.jit
+def mask_block(s, program, blocks, block, at, C: tl.constexpr):
+    """Scores of a packed block that lies `at`, those of tokens that a query does not see gone, and how many it sees,
+    which only sparse V asks."""
+    masked = masked_words(program.dropped.to(tl.pointer_type(tl.int32)), at, C)
+    tokens = tl.load(blocks.length + at)
+    count = tl.full(program.q_pos.shape, C.BLOCK, tl.int32)
+    some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
+    if some | (tokens != C.BLOCK) | (block >= program.row.closed) | C.LOCAL:
+        s = mask_packed(s, block, at, masked, tokens, program, blocks, C)
+        if C.SPARSE_V:
+            count = count_visible(s, C)
+    return s, count
