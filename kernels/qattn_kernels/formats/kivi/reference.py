@@ -150,7 +150,7 @@ class KiviFormat(OpenFormat):
             code = encode_compensated(x, scale, zero_point, self.bits, state["compensation"])
         else:
             code = encode(x, *self._spread(scale, zero_point, x.shape[-1]), self.bits)
-        if self.strided(*x.shape[:-3:-1]):
+        if self.strided(x.shape[-1], x.shape[-2]):
             code = code.unflatten(-2, (-1, 4, 8)).transpose(-3, -2).flatten(-4, -2)
         code = pack(code, self.bits)
         code = code.transpose(-1, -2) if self.per_token else code
@@ -190,7 +190,7 @@ class KiviFormat(OpenFormat):
         """The first `blocks` blocks `[B, Hkv, blocks, block, D]` dequantized, in fp32."""
         codes = state["codes"][:, :, :blocks]
         code = unpack(codes.transpose(-1, -2) if self.per_token else codes, self.bits).float()
-        if self.strided(*code.shape[:-3:-1]):
+        if self.strided(code.shape[-1], code.shape[-2]):
             code = code.unflatten(-2, (-1, 8, 4)).transpose(-3, -2).flatten(-4, -2)
         scale, zero_point = (state[name][:, :, :blocks].float() for name in ("scale", "zero_point"))
         scale, zero_point = self._spread(scale, zero_point, code.shape[-1])

@@ -25,8 +25,8 @@ def _halves(x):
 @triton.jit
 def write_strided(codes, code, at, BITS: tl.constexpr, C: tl.constexpr):
     """Codes `[BLOCK, D]` of a block of values, packed as `KiviFormat.strided` says. Tokens that share a byte are
-    neighbours, which lie in several warps: bytes move between them. A sum over parts, as `write_codes` takes, would be
-    one across warps that are no neighbours, for which Triton 3.6 has two of them write one place."""
+    neighbours, which lie in several warps: bytes move between them. In a sum over parts, as `write_codes` takes, across
+    warps as the permutation lays them, racecheck saw two writes to one place (Triton 3.6)."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     low, high = _halves(strided(code.to(tl.uint8)))
     if BITS == 2:

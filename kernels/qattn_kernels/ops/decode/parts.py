@@ -195,12 +195,17 @@ def sink_part(K, V, TABLE, program, sums, skips, SCORES: tl.constexpr, VALUES: t
 @triton.jit
 def _packed_scores(K, program, blocks, first, block, at, SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):
     """Scores of a packed block that lies `at`, and how many of its tokens each query sees."""
-    scoring = program.scoring
-    s = SCORES(K, first.head + at, first.k + at, program.query, scoring.scale, K_BITS, C)
+    s = SCORES(K, first.head + at, first.k + at, program.query, program.scoring.scale, K_BITS, C)
+    return _whole_scores(s, program, blocks, block, at, C)
+
+
+@triton.jit
+def _whole_scores(s, program, blocks, block, at, C: tl.constexpr):
+    """Products with a block's keys with all else that makes scores of them; otherwise as `mask_block`."""
     if C.SMOOTH_K:
         s += blocks.k_mean_scores[None, :]
     if C.SOFTCAP:
-        s = soft_cap(s, scoring.softcap)
+        s = soft_cap(s, program.scoring.softcap)
     return mask_block(s, program, blocks, block, at, C)
 
 
@@ -218,15 +223,13 @@ def _tiles_part(K, V, program, blocks, first, sums, SCORES: tl.constexpr, VALUES
     TILE: tl.constexpr = C.TILE
     for block in tl.range(blocks.begin, blocks.end, TILE, num_stages=STAGES):
         at = first.head + _place(program, blocks, block + tl.arange(0, TILE), C)
-        each, seen = (), ()
+        places, each, seen = (), (), ()
         for i in tl.static_range(TILE):
-            each += (first.head + _place(program, blocks, block + i, C),)
+            places += (_place(program, blocks, block + i, C),)
+            each += (first.head + places[i],)
         scores = SCORES(K, Places(each, at), at, program.query, program.scoring.scale, K_BITS, C)
         for i in tl.static_range(TILE):
-            s = scores[i]
-            if C.SOFTCAP:
-                s = soft_cap(s, program.scoring.softcap)
-            s, _ = mask_block(s, program, blocks, block + i, _place(program, blocks, block + i, C), C)
+            s, _ = _whole_scores(scores[i], program, blocks, block + i, places[i], C)
             seen += (s,)
         w, alpha, beta, m = weigh(join_blocks(seen), sums.m, program.scoring.sas_threshold, C)
         acc, total = VALUES(V, at, at, w, sums.acc, alpha, beta, V_BITS, C)
