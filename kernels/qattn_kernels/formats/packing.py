@@ -191,25 +191,45 @@ def _quarter(one, other, PART: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.const
 
 
 @triton.jit
-def _unpack2_pairs(left, right, HIGH: tl.constexpr, PLAIN: tl.constexpr):
-    """int8 codes of a half tile of two quarters, 2 bits each: the codes of the first in its left half, four times those
-    of the second in its right half. `left` and `right` hold the bytes there and zeros elsewhere.
+def _two_quarters(x, FIRST: tl.constexpr, C: tl.constexpr):
+    """int8 codes `[DP, 2 n]` of quarters `FIRST` and the next of the tokens, in the order of `half_order`, of values'
+    bytes `[DP, n]`; those of the second come four times as large. No byte moves between threads."""
+    words = tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4))
+    two = tl.join(_unpack2(words, FIRST, C.PLAIN), _unpack2(words, FIRST + 1, C.PLAIN))
+    return tl.reshape(tl.permute(two, (0, 1, 3, 2)), (x.shape[0], 2 * x.shape[1]))
 
-    Of 0x39, codes 1, 2, 3 and 0: the first half tile has 1 in its left and 8 in its right half, with `HIGH` 3 and 0.
-    """
-    if PLAIN:
-        return ((left >> (4 * HIGH)) & 3 | (right >> (4 * HIGH)) & 12).to(tl.int8)
-    if HIGH:
-        asm: tl.constexpr = "{.reg .b32 a, b; shr.b32 a, $1, 4; shr.b32 b, $2, 4; and.b32 a, a, 0x03030303; and.b32 b, b, 0x0c0c0c0c; or.b32 $0, a, b;}"  # noqa: E501
+
+@triton.jit
+def half_order(n: tl.constexpr, BITS: tl.constexpr):
+    """The token of each column of a half tile of `half_values`: of 2 bits four of either quarter in turn, as a thread
+    has them in one word."""
+    k = tl.arange(0, n)
+    if BITS == 2:
+        return k // 4 % 2 * (n // 2) + k // 8 * 4 + k % 4
     else:
-        asm: tl.constexpr = "{.reg .b32 a, b; and.b32 a, $1, 0x03030303; and.b32 b, $2, 0x0c0c0c0c; or.b32 $0, a, b;}"
-    return tl.inline_asm_elementwise(asm, "=r,r,r", [left, right], dtype=tl.int8, is_pure=True, pack=4)
+        return k
+
+
+@triton.jit
+def in_half_order(y, BITS: tl.constexpr):
+    """Weights `[n, Q]` of a half's tokens in the order of `half_order`."""
+    if BITS == 2:
+        quarters = tl.reshape(y, (2, y.shape[0] // 8, 4, y.shape[1]))
+        return tl.reshape(tl.permute(quarters, (1, 0, 2, 3)), y.shape)
+    else:
+        return y
+
+
+@triton.jit
+def half_units(n: tl.constexpr):
+    """`[n]`, what a code as large as 1 of 2 bits stands for in each column of a half tile of `half_values`."""
+    return tl.where(tl.arange(0, n) // 4 % 2 == 1, 0.25, 1.0)
 
 
 @triton.jit
 def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
-    """Codes of the two halves of a block of values, `[DP, HALF]` each, channels in the order of `d`; of 2 bits those in
-    the right half of either come as `_unpack2_pairs` says."""
+    """Codes of the two halves of a block of values, `[DP, HALF]` each, channels in the order of `d`, tokens in that of
+    `half_order`; those of 2 bits in multiples of `half_units`."""
     if BITS == 8:
         HALF: tl.constexpr = C.BLOCK // 2
         address = codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + tl.arange(0, HALF)[None, :]
@@ -219,12 +239,8 @@ def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
         x = _packed(codes, at, d, 4, True, C) if BITS == 4 else half_bytes(codes, at, d, BITS, True, C)
         return _unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN)
     else:
-        ROWS: tl.constexpr = C.BLOCK // 4
-        t, inside = tl.arange(0, C.BLOCK // 2), (d < C.D)[:, None]
-        address = codes + at * (ROWS * C.D) + d[:, None] * ROWS + (t % ROWS)[None, :]
-        left = tl.load(address, mask=inside & (t < ROWS)[None, :], other=0)
-        right = tl.load(address, mask=inside & (t >= ROWS)[None, :], other=0)
-        return _unpack2_pairs(left, right, 0, C.PLAIN), _unpack2_pairs(left, right, 1, C.PLAIN)
+        x = _packed(codes, at, d, 2, True, C)
+        return _two_quarters(x, 0, C), _two_quarters(x, 2, C)
 
 
 @triton.jit
@@ -280,13 +296,17 @@ def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
     """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`,
     channels in the order of `d`."""
     y_lo, y_hi = unstack(deinterleave(y, C.PARTS))
-    if BITS == 2:  # codes of odd quarters come four times as large
-        unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
-        y_lo, y_hi = y_lo * unit, y_hi * unit
     if BITS >= 4 or C.BLOCK < 128:  # a product takes 32 tokens at least
         lo, hi = half_values(codes, at, d, BITS, C)
+        y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
+        if BITS == 2:
+            unit = half_units(C.BLOCK // 2)[:, None]
+            y_lo, y_hi = y_lo * unit, y_hi * unit
         o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
     else:
+        if BITS == 2:  # codes of odd quarters come four times as large
+            unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
+            y_lo, y_hi = y_lo * unit, y_hi * unit
         one, other = _quarter_bytes(codes, at, d, BITS, True, C)
         first, second = unstack(y_lo)
         third, fourth = unstack(y_hi)

@@ -186,8 +186,7 @@ def _tile(spec: LayerSpec, heads: int, dim: int, v_dim: int) -> dict[str, Any]:
     """The constants of the tiles that a decode reads, and of the order of their tokens."""
     block = spec.window.block
     k, v = (fmt.core.tile_blocks(size, block) for fmt, size in ((spec.k, dim), (spec.v, v_dim)))
-    # sparse V judges each block; where tokens of a block are in the sink pool, no GPU has shown that tiles are right
-    alone = spec.latent or spec.sparsity.tau > 0 or spec.sink_pool.num > 0
+    alone = spec.latent or spec.sparsity.tau > 0  # sparse V judges each block
     # of latents, and of strided values, so many that blocks have their tokens in ascending order
     ascending = spec.latent or v > 1
     parts = block // 8 if ascending else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))

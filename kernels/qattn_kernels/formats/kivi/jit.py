@@ -16,7 +16,16 @@ import triton.language as tl
 from qattn_kernels.formats.kivi import reference
 from qattn_kernels.formats.kivi.small_groups import largest_query, tile_scores, tile_values, write_strided
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
-from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
+from qattn_kernels.formats.packing import (
+    code_scores,
+    code_values,
+    half_order,
+    half_units,
+    half_values,
+    in_half_order,
+    read_codes,
+    write_codes,
+)
 from qattn_kernels.jit.math import TINY, inverse_of, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
 from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order, unstack, unstrided
@@ -187,6 +196,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     else:
         lo, hi = half_values(S.codes, at, channels(C), BITS, C)
         p_lo, p_hi = unstack(deinterleave(p, C.PARTS).to(tl.float16))
+        p_lo, p_hi = in_half_order(p_lo, BITS), in_half_order(p_hi, BITS)
         o = tl.dot(_dequantize_half(S, lo, at, 0, BITS, C), repeated_columns(p_lo, C))
         o = unrepeated_columns(tl.dot(_dequantize_half(S, hi, at, 1, BITS, C), repeated_columns(p_hi, C), acc=o), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
@@ -198,12 +208,12 @@ def _dequantize_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: t
     HALF: tl.constexpr = C.BLOCK // 2
     GROUP: tl.constexpr = min(C.BLOCK, C.DP)
     COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
-    g, t = tl.arange(0, C.DP // GROUP), SECOND * HALF + tl.arange(0, HALF)
+    g, t = tl.arange(0, C.DP // GROUP), SECOND * HALF + half_order(HALF, BITS)
     offsets, mask = at * (COUNT * C.BLOCK) + g[:, None] * C.BLOCK + t[None, :], (g < COUNT)[:, None]
     scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
     zero_point = tl.load(S.zero_point + offsets, mask=mask, other=0.0).to(tl.float32)
     if BITS == 2:
-        scale *= tl.where(t - SECOND * HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `_unpack2_pairs`
+        scale *= half_units(HALF)[None, :]
     x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * scale[:, None, :] + zero_point[:, None, :]
     return tl.reshape(x, (C.DP, HALF)).to(tl.float16)
 
