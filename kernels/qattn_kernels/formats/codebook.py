@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.tile_order import part_order
+from qattn_kernels.jit.tile_order import part_order, split_columns, stack
 
 
 def words(levels: Sequence[int]) -> tuple[int, ...]:
@@ -103,34 +104,101 @@ def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, VALUES: tl.constex
 
 
 @triton.jit
-def half_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """A block's codes in four bits each, whatever their width: the code of token `t` in the lower bits of a byte, that
-    of the token half a block later in the upper ones. Of channels `d`: `[BLOCK / 2, channels]` of keys, `[channels,
-    BLOCK / 2]` of values.
+def half_order(n: tl.constexpr, BITS: tl.constexpr):
+    """The token of each column of half a tile of values: of 2 and 3 bits four of either quarter in turn, as a thread
+    has them, which reads four bytes at once."""
+    k = tl.arange(0, n)
+    if BITS < 4:
+        return k // 4 % 2 * (n // 2) + k // 8 * 4 + k % 4
+    else:
+        return k
 
-    2 bits, 64 tokens: a byte in memory has tokens `t`, `t + 16`, `t + 32` and `t + 48`, 0x39 codes 1, 2, 3 and 0. For
-    tokens 0 to 15 it gives 0x39 & 0x33 = 0x31, code 1 of `t` and code 3 of `t + 32`; for tokens 16 to 31, shifted by
-    two, 0x0e & 0x33 = 0x02, code 2 of `t + 16` and code 0 of `t + 48`.
-    """
+
+@triton.jit
+def in_half_order(y, BITS: tl.constexpr):
+    """Weights `[n, Q]` of a half's tokens in the order of `half_order`."""
+    if BITS < 4:
+        quarters = tl.reshape(y, (2, y.shape[0] // 8, 4, y.shape[1]))
+        return tl.reshape(tl.permute(quarters, (1, 0, 2, 3)), y.shape)
+    else:
+        return y
+
+
+@triton.jit
+def quarter_columns(one, other):
+    """Two quarters `[n, m]` of values as half a tile `[n, 2 m]` in `half_order`. No byte moves between threads."""
+    fours = tl.reshape(tl.join(one, other), (one.shape[0], one.shape[1] // 4, 4, 2))
+    return tl.reshape(tl.permute(fours, (0, 1, 3, 2)), (one.shape[0], 2 * one.shape[1]))
+
+
+class Planes(NamedTuple):
+    """Bytes of a block's codes as they lie in memory: of 3 bits the lower two, and the highest bits of the first eighth
+    of the tokens and of the next; of other widths all three are the same."""
+
+    low: Any
+    even: Any
+    odd: Any
+
+
+@triton.jit
+def load_planes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """The bytes of block `at` for channels `d`: `[bytes, channels]` of keys, `[channels, bytes]` of values."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    FOURTH: tl.constexpr = C.BLOCK // 4
-    EIGHTH: tl.constexpr = C.BLOCK // 8
-    t = tl.arange(0, C.BLOCK // 2) if VALUES else part_order(C.BLOCK // 2, C.PARTS // 2)
+    OWN: tl.constexpr = C.BLOCK * (2 if BITS == 3 else BITS) // 8
+    t = tl.arange(0, OWN) if VALUES else part_order(OWN, C.PARTS * OWN // C.BLOCK)
+    low = plane_bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
+    if BITS == 3:  # in two parts: a shift that depends on the token would cost a conversion of the bytes
+        EIGHTH: tl.constexpr = C.BLOCK // 8
+        even = plane_bytes(codes, at, OWN + t, t < EIGHTH, d, ROWS, VALUES, C)
+        return Planes(low, even, plane_bytes(codes, at, OWN - EIGHTH + t, t >= EIGHTH, d, ROWS, VALUES, C))
+    else:
+        return Planes(low, low, low)
+
+
+@triton.jit
+def split_planes(x, BITS: tl.constexpr):
+    """The planes of keys for the first half of the channels and for the second."""
+    low, right_low = split_columns(x.low)
+    if BITS == 3:
+        even, right_even = split_columns(x.even)
+        odd, right_odd = split_columns(x.odd)
+        return Planes(low, even, odd), Planes(right_low, right_even, right_odd)
+    else:
+        return Planes(low, low, low), Planes(right_low, right_low, right_low)
+
+
+@triton.jit
+def spread_planes(x, BITS: tl.constexpr, C: tl.constexpr):
+    """Two tiles of bytes with two codes each, of 3 or 2 bits: of the first and third quarter of the tokens, and of the
+    second and fourth. Of 0x39, codes 1, 2, 3 and 0, and 0x05 at the even places the first byte has 5 and 3, 0x35, the
+    second 6 and 0, 0x06."""
+    if BITS == 2:
+        if C.PLAIN:
+            return x.low & 51, (x.low >> 2) & 51
+        asm: tl.constexpr = "{.reg .b32 s; shr.b32 s, $2, 2; and.b32 $0, $2, 0x33333333; and.b32 $1, s, 0x33333333;}"
+        return tl.inline_asm_elementwise(asm, "=&r,=r,r", [x.low], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4)
+    else:
+        if C.PLAIN:
+            top = x.even | x.odd >> 1
+            return x.low & 51 | (top << 2) & 68, (x.low >> 2) & 51 | top & 68
+        asm: tl.constexpr = "{.reg .b32 e, s, t; shr.b32 e, $4, 1; or.b32 e, e, $3; shl.b32 t, e, 2; and.b32 t, t, 0x44444444; and.b32 s, $2, 0x33333333; or.b32 t, s, t; shr.b32 s, $2, 2; and.b32 s, s, 0x33333333; and.b32 e, e, 0x44444444; or.b32 $1, s, e; mov.b32 $0, t;}"  # noqa: E501
+        return tl.inline_asm_elementwise(
+            asm, "=&r,=&r,r,r,r", [x.low, x.even, x.odd], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+        )
+
+
+@triton.jit
+def half_bytes(x, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """A block's codes in four bits each, whatever their width: the code of token `t` in the lower bits of a byte, that
+    of the token half a block later in the upper ones. `[BLOCK / 2, channels]` of keys, `[channels, BLOCK / 2]` of
+    values, whose tokens come in `half_order`.
+
+    2 bits, 64 tokens: a byte in memory has tokens `t`, `t + 16`, `t + 32` and `t + 48`, 0x39 codes 1, 2, 3 and 0. It
+    gives 0x39 & 0x33 = 0x31, code 1 of `t` and code 3 of `t + 32`, and, shifted by two, 0x0e & 0x33 = 0x02, code 2 of
+    `t + 16` and code 0 of `t + 48`. Of 3 bits the highest stand in a plane of their own, eight tokens a byte.
+    """
     if BITS == 4:
-        return plane_bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
-    elif BITS == 2:  # in two parts: a shift that depends on the token would cost a conversion through shared memory
-        one = plane_bytes(codes, at, t, t < FOURTH, d, ROWS, VALUES, C)
-        two = plane_bytes(codes, at, t - FOURTH, t >= FOURTH, d, ROWS, VALUES, C)
-        if C.PLAIN:
-            return one & 51 | (two >> 2) & 51
-        asm: tl.constexpr = "{.reg .b32 s; shr.b32 s, $2, 2; or.b32 s, s, $1; and.b32 $0, s, 0x33333333;}"
-        return tl.inline_asm_elementwise(asm, "=r,r,r", [one, two], dtype=tl.uint8, is_pure=True, pack=4)
-    else:  # the six parts of 3 bits would fill shared memory, so bytes come as often as they have to be shifted
-        low = plane_bytes(codes, at, t % FOURTH, t >= 0, d, ROWS, VALUES, C)
-        top = plane_bytes(codes, at, FOURTH + t % EIGHTH, t >= 0, d, ROWS, VALUES, C)
-        eighth = (t // EIGHTH).to(tl.int8)  # one for any four bytes of a word, which lie side by side
-        shift = tl.broadcast_to(eighth[None, :] if VALUES else eighth[:, None], low.shape)
-        if C.PLAIN:
-            return (low >> (shift & 2).to(tl.uint8)) & 51 | ((top >> shift.to(tl.uint8)) << 2) & 68
-        asm: tl.constexpr = "{.reg .b32 s, t; and.b32 s, $3, 2; shr.b32 s, $1, s; and.b32 s, s, 0x33333333; and.b32 t, $3, 3; shr.b32 t, $2, t; shl.b32 t, t, 2; and.b32 t, t, 0x44444444; or.b32 $0, s, t;}"  # noqa: E501
-        return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, top, shift], dtype=tl.uint8, is_pure=True, pack=4)
+        return x.low
+    else:
+        one, other = spread_planes(x, BITS, C)
+        return quarter_columns(one, other) if VALUES else stack(one, other)

@@ -40,7 +40,6 @@ class JitFormat(NamedTuple):
         scores: product of queries (`ops.decode.queries.QueryTile`) with one block of keys, whose tokens stand in
             `token_order`, since packed bytes hold several part tiles; None in a format of values alone.
         values: the same of weights with one block of values; None in a format of keys alone.
-        channels: `(C)`: the channels of the rows of what `values` sums.
         ring_scores, ring_values: the two products over the ring, or over sinks, which stand as a ring of theirs would.
         head_numbers: `(format, heads)`: what `Tensors` has that is not of the state; None for what nobody reads.
         splits_int8: codes enter products of integers whatever `compute`; queries are INT8 pairs then, of both sides.
@@ -55,7 +54,6 @@ class JitFormat(NamedTuple):
     get: Any
     scores: Any | None
     values: Any | None
-    channels: Any | None
     ring_scores: Any | None = None
     ring_values: Any | None = None
     head_numbers: Callable[[Any, int], dict[str, Any]] | None = None

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.codebook import half_bytes, plane_bytes
+from qattn_kernels.formats.codebook import half_bytes, in_half_order, load_planes, quarter_columns, spread_planes
 from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import deinterleave, interleave, part_order, stack, token_order, unstack
+from qattn_kernels.jit.tile_order import deinterleave, interleave, stack, token_order, unstack
 
 
 @triton.jit
@@ -135,50 +135,18 @@ def _unpack2(x, PART: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _packed(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """The bytes of a block, its channels in the order of `d`: `[bytes, DP]` of keys, `[DP, bytes]` of values."""
-    ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    t = tl.arange(0, ROWS) if VALUES else part_order(ROWS, C.PARTS * BITS // 8)
-    if VALUES:
-        return tl.load(codes + at * (ROWS * C.D) + d[:, None] * ROWS + t[None, :], mask=(d < C.D)[:, None], other=0)
-    else:
-        return tl.load(codes + at * (ROWS * C.D) + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0)
+def _planes(codes, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    return load_planes(codes, at, tl.arange(0, C.DP), BITS, VALUES, C)
 
 
 @triton.jit
-def _packed3(codes, at, d, VALUES: tl.constexpr, C: tl.constexpr):
-    """A block of 3 bits, channels in the order of `d`, as two tiles of bytes with a code in either half: of the first
-    and third quarter of the tokens, and of the second and fourth.
-
-    Of the lower two bits a byte in memory has four, of tokens a quarter of the block apart; of the highest bits eight,
-    of tokens an eighth apart: the even ones belong to the first eighth, the odd ones to the next. Of 0x39, codes 1, 2,
-    3 and 0, and 0x05 at the even places the first byte has 5 and 3, 0x35, the second 6 and 0, 0x06.
-    """
-    ROWS: tl.constexpr = C.BLOCK * 3 // 8
-    FOURTH: tl.constexpr = C.BLOCK // 4
-    EIGHTH: tl.constexpr = C.BLOCK // 8
-    t = tl.arange(0, FOURTH) if VALUES else part_order(FOURTH, C.PARTS // 4)
-    low = plane_bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
-    # in two parts: a shift that depends on the token would cost a conversion through shared memory
-    even = plane_bytes(codes, at, FOURTH + t, t < EIGHTH, d, ROWS, VALUES, C)
-    odd = plane_bytes(codes, at, FOURTH - EIGHTH + t, t >= EIGHTH, d, ROWS, VALUES, C)
-    if C.PLAIN:
-        top = even | odd >> 1
-        return low & 51 | (top << 2) & 68, (low >> 2) & 51 | top & 68
-    asm: tl.constexpr = "{.reg .b32 e, s, t; shr.b32 e, $4, 1; or.b32 e, e, $3; shl.b32 t, e, 2; and.b32 t, t, 0x44444444; and.b32 s, $2, 0x33333333; or.b32 t, s, t; shr.b32 s, $2, 2; and.b32 s, s, 0x33333333; and.b32 e, e, 0x44444444; or.b32 $1, s, e; mov.b32 $0, t;}"  # noqa: E501
-    return tl.inline_asm_elementwise(
-        asm, "=&r,=&r,r,r,r", [low, even, odd], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
-    )
-
-
-@triton.jit
-def _quarter_bytes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """What `_quarter` takes of a block of 2 or 3 bits, its channels in the order of `d`; 2 bits are one plane."""
+def _quarter_bytes(codes, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """What `_quarter` takes of a block of 2 or 3 bits; 2 bits are one plane."""
+    x = _planes(codes, at, BITS, VALUES, C)
     if BITS == 3:
-        return _packed3(codes, at, d, VALUES, C)
+        return spread_planes(x, BITS, C)
     else:
-        x = _packed(codes, at, d, 2, VALUES, C)
-        return x, x
+        return x.low, x.low
 
 
 @triton.jit
@@ -191,56 +159,17 @@ def _quarter(one, other, PART: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.const
 
 
 @triton.jit
-def _two_quarters(x, FIRST: tl.constexpr, C: tl.constexpr):
-    """int8 codes `[DP, 2 n]` of quarters `FIRST` and the next of the tokens, in the order of `half_order`, of values'
-    bytes `[DP, n]`; those of the second come four times as large. No byte moves between threads."""
-    words = tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4))
-    two = tl.join(_unpack2(words, FIRST, C.PLAIN), _unpack2(words, FIRST + 1, C.PLAIN))
-    return tl.reshape(tl.permute(two, (0, 1, 3, 2)), (x.shape[0], 2 * x.shape[1]))
-
-
-@triton.jit
-def half_order(n: tl.constexpr, BITS: tl.constexpr):
-    """The token of each column of a half tile of `half_values`: of 2 bits four of either quarter in turn, as a thread
-    has them in one word."""
-    k = tl.arange(0, n)
+def half_values(codes, at, BITS: tl.constexpr, C: tl.constexpr):
+    """Codes of 2 to 4 bits of the two halves of a block of values, `[DP, HALF]` each, tokens in the order of
+    `half_order`; of 2 bits those of odd quarters come four times as large."""
+    x = _planes(codes, at, BITS, True, C)
     if BITS == 2:
-        return k // 4 % 2 * (n // 2) + k // 8 * 4 + k % 4
+        first, second = _unpack2(x.low, 0, C.PLAIN), _unpack2(x.low, 1, C.PLAIN)
+        third, fourth = _unpack2(x.low, 2, C.PLAIN), _unpack2(x.low, 3, C.PLAIN)
+        return quarter_columns(first, second), quarter_columns(third, fourth)
     else:
-        return k
-
-
-@triton.jit
-def in_half_order(y, BITS: tl.constexpr):
-    """Weights `[n, Q]` of a half's tokens in the order of `half_order`."""
-    if BITS == 2:
-        quarters = tl.reshape(y, (2, y.shape[0] // 8, 4, y.shape[1]))
-        return tl.reshape(tl.permute(quarters, (1, 0, 2, 3)), y.shape)
-    else:
-        return y
-
-
-@triton.jit
-def half_units(n: tl.constexpr):
-    """`[n]`, what a code as large as 1 of 2 bits stands for in each column of a half tile of `half_values`."""
-    return tl.where(tl.arange(0, n) // 4 % 2 == 1, 0.25, 1.0)
-
-
-@triton.jit
-def half_values(codes, at, d, BITS: tl.constexpr, C: tl.constexpr):
-    """Codes of the two halves of a block of values, `[DP, HALF]` each, channels in the order of `d`, tokens in that of
-    `half_order`; those of 2 bits in multiples of `half_units`."""
-    if BITS == 8:
-        HALF: tl.constexpr = C.BLOCK // 2
-        address = codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + tl.arange(0, HALF)[None, :]
-        inside = (d < C.D)[:, None]
-        return tl.load(address, mask=inside, other=0), tl.load(address + HALF, mask=inside, other=0)
-    elif BITS > 2:
-        x = _packed(codes, at, d, 4, True, C) if BITS == 4 else half_bytes(codes, at, d, BITS, True, C)
-        return _unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN)
-    else:
-        x = _packed(codes, at, d, 2, True, C)
-        return _two_quarters(x, 0, C), _two_quarters(x, 2, C)
+        halves = half_bytes(x, BITS, True, C)
+        return _unpack4(halves, 0, C.PLAIN), _unpack4(halves, 1, C.PLAIN)
 
 
 @triton.jit
@@ -275,13 +204,13 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
         address = codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
         return join_split(dot_split(tl.load(address, mask=(d < C.D)[None, :], other=0), x8))
     elif BITS == 4:
-        x = _packed(codes, at, tl.arange(0, C.DP), BITS, False, C)
+        x = _planes(codes, at, BITS, False, C).low
         lo = join_split(dot_split(_unpack4(x, 0, C.PLAIN), x8))
         hi = join_split(dot_split(_unpack4(x, 1, C.PLAIN), x8))
         return interleave(stack(lo, hi), C.PARTS)
     else:
         ODD: tl.constexpr = 0.25 if BITS == 2 else 1.0
-        one, other = _quarter_bytes(codes, at, tl.arange(0, C.DP), BITS, False, C)
+        one, other = _quarter_bytes(codes, at, BITS, False, C)
         first = join_split(dot_split(_quarter(one, other, 0, BITS, C.PLAIN), x8))
         second = join_split(dot_split(_quarter(one, other, 1, BITS, C.PLAIN), x8)) * ODD
         third = join_split(dot_split(_quarter(one, other, 2, BITS, C.PLAIN), x8))
@@ -292,22 +221,21 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def code_values(codes, at, y, d, BITS: tl.constexpr, C: tl.constexpr):
-    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`,
-    channels in the order of `d`."""
-    y_lo, y_hi = unstack(deinterleave(y, C.PARTS))
-    if BITS >= 4 or C.BLOCK < 128:  # a product takes 32 tokens at least
-        lo, hi = half_values(codes, at, d, BITS, C)
+def code_values(codes, at, y, BITS: tl.constexpr, C: tl.constexpr):
+    """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`."""
+    y = deinterleave(y, C.PARTS)
+    if BITS == 8:
+        return join_split(dot_split(_planes(codes, at, BITS, True, C).low, split_weights(y, C)))
+    y_lo, y_hi = unstack(y)
+    if BITS == 2:  # codes of odd quarters come four times as large
+        unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
+        y_lo, y_hi = y_lo * unit, y_hi * unit
+    if BITS == 4 or C.BLOCK < 128:  # a product takes 32 tokens at least
+        lo, hi = half_values(codes, at, BITS, C)
         y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
-        if BITS == 2:
-            unit = half_units(C.BLOCK // 2)[:, None]
-            y_lo, y_hi = y_lo * unit, y_hi * unit
         o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
     else:
-        if BITS == 2:  # codes of odd quarters come four times as large
-            unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
-            y_lo, y_hi = y_lo * unit, y_hi * unit
-        one, other = _quarter_bytes(codes, at, d, BITS, True, C)
+        one, other = _quarter_bytes(codes, at, BITS, True, C)
         first, second = unstack(y_lo)
         third, fourth = unstack(y_hi)
         o = dot_split(_quarter(one, other, 0, BITS, C.PLAIN), split_weights(first, C))

@@ -7,12 +7,6 @@ import triton.language as tl
 
 
 @triton.jit
-def channels(C: tl.constexpr):
-    """The channels of a tile's rows, as most formats have them: in ascending order."""
-    return tl.arange(0, C.DP)
-
-
-@triton.jit
 def stack(first, second):
     """`[n, Q]` and `[n, Q]` as `[2 n, Q]`; nothing moves."""
     return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (2 * first.shape[0], first.shape[1]))
@@ -22,6 +16,12 @@ def stack(first, second):
 def unstack(x):
     """The inverse of `stack`: both halves of `[2 n, Q]`."""
     return tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+
+
+@triton.jit
+def split_columns(x):
+    """Both halves of the columns of `[n, m]`, `[n, m / 2]` each."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.codebook import half_bytes
+from qattn_kernels.formats.codebook import half_bytes, in_half_order, load_planes, split_planes
 from qattn_kernels.formats.packing import read_codes, write_codes
 from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import (
     deinterleave,
     interleave,
-    part_order,
     stack,
     to_part_order,
     to_token_order,
@@ -89,27 +88,23 @@ def _scales(S, at, g: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
+def group_scores(S, at, x, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
-    """Products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8` of `COUNT` groups of channels from group `g`
-    on."""
+    """Products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8` of `COUNT` groups of channels from group `g` on,
+    whose bytes are `x`."""
     GROUP: tl.constexpr = C.K_CHANNELS
     if g * GROUP >= C.D:
         return tl.full([C.BLOCK, x8.shape[1] // 2], 0, tl.float32)
     elif COUNT > 1:
         first, second = unstack(x8)
-        one = group_scores(S, at, first, g, COUNT // 2, HALVES, BITS, C)
-        return one + group_scores(S, at, second, g + COUNT // 2, COUNT // 2, HALVES, BITS, C)
+        left, right = split_planes(x, BITS)
+        one = group_scores(S, at, left, first, g, COUNT // 2, HALVES, BITS, C)
+        return one + group_scores(S, at, right, second, g + COUNT // 2, COUNT // 2, HALVES, BITS, C)
     else:
-        d = g * GROUP + tl.arange(0, GROUP)
         if BITS == 8:
-            t = part_order(C.BLOCK, C.PARTS)
-            k = tl.load(
-                S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0
-            )
-            s = join_split(dot_split(k, x8))
+            s = join_split(dot_split(x.low, x8))
         else:
-            lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, False, C), BITS, C.PLAIN)
+            lo, hi = HALVES(half_bytes(x, BITS, False, C), BITS, C.PLAIN)
             s = stack(join_split(dot_split(lo, x8)), join_split(dot_split(hi, x8)))
         return s * to_part_order(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
 
@@ -118,7 +113,8 @@ def group_scores(S, at, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.con
 def block_scores(S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
     """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels of `half_bytes`, which count
     `UNIT` each."""
-    s = group_scores(S, at, query.operand, 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
+    x = load_planes(S.codes, at, tl.arange(0, C.DP), BITS, False, C)
+    s = group_scores(S, at, x, query.operand, 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
     return interleave(s, C.PARTS) * (query.scale * UNIT)[None, :]
 
 
@@ -148,15 +144,13 @@ def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
     else:
         d = g * GROUP + tl.arange(0, GROUP)
         y = deinterleave(y * to_token_order(_scales(S, at, g, GROUP, C), C.PARTS)[:, None], C.PARTS)
+        x = load_planes(S.codes, at, d, BITS, True, C)
         if BITS == 8:
-            t = tl.arange(0, C.BLOCK)
-            v = tl.load(
-                S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :], mask=(d < C.D)[:, None], other=0
-            )
-            o = dot_split(v, split_weights(y, C))
+            o = dot_split(x.low, split_weights(y, C))
         else:
             y_lo, y_hi = unstack(y)
-            lo, hi = HALVES(half_bytes(S.codes, at, d, BITS, True, C), BITS, C.PLAIN)
+            y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
+            lo, hi = HALVES(half_bytes(x, BITS, True, C), BITS, C.PLAIN)
             o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
         return join_split(o)
 

@@ -38,7 +38,7 @@ class ChannelBlockFormat(OpenFormat):
         return self.bits
 
     def tile_parts(self, heads: int) -> int:
-        return 2 if self.bits in (2, 3, 4) else 1  # codes become levels first, in two steps
+        return {2: 4, 3: 4, 4: 2}.get(self.bits, 1)
 
     def channel_group(self, dim: int) -> int:
         return self.group(dim)

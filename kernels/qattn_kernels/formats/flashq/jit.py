@@ -235,20 +235,6 @@ def get_codes(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def channels(C: tl.constexpr):
-    """A thread of a tensor core tile holds every eighth row; so ordered these are four neighbours each, whose scales it
-    loads at once."""
-    row = tl.arange(0, C.DP)
-    return row // 32 * 32 + row % 8 * 4 + row // 8 % 4
-
-
-@triton.jit
-def by_rows(x, C: tl.constexpr):
-    """Numbers `[DP]` of the channels in the order of the rows."""
-    return tl.reshape(tl.permute(tl.reshape(x, (C.DP // 32, 8, 4)), (0, 2, 1)), (C.DP,))
-
-
-@triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     """Scales of channels go into the query, as shares of the largest that there can be: a maximum would cost a
     reduction a block, and INT8 pairs have bits to spare. The sum of zero points is one of integers, which a warp has an
@@ -276,13 +262,13 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     little of these that their own sum serves as well as that of rounded ones. Codes of 8 bits have neither."""
     s, total = tl.load(S.scale + at), tl.sum(p, 0)
     if BITS == 8:
-        o = code_values(S.codes8, index, p * SPLIT_TOP, channels(C), 8, C)
+        o = code_values(S.codes8, index, p * SPLIT_TOP, 8, C)
         return acc * alpha[None, :] + o * (beta * (s * (1.0 / 127.0)))[None, :], total
     else:
         d = tl.arange(0, C.DP)
-        channel_scale = by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-        zero_point = by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-        o = code_values(codes_of(S, BITS), index, p * SPLIT_TOP, channels(C), BITS, C)
+        channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
+        zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
+        o = code_values(codes_of(S, BITS), index, p * SPLIT_TOP, BITS, C)
         o *= (channel_scale * (1.0 / 127.0))[:, None]
         return acc * alpha[None, :] + (o + total[None, :] * zero_point[:, None]) * (beta * s)[None, :], total
 
@@ -290,7 +276,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
 @triton.jit
 def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
     codes, scales = S.ring + first * C.D + start, S.ring_scale + first + start
-    return token_values(codes, scales, SLOTS, channels(C), TOKENS, 1, p, acc, alpha, beta, C)
+    return token_values(codes, scales, SLOTS, TOKENS, 1, p, acc, alpha, beta, C)
 
 
 JIT = INT8_RING._replace(
@@ -303,7 +289,6 @@ JIT = INT8_RING._replace(
     get=get,
     scores=scores,
     values=values,
-    channels=channels,
     ring_values=ring_values,
     head_numbers=head_numbers,
     splits_int8=True,

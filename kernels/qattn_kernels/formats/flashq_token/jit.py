@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.flashq.jit import JIT as FLASHQ
-from qattn_kernels.formats.flashq.jit import by_rows, channels, codes_of, get_codes, put_codes
+from qattn_kernels.formats.flashq.jit import codes_of, get_codes, put_codes
 from qattn_kernels.formats.packing import code_values
 from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP
@@ -42,12 +42,12 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     scale = tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
     w = p * to_token_order(scale, C.PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), TINY)
-    o = code_values(codes_of(S, BITS), index, w * (inverse_of(top) * SPLIT_TOP)[None, :], channels(C), BITS, C)
+    o = code_values(codes_of(S, BITS), index, w * (inverse_of(top) * SPLIT_TOP)[None, :], BITS, C)
     if BITS == 8:
         o *= (top * (1.0 / 127.0))[None, :]
     else:
-        channel_scale = by_rows(tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
-        zero_point = by_rows(tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0), C).to(tl.float32)
+        channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
+        zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
         o = o * channel_scale[:, None] * (top * (1.0 / 127.0))[None, :] + tl.sum(w, 0)[None, :] * zero_point[:, None]
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 

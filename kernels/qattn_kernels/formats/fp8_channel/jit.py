@@ -15,7 +15,7 @@ from qattn_kernels.formats.int8.jit import addresses, numbers
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.math import SMALLEST_NORMAL
 from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
-from qattn_kernels.jit.tile_order import channels, deinterleave
+from qattn_kernels.jit.tile_order import deinterleave
 
 
 class Tensors(NamedTuple):
@@ -54,7 +54,7 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     """Numbers of E4M3 are exact in fp16; a channel's scale goes into its sum."""
-    t, d = tl.arange(0, C.BLOCK), channels(C)
+    t, d = tl.arange(0, C.BLOCK), tl.arange(0, C.DP)
     codes = S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :]
     v = numbers(tl.load(codes, mask=(d < C.D)[:, None], other=0)).to(tl.float16)
     scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0)

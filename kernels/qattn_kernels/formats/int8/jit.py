@@ -13,7 +13,7 @@ import triton.language as tl
 from qattn_kernels.formats.contract import JitFormat
 from qattn_kernels.jit.math import SMALLEST_NORMAL, TINY, divide, inverse_of, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order, token_order
+from qattn_kernels.jit.tile_order import deinterleave, to_token_order, token_order
 
 LEVELS = tl.constexpr(127)
 
@@ -115,11 +115,11 @@ def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query
 
 @triton.jit
 def token_values(
-    codes, scales, stride, d, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr
+    codes, scales, stride, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr
 ):
-    """Sums of values that lie `[D, tokens]`, channels `stride` apart and taken in the order of `d`, by weights that
-    come in `token_order`: a value's scale is multiplied into its weight before the weights are rounded."""
-    t = tl.arange(0, TOKENS)
+    """Sums of values that lie `[D, tokens]`, channels `stride` apart, by weights that come in
+    `token_order`: a value's scale is multiplied into its weight before the weights are rounded."""
+    t, d = tl.arange(0, TOKENS), tl.arange(0, C.DP)
     v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < C.D)[:, None], other=0))
     w = p * to_token_order(tl.load(scales + t), PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), TINY)
@@ -141,7 +141,7 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
-    return token_values(codes, scales, C.BLOCK, channels(C), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
+    return token_values(codes, scales, C.BLOCK, C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
 
 
 JIT = JitFormat(
@@ -154,5 +154,4 @@ JIT = JitFormat(
     get=get,
     scores=scores,
     values=values,
-    channels=channels,
 )

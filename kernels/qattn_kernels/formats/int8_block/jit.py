@@ -14,7 +14,7 @@ import triton.language as tl
 from qattn_kernels.formats.int8.jit import LEVELS, addresses, quantize_to
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
-from qattn_kernels.jit.tile_order import channels, deinterleave
+from qattn_kernels.jit.tile_order import deinterleave
 
 
 class Tensors(NamedTuple):
@@ -50,7 +50,7 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     """The largest weight of a block is 1, so that 127 of them fit INT8 as they are."""
-    t, d = tl.arange(0, C.BLOCK), channels(C)
+    t, d = tl.arange(0, C.BLOCK), tl.arange(0, C.DP)
     codes = S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :]
     v = tl.load(codes, mask=(d < C.D)[:, None], other=0)
     scale = tl.load(S.scale + at)

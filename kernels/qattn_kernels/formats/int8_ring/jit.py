@@ -32,4 +32,4 @@ def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr
     return token_scores(S.ring + at * C.D, S.ring_scale + at, TOKENS, 1, query, query_scale, C)
 
 
-JIT = INT8._replace(Tensors=Tensors, put=put, ring_scores=ring_scores, values=None, channels=None)
+JIT = INT8._replace(Tensors=Tensors, put=put, ring_scores=ring_scores, values=None)

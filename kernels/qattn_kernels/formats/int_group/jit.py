@@ -12,7 +12,7 @@ from qattn_kernels.formats.int8.jit import addresses, quantize_to, token_values
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
 from qattn_kernels.jit.split_int8 import dot_split, join_split
-from qattn_kernels.jit.tile_order import channels, token_order
+from qattn_kernels.jit.tile_order import token_order
 
 
 class Tensors(NamedTuple):
@@ -104,7 +104,7 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
 def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
     """Weighs a block of values of 8 bits with a scale a token."""
     codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
-    return token_values(codes, scales, C.BLOCK, channels(C), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
+    return token_values(codes, scales, C.BLOCK, C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
 
 
 JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)

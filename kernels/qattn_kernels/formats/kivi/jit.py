@@ -13,22 +13,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.codebook import half_order, in_half_order
 from qattn_kernels.formats.kivi import reference
 from qattn_kernels.formats.kivi.small_groups import largest_query, tile_scores, tile_values, write_strided
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
-from qattn_kernels.formats.packing import (
-    code_scores,
-    code_values,
-    half_order,
-    half_units,
-    half_values,
-    in_half_order,
-    read_codes,
-    write_codes,
-)
+from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.jit.math import TINY, inverse_of, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
-from qattn_kernels.jit.tile_order import channels, deinterleave, to_token_order, unstack, unstrided
+from qattn_kernels.jit.tile_order import deinterleave, to_token_order, unstack, unstrided
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 # of compensation, see there
@@ -191,10 +183,10 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
         w = p * to_token_order(tl.load(S.scale + t).to(tl.float32), C.PARTS)[:, None]
         zero_point_sum = tl.sum(p * to_token_order(tl.load(S.zero_point + t).to(tl.float32), C.PARTS)[:, None], 0)
         top = tl.maximum(tl.max(w, 0), TINY)
-        o = code_values(S.codes, at, w * (inverse_of(top) * SPLIT_TOP)[None, :], channels(C), BITS, C)
+        o = code_values(S.codes, at, w * (inverse_of(top) * SPLIT_TOP)[None, :], BITS, C)
         o = o * (top * (1.0 / 127.0))[None, :] + zero_point_sum[None, :]
     else:
-        lo, hi = half_values(S.codes, at, channels(C), BITS, C)
+        lo, hi = half_values(S.codes, at, BITS, C)
         p_lo, p_hi = unstack(deinterleave(p, C.PARTS).to(tl.float16))
         p_lo, p_hi = in_half_order(p_lo, BITS), in_half_order(p_hi, BITS)
         o = tl.dot(_dequantize_half(S, lo, at, 0, BITS, C), repeated_columns(p_lo, C))
@@ -213,7 +205,7 @@ def _dequantize_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: t
     scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
     zero_point = tl.load(S.zero_point + offsets, mask=mask, other=0.0).to(tl.float32)
     if BITS == 2:
-        scale *= half_units(HALF)[None, :]
+        scale *= tl.where(t - SECOND * HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `half_values`
     x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * scale[:, None, :] + zero_point[:, None, :]
     return tl.reshape(x, (C.DP, HALF)).to(tl.float16)
 

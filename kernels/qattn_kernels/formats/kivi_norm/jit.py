@@ -53,4 +53,4 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     return unit_scores(S, at, index, query, query_scale, BITS, C) * to_token_order(norm, C.PARTS)[:, None]
 
 
-JIT = KIVI._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=None, channels=None, ring_values=None)
+JIT = KIVI._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=None, ring_values=None)

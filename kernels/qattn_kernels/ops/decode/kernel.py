@@ -98,11 +98,11 @@ def _sink_mass(K_SINKS, TABLE, program, SINK_SCORES: tl.constexpr, C: tl.constex
 
 @triton.jit
 def store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips,
-                 CHANNELS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                 C: tl.constexpr):  # fmt: skip
     """What a split found for queries `n`: NaN for those that are not finite."""
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
     acc = tl.where(nonfinite[None, :], float("nan"), sums.acc)
-    d, inside = CHANNELS(C), n < T * C.G
+    d, inside = tl.arange(0, C.DP), n < T * C.G
     at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
     tl.store(OUT + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])
     tl.store(STATS + at * STAT, sums.m, mask=inside)
@@ -117,7 +117,7 @@ def store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinit
 def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE,
                   OUT, STATS, SKIP_COUNTS, PAGES, NB, B, T, scoring, skip_limits, few, many, long, least,
                   STAGES: tl.constexpr, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr,
-                  VALUES: tl.constexpr, CHANNELS: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
+                  VALUES: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
     """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first splits are the
     ring, the next the sinks that are kept out of the blocks. Those of all rows start first: one of them may take
@@ -167,7 +167,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
             packed = Blocks(begin, end, BLOCK_POS + rows, BLOCK_LEN + rows, MOVED, k_mean_scores, limits, known)
             sums, skips = packed_part(K, V, program, packed, sums, skips, K_LOCATE, V_LOCATE, SCORES, VALUES,
                                       STAGES, C)  # fmt: skip
-        store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips, CHANNELS, C)
+        store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips, C)
 
 
 @triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])

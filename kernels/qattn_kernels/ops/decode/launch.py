@@ -37,7 +37,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         call.table, call.moved, state["dropped"], state["block_pos"],
         state["block_len"], call.row_state, parts, stats, skip_counts, call.pages, call.blocks, batch, tokens,
         scoring(call), (sparsity.tau, sparsity.budget),
-        *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, v.channels, *over_ring,
+        *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, *over_ring,
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
     few = tuned.plan[1] <= FEW_SPLITS  # not of the capacity: sums must not depend on it

@@ -24,7 +24,6 @@ import triton.language as tl
 
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, TINY, broken
 from qattn_kernels.jit.rows import commit_row, in_window, load_row
-from qattn_kernels.jit.tile_order import channels
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.ops.decode.kernel import split_range, store_split
@@ -251,7 +250,7 @@ def latent_decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, 
             packed = Blocks(begin, end, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, None, None, None, None)
             sums = _packed_part(K, V, program, packed, sums, K_GET, V_GET, STAGES, F, C)
         found = Sums(sums.m, sums.l, tl.trans(sums.acc * sums.unit))
-        store_split(OUT, STATS, None, b, split, splits, n, T, real, nonfinite, found, None, channels, V_C)
+        store_split(OUT, STATS, None, b, split, splits, n, T, real, nonfinite, found, None, V_C)
 
 
 @triton.jit
