@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.tile_order import part_order, split_columns, stack
+from qattn_kernels.jit.tile_order import part_order, split_columns
 
 
 def words(levels: Sequence[int]) -> tuple[int, ...]:
@@ -104,12 +104,11 @@ def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, VALUES: tl.constex
 
 
 @triton.jit
-def half_order(n: tl.constexpr, BITS: tl.constexpr):
-    """The token of each column of half a tile of values: of 2 and 3 bits four of either quarter in turn, as a thread
-    has them, which reads four bytes at once."""
-    k = tl.arange(0, n)
+def half_order(k, n: tl.constexpr, BITS: tl.constexpr):
+    """The token of column `k` of half tiles of values of `n` tokens: of 2 and 3 bits four of either quarter in turn, as
+    a thread has them, which reads four bytes at once."""
     if BITS < 4:
-        return k // 4 % 2 * (n // 2) + k // 8 * 4 + k % 4
+        return k // n * n + k // 4 % 2 * (n // 2) + k % n // 8 * 4 + k % 4
     else:
         return k
 
@@ -185,20 +184,3 @@ def spread_planes(x, BITS: tl.constexpr, C: tl.constexpr):
         return tl.inline_asm_elementwise(
             asm, "=&r,=&r,r,r,r", [x.low, x.even, x.odd], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
         )
-
-
-@triton.jit
-def half_bytes(x, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """A block's codes in four bits each, whatever their width: the code of token `t` in the lower bits of a byte, that
-    of the token half a block later in the upper ones. `[BLOCK / 2, channels]` of keys, `[channels, BLOCK / 2]` of
-    values, whose tokens come in `half_order`.
-
-    2 bits, 64 tokens: a byte in memory has tokens `t`, `t + 16`, `t + 32` and `t + 48`, 0x39 codes 1, 2, 3 and 0. It
-    gives 0x39 & 0x33 = 0x31, code 1 of `t` and code 3 of `t + 32`, and, shifted by two, 0x0e & 0x33 = 0x02, code 2 of
-    `t + 16` and code 0 of `t + 48`. Of 3 bits the highest stand in a plane of their own, eight tokens a byte.
-    """
-    if BITS == 4:
-        return x.low
-    else:
-        one, other = spread_planes(x, BITS, C)
-        return quarter_columns(one, other) if VALUES else stack(one, other)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.codebook import half_bytes, in_half_order, load_planes, quarter_columns, spread_planes
+from qattn_kernels.formats.codebook import in_half_order, load_planes, quarter_columns, spread_planes
 from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave, interleave, stack, token_order, unstack
 
@@ -162,14 +162,14 @@ def _quarter(one, other, PART: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.const
 def half_values(codes, at, BITS: tl.constexpr, C: tl.constexpr):
     """Codes of 2 to 4 bits of the two halves of a block of values, `[DP, HALF]` each, tokens in the order of
     `half_order`; of 2 bits those of odd quarters come four times as large."""
-    x = _planes(codes, at, BITS, True, C)
-    if BITS == 2:
-        first, second = _unpack2(x.low, 0, C.PLAIN), _unpack2(x.low, 1, C.PLAIN)
-        third, fourth = _unpack2(x.low, 2, C.PLAIN), _unpack2(x.low, 3, C.PLAIN)
-        return quarter_columns(first, second), quarter_columns(third, fourth)
+    if BITS == 4:
+        x = _planes(codes, at, BITS, True, C).low
+        return _unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN)
     else:
-        halves = half_bytes(x, BITS, True, C)
-        return _unpack4(halves, 0, C.PLAIN), _unpack4(halves, 1, C.PLAIN)
+        one, other = _quarter_bytes(codes, at, BITS, True, C)
+        first, second = _quarter(one, other, 0, BITS, C.PLAIN), _quarter(one, other, 1, BITS, C.PLAIN)
+        third, fourth = _quarter(one, other, 2, BITS, C.PLAIN), _quarter(one, other, 3, BITS, C.PLAIN)
+        return quarter_columns(first, second), quarter_columns(third, fourth)
 
 
 @triton.jit
@@ -221,21 +221,31 @@ def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _weight_halves(y, BITS: tl.constexpr, C: tl.constexpr):
+    """Weights `[BLOCK, Q]` of both halves of a block's tokens; codes of 2 bits of odd quarters come four times as
+    large, so their weights are a quarter."""
+    y_lo, y_hi = unstack(y)
+    if BITS == 2:
+        unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
+        return y_lo * unit, y_hi * unit
+    else:
+        return y_lo, y_hi
+
+
+@triton.jit
 def code_values(codes, at, y, BITS: tl.constexpr, C: tl.constexpr):
     """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`."""
     y = deinterleave(y, C.PARTS)
     if BITS == 8:
-        return join_split(dot_split(_planes(codes, at, BITS, True, C).low, split_weights(y, C)))
-    y_lo, y_hi = unstack(y)
-    if BITS == 2:  # codes of odd quarters come four times as large
-        unit = tl.where(tl.arange(0, C.BLOCK // 2) < C.BLOCK // 4, 1.0, 0.25)[:, None]
-        y_lo, y_hi = y_lo * unit, y_hi * unit
-    if BITS == 4 or C.BLOCK < 128:  # a product takes 32 tokens at least
+        o = dot_split(_planes(codes, at, BITS, True, C).low, split_weights(y, C))
+    elif BITS == 4 or C.BLOCK < 128:  # a product takes 32 tokens at least
+        y_lo, y_hi = _weight_halves(y, BITS, C)
         lo, hi = half_values(codes, at, BITS, C)
         y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
         o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
     else:
         one, other = _quarter_bytes(codes, at, BITS, True, C)
+        y_lo, y_hi = _weight_halves(y, BITS, C)
         first, second = unstack(y_lo)
         third, fourth = unstack(y_hi)
         o = dot_split(_quarter(one, other, 0, BITS, C.PLAIN), split_weights(first, C))

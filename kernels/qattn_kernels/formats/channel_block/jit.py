@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.codebook import half_bytes, in_half_order, load_planes, split_planes
+from qattn_kernels.formats.codebook import in_half_order, load_planes, quarter_columns, split_planes, spread_planes
 from qattn_kernels.formats.packing import read_codes, write_codes
 from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
@@ -88,6 +88,22 @@ def _scales(S, at, g: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _levels(x, HALVES: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """INT8 levels of the two halves of a block's tokens, by `HALVES` of bytes with two codes each: of keys `[BLOCK / 2,
+    channels]`, of values `[channels, BLOCK / 2]`, tokens in the order of `half_order`."""
+    if BITS == 4:
+        return HALVES(x.low, BITS, C.PLAIN)
+    else:  # a lookup takes four neighbours in memory: quarters have them side by side, halves need not
+        one, other = spread_planes(x, BITS, C)
+        first, third = HALVES(one, BITS, C.PLAIN)
+        second, fourth = HALVES(other, BITS, C.PLAIN)
+        if VALUES:
+            return quarter_columns(first, second), quarter_columns(third, fourth)
+        else:
+            return stack(first, second), stack(third, fourth)
+
+
+@triton.jit
 def group_scores(S, at, x, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
     """Products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8` of `COUNT` groups of channels from group `g` on,
@@ -104,14 +120,14 @@ def group_scores(S, at, x, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.
         if BITS == 8:
             s = join_split(dot_split(x.low, x8))
         else:
-            lo, hi = HALVES(half_bytes(x, BITS, False, C), BITS, C.PLAIN)
+            lo, hi = _levels(x, HALVES, BITS, False, C)
             s = stack(join_split(dot_split(lo, x8)), join_split(dot_split(hi, x8)))
         return s * to_part_order(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
 
 
 @triton.jit
 def block_scores(S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
-    """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels of `half_bytes`, which count
+    """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels, see `_levels`, which count
     `UNIT` each."""
     x = load_planes(S.codes, at, tl.arange(0, C.DP), BITS, False, C)
     s = group_scores(S, at, x, query.operand, 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
@@ -150,7 +166,7 @@ def group_values(S, at, y, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.cons
         else:
             y_lo, y_hi = unstack(y)
             y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
-            lo, hi = HALVES(half_bytes(x, BITS, True, C), BITS, C.PLAIN)
+            lo, hi = _levels(x, HALVES, BITS, True, C)
             o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
         return join_split(o)
 

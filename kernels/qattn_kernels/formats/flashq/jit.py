@@ -14,7 +14,7 @@ from qattn_kernels.formats.int8.jit import quantize, token_values
 from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
 from qattn_kernels.jit.math import divide_whole, round_even
-from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_int8
+from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_neighbours
 
 
 class Tensors(NamedTuple):
@@ -241,7 +241,7 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
     instruction for. Codes of 8 bits have neither."""
     s = tl.load(S.scale + at)
     if BITS == 8:
-        x8 = split_int8(query.normalized * 256.0, C)
+        x8 = split_neighbours(query.normalized * 256.0, C)
         return code_scores(S.codes8, index, x8, 8, C) * (s * query.scale)[None, :]
     else:
         d = tl.arange(0, C.DP)
@@ -249,7 +249,7 @@ def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr
         zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0)
         LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the scales of codes that span [-119, 119]
         FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels fit int32
-        x8 = split_int8(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
+        x8 = split_neighbours(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
         zero_point_sum = tl.sum((query.normalized * FINE).to(tl.int32) * zero_point.to(tl.int32)[:, None], 0)
         zero_point_sum = zero_point_sum.to(tl.float32) * query.scale
         products = code_scores(codes_of(S, BITS), index, x8, BITS, C) * (s * LARGEST)

@@ -20,7 +20,7 @@ from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.jit.math import TINY, inverse_of, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
-from qattn_kernels.jit.tile_order import deinterleave, to_token_order, unstack, unstrided
+from qattn_kernels.jit.tile_order import deinterleave, stack, to_token_order, unstack, unstrided
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
 # of compensation, see there
@@ -189,25 +189,33 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
         lo, hi = half_values(S.codes, at, BITS, C)
         p_lo, p_hi = unstack(deinterleave(p, C.PARTS).to(tl.float16))
         p_lo, p_hi = in_half_order(p_lo, BITS), in_half_order(p_hi, BITS)
-        o = tl.dot(_dequantize_half(S, lo, at, 0, BITS, C), repeated_columns(p_lo, C))
-        o = unrepeated_columns(tl.dot(_dequantize_half(S, hi, at, 1, BITS, C), repeated_columns(p_hi, C), acc=o), C)
+        HALF: tl.constexpr = C.BLOCK // 2
+        k = tl.arange(0, HALF)
+        if HALF < 32:  # Triton 3.6 lays out what was joined for 32 tokens, and multiplies fewer wrongly
+            x = tl.reshape(tl.permute(tl.join(lo, hi), (0, 2, 1)), (C.DP, C.BLOCK))
+            p_all = repeated_columns(stack(p_lo, p_hi), C)
+            o = tl.dot(_dequantize(S, x, at, tl.arange(0, C.BLOCK), BITS, C), p_all)
+        else:
+            o = tl.dot(_dequantize(S, lo, at, k, BITS, C), repeated_columns(p_lo, C))
+            o = tl.dot(_dequantize(S, hi, at, HALF + k, BITS, C), repeated_columns(p_hi, C), acc=o)
+        o = unrepeated_columns(o, C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 
 @triton.jit
-def _dequantize_half(S, code, at, SECOND: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
-    """Values `[DP, HALF]` of a half tile of codes, in fp16 as their scales and zero points are."""
+def _dequantize(S, code, at, k, BITS: tl.constexpr, C: tl.constexpr):
+    """Values `[DP, n]` of columns `k` of the codes of `half_values`, in fp16 as their scales and zero points are."""
     HALF: tl.constexpr = C.BLOCK // 2
     GROUP: tl.constexpr = min(C.BLOCK, C.DP)
     COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
-    g, t = tl.arange(0, C.DP // GROUP), SECOND * HALF + half_order(HALF, BITS)
+    g, t = tl.arange(0, C.DP // GROUP), half_order(k, HALF, BITS)
     offsets, mask = at * (COUNT * C.BLOCK) + g[:, None] * C.BLOCK + t[None, :], (g < COUNT)[:, None]
     scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
     zero_point = tl.load(S.zero_point + offsets, mask=mask, other=0.0).to(tl.float32)
     if BITS == 2:
-        scale *= tl.where(t - SECOND * HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `half_values`
-    x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, HALF)) * scale[:, None, :] + zero_point[:, None, :]
-    return tl.reshape(x, (C.DP, HALF)).to(tl.float16)
+        scale *= tl.where(t % HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `half_values`
+    x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, code.shape[1])) * scale[:, None, :]
+    return tl.reshape(x + zero_point[:, None, :], code.shape).to(tl.float16)
 
 
 def absent(fmt: Any, heads: int) -> dict[str, Any]:
