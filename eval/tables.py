@@ -163,6 +163,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "prompts-speed": partial(before_after_table, record="speed-before-after-prompts"),
     "groups-speed": partial(before_after_table, record="speed-before-after-groups"),
     "tiles-speed": partial(before_after_table, record="speed-before-after-tiles"),
+    "rows-speed": partial(before_after_table, record="speed-before-after-rows"),
+    "long-decode": partial(speed_table, bench="long-decode"),
     "recipes-speed": recipes_speed_table,
     "append-speed": append_table,
     "beams": beams_table,

@@ -32,6 +32,7 @@ from qattn_kernels.step.reference import reference_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 ON_GPU = DEVICE == "cuda"
+THREE_BITS: Case = ("turboquant", {"k_format": "turbo3", "v_format": "turbo3"})
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU: too large for the interpreter")
 ROUNDING = 0.04  # kernels and reference round queries and weights to 8 bits, or queries to 4, each in its own way
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -179,6 +180,7 @@ def test_mixed_heads_may_all_have_one_width(n_h: int):
 
 HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (128, 12), (256, 2), (256, 8)]
 DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else [TURBO]) for sizes in HEAD_DIMS]
+DIMS_OF += [(THREE_BITS, 256, 2)]  # lookups want neighbours in one thread, also where two warps share a tile
 if not ON_GPU:  # a head dim that is no power of two, and the largest, of formats that have their own way with them
     DIMS_OF += [(case, *((96, 1) if case[0] == "turboquant" else (80, 3))) for case in BY_CHANNELS]
     DIMS_OF += [(case, 256, 2) for case in BY_CHANNELS]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.tile_order import part_order, split_columns
+from qattn_kernels.jit.tile_order import part_order
 
 
 def words(levels: Sequence[int]) -> tuple[int, ...]:
@@ -152,18 +152,6 @@ def load_planes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.co
         return Planes(low, even, plane_bytes(codes, at, OWN - EIGHTH + t, t >= EIGHTH, d, ROWS, VALUES, C))
     else:
         return Planes(low, low, low)
-
-
-@triton.jit
-def split_planes(x, BITS: tl.constexpr):
-    """The planes of keys for the first half of the channels and for the second."""
-    low, right_low = split_columns(x.low)
-    if BITS == 3:
-        even, right_even = split_columns(x.even)
-        odd, right_odd = split_columns(x.odd)
-        return Planes(low, even, odd), Planes(right_low, right_even, right_odd)
-    else:
-        return Planes(low, low, low), Planes(right_low, right_low, right_low)
 
 
 @triton.jit

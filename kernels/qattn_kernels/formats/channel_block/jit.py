@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.codebook import in_half_order, load_planes, quarter_columns, split_planes, spread_planes
+from qattn_kernels.formats.codebook import in_half_order, load_planes, quarter_columns, spread_planes
 from qattn_kernels.formats.packing import read_codes, write_codes
 from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import (
     deinterleave,
     interleave,
+    split_columns,
     stack,
     to_part_order,
     to_token_order,
@@ -106,21 +107,27 @@ def _levels(x, HALVES: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, C
 @triton.jit
 def group_scores(S, at, x, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  C: tl.constexpr):  # fmt: skip
-    """Products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8` of `COUNT` groups of channels from group `g` on,
-    whose bytes are `x`."""
+    """Products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8` of `COUNT` groups of channels from group `g` on.
+    `x`: their bytes, of 4 and 8 bits: rows of all groups are read at once, which lie side by side. Of 2 and 3 bits each
+    group is read by itself: parts of a row, in two warps, would not have neighbours in one thread, as `_levels` needs
+    them."""
     GROUP: tl.constexpr = C.K_CHANNELS
     if g * GROUP >= C.D:
         return tl.full([C.BLOCK, x8.shape[1] // 2], 0, tl.float32)
     elif COUNT > 1:
         first, second = unstack(x8)
-        left, right = split_planes(x, BITS)
+        left, right = split_columns(x) if BITS >= 4 else (x, x)
         one = group_scores(S, at, left, first, g, COUNT // 2, HALVES, BITS, C)
         return one + group_scores(S, at, right, second, g + COUNT // 2, COUNT // 2, HALVES, BITS, C)
     else:
         if BITS == 8:
-            s = join_split(dot_split(x.low, x8))
+            s = join_split(dot_split(x, x8))
         else:
-            lo, hi = _levels(x, HALVES, BITS, False, C)
+            if BITS == 4:
+                lo, hi = HALVES(x, BITS, C.PLAIN)
+            else:
+                d = g * GROUP + tl.arange(0, GROUP)
+                lo, hi = _levels(load_planes(S.codes, at, d, BITS, False, C), HALVES, BITS, False, C)
             s = stack(join_split(dot_split(lo, x8)), join_split(dot_split(hi, x8)))
         return s * to_part_order(_scales(S, at, g, GROUP, C), C.PARTS)[:, None]
 
@@ -129,7 +136,7 @@ def group_scores(S, at, x, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.
 def block_scores(S, at, query, HALVES: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
     """Scores `[BLOCK, Q]` of a block of keys, in `token_order`. `HALVES` makes INT8 levels, see `_levels`, which count
     `UNIT` each."""
-    x = load_planes(S.codes, at, tl.arange(0, C.DP), BITS, False, C)
+    x = load_planes(S.codes, at, tl.arange(0, C.DP), BITS, False, C).low if BITS >= 4 else None
     s = group_scores(S, at, x, query.operand, 0, C.DP // C.K_CHANNELS, HALVES, BITS, C)
     return interleave(s, C.PARTS) * (query.scale * UNIT)[None, :]
 
