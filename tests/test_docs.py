@@ -15,7 +15,7 @@ from typer.main import get_command
 import qattn_hf
 from qattn_hf.cli import app
 from qattn_hf.methods import list_methods
-from qattn_kernels.formats.base import pack
+from qattn_kernels.formats.packed import pack
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qattn_hf.methods import get_method
-from qattn_kernels.formats.base import Operand, int8_tokens, pack, unpack
+from qattn_kernels.formats.base import Operand, int8_tokens
 from qattn_kernels.formats.flashq.reference import head_priority, stage_one, stage_two
+from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layer.state import side_of
 
 

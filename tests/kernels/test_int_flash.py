@@ -11,8 +11,9 @@ from helpers import Case, attention_fp64, feed, make_layer, random_qkv, same_sta
 from papers import int_flash as paper
 
 from qattn_kernels.formats import Operand
-from qattn_kernels.formats.base import Block, unpack
+from qattn_kernels.formats.base import Block
 from qattn_kernels.formats.int8_block.reference import Int8BlockFormat
+from qattn_kernels.formats.packed import unpack
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, Sparsity
 from qattn_kernels.layer.state import side_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import feed, make_layer, random_qkv
 
-from qattn_kernels.formats.base import pack, unpack
 from qattn_kernels.formats.kivi.reference import asymmetric, encode
+from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layer.state import side_of
 
 

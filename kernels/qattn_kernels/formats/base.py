@@ -285,11 +285,15 @@ class Format:
     def tile_parts(self, heads: int) -> int:
         """Into how many part tiles the packed bytes of a block come apart inside a kernel."""
         bits = 2 if self.low_kind(heads) else self.kernel_bits(heads)
-        return {2: 4, 3: 2, 4: 2}.get(bits, 1)
+        return {2: 4, 3: 4, 4: 2}.get(bits, 1)
 
     def tile_blocks(self, dim: int, block: int) -> int:
         """How many blocks a decode may read at a time; packed codes of values are `strided` where these are several."""
         return 1
+
+    def strided(self, dim: int, block: int) -> bool:
+        """Whether packed codes of values have their tokens in another order than the ascending one."""
+        return False
 
     def channel_group(self, dim: int) -> int:
         """How many channels of a token share a scale, where not all do; else 0."""
@@ -365,31 +369,6 @@ def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     divisor = torch.where(scale == 0, 1.0, scale)
     return Operand(torch.round(x / divisor[..., None]).clamp(-levels, levels).to(torch.int8), scale)
-
-
-def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes `[..., block, D]` packed along the tokens: `[..., n, D]` bytes, `n = block * bits / 8`.
-
-    Byte `t` holds tokens `t`, `t + n`, ..., the first in its lowest bits: of 64 tokens in 4 bits, code 5 of token 0 and
-    code 9 of token 32 make byte 0 0x95. Tokens far apart share a byte, so that a kernel's masks and shifts yield whole
-    part tiles, not interleaved ones. 3 bits lie as their lower two and, behind those, their highest.
-    """
-    if bits == 3:
-        return torch.cat([pack(code & 3, 2), pack(code >> 2, 1)], dim=-2)
-    parts = code.chunk(8 // bits, dim=-2)
-    out = parts[0].clone()
-    for i, part in enumerate(parts[1:], 1):
-        out |= part << (bits * i)
-    return out
-
-
-def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack`: bytes `[..., n, D]` to codes `[..., block, D]`. In 4 bits 0x95 in byte 0 is code 5 of
-    token 0 and code 9 of token `n`."""
-    if bits == 3:
-        low, high = packed.split([packed.shape[-2] * 2 // 3, packed.shape[-2] // 3], dim=-2)
-        return unpack(low, 2) | unpack(high, 1) << 2
-    return torch.cat([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], dim=-2)
 
 
 def write_rows(arena: torch.Tensor, index: torch.Tensor, write: torch.Tensor, values: torch.Tensor) -> None:

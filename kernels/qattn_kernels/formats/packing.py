@@ -1,6 +1,6 @@
 """Packed codes of 4, 3 and 2 bits in kernels: written, read back, and multiplied as the part tiles of a product.
 
-`formats.base.pack` is the specification. Byte `t` of a block's `n` bytes holds tokens `t`, `t + n`, ..., the first in
+`formats.packed` is the specification. Byte `t` of a block's `n` bytes holds tokens `t`, `t + n`, ..., the first in
 its lowest bits, so that one mask and one shift yield a part tile of neighbouring tokens: of 64 tokens in 4 bits the
 byte 0x95 in place 0 is code 5 of token 0, in the low half tile, and code 9 of token 32, in the high one.
 """

@@ -187,11 +187,11 @@ def _tile(spec: LayerSpec, heads: int, dim: int, v_dim: int) -> dict[str, Any]:
     block = spec.window.block
     k, v = (fmt.core.tile_blocks(size, block) for fmt, size in ((spec.k, dim), (spec.v, v_dim)))
     alone = spec.latent or spec.sparsity.tau > 0  # sparse V judges each block
+    strided = spec.v.core.strided(v_dim, block)
     # of latents, and of strided values, so many that blocks have their tokens in ascending order
-    ascending = spec.latent or v > 1
-    parts = block // 8 if ascending else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
+    parts = block // 8 if spec.latent or strided else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
     found = {"PARTS": parts, "FOURS": block // (8 * parts) % 4 == 0}
-    return {**found, "TILE": 1 if alone else min(k, v), "V_STRIDED": v > 1}
+    return {**found, "TILE": 1 if alone else min(k, v), "V_STRIDED": strided}
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack, write_rows
+from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
+from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = torch.finfo(torch.float16).max
@@ -36,9 +37,6 @@ class ChannelBlockFormat(OpenFormat):
 
     def kernel_bits(self, heads: int) -> int:
         return self.bits
-
-    def tile_parts(self, heads: int) -> int:
-        return {2: 4, 3: 4, 4: 2}.get(self.bits, 1)
 
     def channel_group(self, dim: int) -> int:
         return self.group(dim)

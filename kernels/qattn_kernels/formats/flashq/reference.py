@@ -25,11 +25,10 @@ from qattn_kernels.formats.base import (
     Span,
     int8_ring,
     int8_tokens,
-    pack,
-    unpack,
     write_rows,
 )
 from qattn_kernels.formats.flashq.priority import head_priority
+from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from qattn_kernels.formats.base import Arrival, Block, Format, Operand, int8_ring, int8_tokens, pack, unpack, write_rows
+from qattn_kernels.formats.base import Arrival, Block, Format, Operand, int8_ring, int8_tokens, write_rows
+from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LEVELS = 7  # symmetric: -8 is not used

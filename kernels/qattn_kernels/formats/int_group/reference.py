@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack, write_rows
+from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.granularity import key_groups, key_scales, shared_maximum
 from qattn_kernels.formats.int4.reference import OFFSET
+from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 

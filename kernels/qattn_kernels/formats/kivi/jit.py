@@ -191,7 +191,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
         p_lo, p_hi = in_half_order(p_lo, BITS), in_half_order(p_hi, BITS)
         HALF: tl.constexpr = C.BLOCK // 2
         k = tl.arange(0, HALF)
-        if HALF < 32:  # Triton 3.6 lays out what was joined for 32 tokens, and multiplies fewer wrongly
+        if HALF < 32:  # what was joined has a layout for 32 tokens in Triton 3.6, and 16 gave wrong sums
             x = tl.reshape(tl.permute(tl.join(lo, hi), (0, 2, 1)), (C.DP, C.BLOCK))
             p_all = repeated_columns(stack(p_lo, p_hi), C)
             o = tl.dot(_dequantize(S, x, at, tl.arange(0, C.BLOCK), BITS, C), p_all)

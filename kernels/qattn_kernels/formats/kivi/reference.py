@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenFormat, Operand, pack, unpack, write_rows
+from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
+from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = torch.finfo(torch.float16).max
@@ -109,9 +110,6 @@ class KiviFormat(OpenFormat):
 
     def kernel_bits(self, heads: int) -> int:
         return self.bits
-
-    def tile_parts(self, heads: int) -> int:
-        return 4 if self.bits == 3 else super().tile_parts(heads)
 
     def kernel_clip(self) -> float:
         return self.clip if self.bits == 2 else 0.0
