@@ -3,7 +3,8 @@
 The command prints one JSON object a line; other lines are shown and dropped. All rows go to `eval/results/NAME.json`
 with the command, the date, the versions and the device. `eval/tables.py` makes the tables of README and docs of them.
 A command that fails or prints no row leaves the old file as it is; with `--failed` what a failing one printed is kept
-too, beside its exit code: of tests the rows say which failed.
+too, beside its exit code: of tests the rows say which failed. So is what one printed until SIGTERM came, as of
+`timeout`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +44,7 @@ def portable_value(value: Any) -> Any:
 
 def run(command: list[str], failed: bool = False) -> tuple[list[dict[str, Any]], int]:
     """Run `command` with its output shown as it comes; return the JSON objects among its lines and its exit code. One
-    that fails ends this script too, unless `failed`.
+    that fails ends this script too, unless `failed`. SIGTERM is passed on.
 
     `python` means the interpreter that runs this script, so that the recorded versions are those of the command.
     """
@@ -51,6 +53,7 @@ def run(command: list[str], failed: bool = False) -> tuple[list[dict[str, Any]],
     rows = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         for line in process.stdout:
             print(line, end="", flush=True)
             try:
@@ -59,11 +62,13 @@ def run(command: list[str], failed: bool = False) -> tuple[list[dict[str, Any]],
                 continue
             if isinstance(row, dict):
                 rows.append(row)
-    if process.returncode and not failed:
-        sys.exit(f"record: the command ended with {process.returncode}; nothing was written")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode  # of a signal, as in a shell
+    if code and not failed:
+        sys.exit(f"record: the command ended with {code}; nothing was written")
     if not rows:
         sys.exit("record: the command printed no JSON row; nothing was written")
-    return rows, process.returncode
+    return rows, code
 
 
 def as_text(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:

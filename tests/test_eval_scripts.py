@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +77,17 @@ def test_record_of_failed_tests_says_that_they_failed(tmp_path):
     code = 'print(\'{"test": "a", "outcome": "failed"}\'); raise SystemExit(3)'
     result = json.loads(run_record(tmp_path, code, wanted=3, failed=True).read_text())
     assert result["exit_code"] == 3 and result["rows"][0]["outcome"] == "failed"
+
+
+def test_record_keeps_what_was_printed_until_it_was_stopped(tmp_path):
+    code = "import time; print('{\"kl\": 1}', flush=True); time.sleep(60)"
+    given = ["sample", "--failed", "--results", str(tmp_path), "--", "python", "-c", code]
+    with subprocess.Popen([sys.executable, record.__file__, *given], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.terminate()
+        assert process.wait(60) == 143
+    result = json.loads((tmp_path / "sample.json").read_text())
+    assert result["exit_code"] == 143 and result["rows"] == [{"kl": 1}]
 
 
 def test_record_refuses_a_name_that_is_a_path(tmp_path, capsys):

@@ -47,3 +47,11 @@ def test_a_gpu_that_was_not_measured_is_named_once(caplog: pytest.LogCaptureFixt
     assert caplog.messages == [
         f"launch configurations were not measured on NVIDIA T4 of a test: those of {DEFAULT} are used"
     ]
+
+
+@pytest.mark.parametrize(("method", "in_flight"), [("turbo", 3), ("int8", 2)])
+def test_loads_in_flight_leave_room_for_other_programs(method: str, in_flight: int):
+    spec = get_method(method)().last_layer_spec(8)
+    size = sizes_of(spec, 8, 4, 128, 1, spec.compute.decode == "int8", False, False)
+    assert choose(size, spec, torch.bfloat16, 4, H200).stages == in_flight
+    assert choose(size, spec, torch.bfloat16, 4, H200._replace(shared=1 << 20)).stages == 3
