@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> None:
         layer = make_layer(recipe.settings, HEADS, 2, 1024, device)
         window = layer.spec.window
         calls = [200, 1, 1, 5]  # a prompt, steps, a draft
-        closes = window.residual + max(4, -(-(sum(calls) + 3 - window.residual) // window.span)) * window.span
+        spans = max(4, -(-(sum(calls) + 3 - window.residual) // window.span))  # of blocks, beyond what these calls fill
+        closes = window.residual + spans * window.span
         calls += [closes - 2 - sum(calls), *[1] * 4, 80]
         finite = True
         for i, tokens in enumerate(calls):

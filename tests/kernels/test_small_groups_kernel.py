@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 SMALL_GROUPS = [(32, bits, dim) for bits in (2, 4) for dim in (64, 80, 128)]
 SMALL_GROUPS += [(64, bits, dim) for bits in (2, 4) for dim in (80, 128)]
 POOL = {"sink_num": 2, "sink_window": 1}
-ONE_BLOCK = ({"token_norm": True}, {"k_bits": 3}, {"sparse_v_tau": 1e-9}, POOL)  # read one block at a time
+ONE_BLOCK = ({"token_norm": True}, {"k_bits": 3}, {"sparse_v_tau": 1e-9})  # read one block at a time
 
 
 @pytest.mark.parametrize(("size", "bits", "dim"), SMALL_GROUPS)
-@pytest.mark.parametrize("setting", ({}, *ONE_BLOCK), ids=str)
+@pytest.mark.parametrize("setting", ({}, POOL, *ONE_BLOCK), ids=str)
 def test_values_of_small_groups_of_channels(size: int, bits: int, dim: int, setting: dict):
     """Scales and zero points of a token's groups of channels, far apart, act on their own channels alone, and a tile of
     several blocks ends where the context does: 192 tokens are one and a half."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.codebook import in_half_order, load_planes, quarter_columns, spread_planes
+from qattn_kernels.formats.planes import in_half_order, load_planes, quarter_columns, spread_planes
 from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave, interleave, stack, token_order, unstack
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.codebook import in_half_order, load_planes, quarter_columns, spread_planes
 from qattn_kernels.formats.packing import read_codes, write_codes
+from qattn_kernels.formats.planes import in_half_order, load_planes, quarter_columns, spread_planes
 from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import (

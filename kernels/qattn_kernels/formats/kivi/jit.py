@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.codebook import half_order, in_half_order
 from qattn_kernels.formats.kivi import reference
 from qattn_kernels.formats.kivi.small_groups import largest_query, tile_scores, tile_values, write_strided
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
+from qattn_kernels.formats.planes import half_order, in_half_order
 from qattn_kernels.jit.math import TINY, inverse_of, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
 from qattn_kernels.jit.tile_order import deinterleave, stack, to_token_order, unstack, unstrided

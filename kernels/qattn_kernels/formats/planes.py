@@ -1,0 +1,99 @@
+"""Bytes of a block's packed codes in kernels: read as they lie in memory, and spread so that no byte has more than two
+codes.
+
+Codes of 2 and 4 bits are one plane of bytes; those of 3 bits two, of the lower two bits and of the highest. A thread
+reads four bytes at once, so of 2 and 3 bits it has codes of four neighbouring tokens of each quarter of a block.
+Products take tokens of values in that order, `half_order`, so that none has to move to another thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from qattn_kernels.jit.tile_order import part_order
+
+
+@triton.jit
+def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Bytes `byte` `[n]` of block `at` for channels `d`: `[n, channels]` of keys, `[channels, n]` of values. Zeros
+    where `mask` `[n]` is false."""
+    inside = d < C.D
+    if VALUES:
+        offsets, inside = at * (ROWS * C.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & mask[None, :]
+    else:
+        offsets, inside = at * (ROWS * C.D) + byte[:, None] * C.D + d[None, :], inside[None, :] & mask[:, None]
+    return tl.load(codes + offsets, mask=inside, other=0)
+
+
+@triton.jit
+def half_order(k, n: tl.constexpr, BITS: tl.constexpr):
+    """The token of column `k` of half tiles of values of `n` tokens: of 2 and 3 bits four of either quarter in turn, as
+    a thread has them, which reads four bytes at once."""
+    if BITS < 4:
+        return k // n * n + k // 4 % 2 * (n // 2) + k % n // 8 * 4 + k % 4
+    else:
+        return k
+
+
+@triton.jit
+def in_half_order(y, BITS: tl.constexpr):
+    """Weights `[n, Q]` of a half's tokens in the order of `half_order`."""
+    if BITS < 4:
+        quarters = tl.reshape(y, (2, y.shape[0] // 8, 4, y.shape[1]))
+        return tl.reshape(tl.permute(quarters, (1, 0, 2, 3)), y.shape)
+    else:
+        return y
+
+
+@triton.jit
+def quarter_columns(one, other):
+    """Two quarters `[n, m]` of values as half a tile `[n, 2 m]` in `half_order`. No byte moves between threads."""
+    fours = tl.reshape(tl.join(one, other), (one.shape[0], one.shape[1] // 4, 4, 2))
+    return tl.reshape(tl.permute(fours, (0, 1, 3, 2)), (one.shape[0], 2 * one.shape[1]))
+
+
+class Planes(NamedTuple):
+    """Bytes of a block's codes as they lie in memory: of 3 bits the lower two, and the highest bits of the first eighth
+    of the tokens and of the next; of other widths all three are the same."""
+
+    low: Any
+    even: Any
+    odd: Any
+
+
+@triton.jit
+def load_planes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """The bytes of block `at` for channels `d`: `[bytes, channels]` of keys, `[channels, bytes]` of values."""
+    ROWS: tl.constexpr = C.BLOCK * BITS // 8
+    OWN: tl.constexpr = C.BLOCK * (2 if BITS == 3 else BITS) // 8
+    t = tl.arange(0, OWN) if VALUES else part_order(OWN, C.PARTS * OWN // C.BLOCK)
+    low = plane_bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
+    if BITS == 3:  # in two parts: a shift that depends on the token would cost a conversion of the bytes
+        EIGHTH: tl.constexpr = C.BLOCK // 8
+        even = plane_bytes(codes, at, OWN + t, t < EIGHTH, d, ROWS, VALUES, C)
+        return Planes(low, even, plane_bytes(codes, at, OWN - EIGHTH + t, t >= EIGHTH, d, ROWS, VALUES, C))
+    else:
+        return Planes(low, low, low)
+
+
+@triton.jit
+def spread_planes(x, BITS: tl.constexpr, C: tl.constexpr):
+    """Two tiles of bytes with two codes each, of 3 or 2 bits: of the first and third quarter of the tokens, and of the
+    second and fourth. Of 0x39, codes 1, 2, 3 and 0, and 0x05 at the even places the first byte has 5 and 3, 0x35, the
+    second 6 and 0, 0x06."""
+    if BITS == 2:
+        if C.PLAIN:
+            return x.low & 51, (x.low >> 2) & 51
+        asm: tl.constexpr = "{.reg .b32 s; shr.b32 s, $2, 2; and.b32 $0, $2, 0x33333333; and.b32 $1, s, 0x33333333;}"
+        return tl.inline_asm_elementwise(asm, "=&r,=r,r", [x.low], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4)
+    else:
+        if C.PLAIN:
+            top = x.even | x.odd >> 1
+            return x.low & 51 | (top << 2) & 68, (x.low >> 2) & 51 | top & 68
+        asm: tl.constexpr = "{.reg .b32 e, s, t; shr.b32 e, $4, 1; or.b32 e, e, $3; shl.b32 t, e, 2; and.b32 t, t, 0x44444444; and.b32 s, $2, 0x33333333; or.b32 t, s, t; shr.b32 s, $2, 2; and.b32 s, s, 0x33333333; and.b32 e, e, 0x44444444; or.b32 $1, s, e; mov.b32 $0, t;}"  # noqa: E501
+        return tl.inline_asm_elementwise(
+            asm, "=&r,=&r,r,r,r", [x.low, x.even, x.odd], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+        )
