@@ -9,6 +9,7 @@ import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig, cache_utils
 from transformers.cache_utils import LinearAttentionLayer, get_layer_types_and_kwargs
+from transformers.generation import utils as generation_utils
 
 TESTED = ("5.17", "5.24")
 VERSION = Version(transformers.__version__).release[:2]
@@ -17,6 +18,9 @@ CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 
 # cache layer of a layer without keys and states: masks and lengths are never taken from it
 NoStateLayer: type = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
+
+# private to `generate`, so that a later version may be without it
+DeferredStopCheck: Any = getattr(generation_utils, "DeferredStopCheck", None)
 
 
 def warn_if_untested() -> None:

@@ -68,6 +68,8 @@ class QAttnCache(Cache):
         self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
         self.ran("eager")  # as a plain forward does
         self.captured_call: Any = None  # a `GraphedCall`, where a beam search's steps are captured
+        self.replays = False  # whether `generate` makes its steps by a `GraphedCall`
+        self._is_user_defined = True  # so transformers calls one that outlives `generate`; here the report reads it
         self.writer = Writer()
         self.input_ids: torch.Tensor | None = None  # the tokens that a file says that it holds, `[B, S]`
 

@@ -87,9 +87,9 @@ def prepare_cache(
         check_cache(cache, len(model._qattn.specs))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
         cache.check_whole(layers)
-        cache._is_user_defined = True
         last.record(cache)
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
+    cache.replays = False
     cache.ran("eager", _why_eager(model._qattn, generation_mode))
     if generation_config.prefill_chunk_size is None:  # of this call, too
         generation_config.prefill_chunk_size = prefill_chunk(
@@ -260,6 +260,8 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
     compiled = None
     if how == "compile":  # in a mode without CUDA graphs, which Inductor would not make over a cache that it writes
         compiled = type(model).get_compiled_call(model, CompileConfig(mode="default"))
+    if cache is not None:
+        cache.replays = True
     return GraphedCall(model, patched.pool, strict, compiled)
 
 

@@ -33,6 +33,7 @@ from qattn_hf.generation import (
 )
 from qattn_hf.patched import BoundMethod, Patched, patch_of
 from qattn_hf.recipe_files import RECIPE_FILE
+from qattn_hf.stop_check import defer_stop_checks
 from qattn_hf.window import check_call, check_compiled, check_reach
 from qattn_hf.writer import check_writer
 
@@ -240,6 +241,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
             model._prepare_cache_for_generation = BoundMethod(prepare_stock_cache, model)
         return
     latent.install(model)
+    defer_stop_checks()
     model._prepare_cache_for_generation = BoundMethod(prepare_cache, model)
     model.get_compiled_call = BoundMethod(compiled_call, model)
     if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # else masks of other kinds

@@ -2,12 +2,13 @@
 
 Every way generates twice from the same random prompt. The first run is cold: it includes compiling and capturing, and
 each of its decode steps is timed alone (the call that `generate` makes and an argmax, synchronized). The second run is
-as users see it: time to the first token, time of the others, peak memory.
+as users see it: time to the first token, time of the others on the device, peak memory.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -58,19 +59,35 @@ class Run(NamedTuple):
 
 
 class Stamps(StoppingCriteria):
-    """Records the time of each token, as a stopping criterion that never stops."""
+    """Marks when the call began and when each token was there. A stopping criterion that never stops, and that waits
+    for nothing, as `generate` may not either: on a GPU its marks are events of the stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.times: list[float] = []
         self.first_peak = 0
+        self._marks: list[Any] = []
+        self._mark()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        synchronize(self.device)
-        self.times.append(time.perf_counter())
-        if len(self.times) == 1:
+        self._mark()
+        if len(self._marks) == 2:
             self.first_peak = _peak(self.device)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def _mark(self) -> None:
+        if self.device.type == "cuda":
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def gaps(self) -> list[float]:
+        """Seconds from one token to the next, the first from the beginning."""
+        synchronize(self.device)
+        pairs = list(itertools.pairwise(self._marks))
+        if self.device.type == "cuda":
+            return [before.elapsed_time(now) / 1e3 for before, now in pairs]
+        return [now - before for before, now in pairs]
 
 
 def rows(
@@ -135,13 +152,12 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, inputs:
         RuntimeError: another number of tokens or steps than expected.
     """
     device = ids.device
-    stamps = Stamps(device)
     steps: list[float] = []
     compiled: list[bool] = []
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
+    stamps = Stamps(device)
     with decode_calls(model, partial(_timed, seconds=steps, device=device) if watch else None, compiled):
         out = model.generate(
             ids,
@@ -152,7 +168,7 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, inputs:
             return_dict_in_generate=True,
             **inputs,
         )
-    gaps = [now - before for before, now in zip([began, *stamps.times], stamps.times, strict=False)]
+    gaps = stamps.gaps()
     if len(gaps) != new_tokens or (watch and len(steps) != new_tokens - 1):
         raise RuntimeError(f"asked for {new_tokens} tokens, saw {len(gaps)} and {len(steps)} decode steps")
     return Run(gaps, steps, bool(compiled), out[CACHE], stamps.first_peak, _peak(device))
