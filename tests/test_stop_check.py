@@ -35,7 +35,7 @@ def test_deferred_stop(fake, model, monkeypatch, returned):
     supported = generation.DeferredStopCheck.is_supported
     on_a_gpu = staticmethod(lambda device, *args, **kwargs: supported(torch.device("cuda"), *args, **kwargs))
     monkeypatch.setattr(generation.DeferredStopCheck, "is_supported", on_a_gpu)
-    for stop, more in ((kwargs, 1), ({"max_new_tokens": 58}, 0)):  # it ends by itself, or where the capacity of 128 does
+    for stop, more in ((kwargs, 1), ({"max_new_tokens": 58}, 0)):  # it ends by itself, or with the capacity of 128
         want = eager(model, ids, **stop)
         captured, replayed = fake.captured, fake.replayed
         out = model.generate(ids, return_dict_in_generate=returned, do_sample=False, **stop)
@@ -61,7 +61,6 @@ def test_the_stop_is_deferred_where_steps_are_replayed(fake, model):
     assert not deferred(gpu, DynamicCache(), False, False)
     model.generate(IDS, past_key_values=cache, disable_compile=True, **GREEDY)
     assert not deferred(gpu, cache, True, False)
-
 
 
 class NoWaits(StoppingCriteria):

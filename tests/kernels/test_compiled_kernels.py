@@ -16,9 +16,8 @@ pytestmark = pytest.mark.xdist_group("compiled kernels")  # one process serves a
 SCRIPT = Path(__file__).with_name("count_kernels.py")
 
 
-# The merge has one for few and one for many splits, a step's append one of fewer registers for many rows; sinks and
-# heads are ranked by one for prompts and one for steps.
-TWICE = {"merge_kernel", "pool_kernel", "rank_kernel", "short_kernel"}
+# The merge has one for few and one for many splits, a step's append one of fewer registers for many rows.
+TWICE = {"merge_kernel", "short_kernel"}
 MOST = {"turbo": 12, "int8": 12, "sage2": 13, "turbo:bits=mixed": 20, "sinkq": 20}  # with a later prompt's own kernel
 
 

@@ -28,11 +28,11 @@ class Table(NamedTuple):
 
 class Call(NamedTuple):
     """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
-    or None: `table`, `k_sinks`, `v_sinks`, `chosen` one bit for each token of the open span that it takes, `moved` the
-    slots that a short call moves. `pages`: with blocks in a pool, int32 `[B, NB]`, the page of each block, and how many
-    pages there are; else None. `call_mean`
-    fp32 `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads.
-    `turned`: the queries that a decode reads: as they were given, or rotated, which the append writes."""
+    or None: `table`, `k_sinks`, `v_sinks`; of a long call `chosen`, one bit for each token of the open span that it
+    takes; of a short one `moved`, the slots that it moves. `pages`: with blocks in a pool, int32 `[B, NB]`, the page of
+    each block, and how many pages there are; else None. `call_mean` fp32 `[B, H, D]`: the mean key that a long call
+    subtracts from smoothed keys; else a tensor that nobody reads. `turned`: the queries that a decode reads: as they
+    were given, or rotated, which the append writes."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -120,9 +120,12 @@ def make_call(
     sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5
     if spec.sink_pool.num:
         places = Table(*(state[f"sink.{name}"] for name in Table._fields))
-        shape = (batch, heads, open_span_blocks(spec.window, tokens), spec.window.block // 8)
-        chosen = torch.empty(shape, dtype=torch.uint8, device=key.device)
-        moved = torch.empty((batch, heads, 2 * sizes.SINKS), dtype=torch.int32, device=key.device)
+        chosen = moved = None
+        if short:
+            moved = torch.empty((batch, heads, 2 * sizes.SINKS), dtype=torch.int32, device=key.device)
+        else:
+            shape = (batch, heads, open_span_blocks(spec.window, tokens), spec.window.block // 8)
+            chosen = torch.empty(shape, dtype=torch.uint8, device=key.device)
         sinks = places, sink_tensors(state, "k"), sink_tensors(state, "v"), chosen, moved
     call_mean = state["length"]
     if sizes.SMOOTH_K:

@@ -43,10 +43,10 @@ class Sizes(NamedTuple):
         BLOCK: tokens of a block. SPAN, RESIDUAL: of it. RING: slots; 0 where tokens get their final form at once.
     Formats:
         K_LOW, V_LOW: which heads have 2 bits (`formats.base.Low`); how many is no constant, so that layers with other
-            heads need no kernels of their own.
+            heads need no kernels of their own. K_RANK, V_RANK: by what heads are ranked (`Format.rank_kind`), else -1.
         K_BITS, V_BITS: of a code where all heads have as many. K_CLIP, V_CLIP: sixteenths of half a step by which the
             outer codes of 2 bits lie inside of their range. K_AGED, V_AGED: a row's first blocks have half of that.
-        K_COMPENSATES, V_COMPENSATES: errors of a token's channels make up for one another.
+        K_COMPENSATES: errors of a key's channels make up for one another.
         K_CHANNELS, V_CHANNELS: of a token that share a scale, in formats where not all do, else 0.
         K_GROUP: which tokens' keys share a scale. SMOOTH_K: keys are coded around a mean.
         V_STRIDED: every eighth token of a block of values stands side by side in packed codes (`KiviFormat.strided`).
@@ -78,6 +78,8 @@ class Sizes(NamedTuple):
     RING: int
     K_LOW: int
     V_LOW: int
+    K_RANK: int
+    V_RANK: int
     K_BITS: int
     V_BITS: int
     K_CLIP: int
@@ -85,7 +87,6 @@ class Sizes(NamedTuple):
     K_AGED: bool
     V_AGED: bool
     K_COMPENSATES: bool
-    V_COMPENSATES: bool
     V_STRIDED: bool
     K_CHANNELS: int
     V_CHANNELS: int
@@ -178,7 +179,7 @@ def _of_side(side: str, fmt: Format, heads: int, dim: int) -> dict[str, Any]:
     """The constants of a format of keys (`K`) or values (`V`)."""
     core = fmt.core
     found = {"LOW": int(core.low_kind(heads)), "BITS": core.kernel_bits(heads), "CLIP": int(16 * core.kernel_clip())}
-    found |= {"AGED": core.ages, "COMPENSATES": core.compensates, "CHANNELS": fmt.channel_group(dim)}
+    found |= {"AGED": core.ages, "RANK": core.rank_kind(heads), "CHANNELS": fmt.channel_group(dim)}
     return {f"{side}_{name}": value for name, value in found.items()}
 
 
@@ -227,6 +228,7 @@ def sizes_of(
         RING=ring,
         **_of_side("K", spec.k, heads, dim),
         **_of_side("V", spec.v, heads, v_dim),
+        K_COMPENSATES=spec.k.core.compensates,
         **_tile(spec, heads, dim, v_dim),
         OPEN=ring_parts + int(spec.sink_pool.num > 0),
         RING_PARTS=ring_parts,

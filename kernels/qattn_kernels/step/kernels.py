@@ -37,8 +37,6 @@ def fused_step(
     """
     if query.shape[2] <= SHORT_CALL:
         call = rotate.inside(make_call(query, key, value, span, state, spec, scores, table))
-        compete(call)
-        rank(call)
         append(call)
         return latent.decode(call) if spec.latent else decode(call)
     query, key, value = rotated(query, key, value, spec.compute, rotate.rotate)

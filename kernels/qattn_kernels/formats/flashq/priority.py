@@ -16,12 +16,12 @@ def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kin
     if kind == "random":
         order = torch.randperm(x1.shape[1], generator=torch.Generator().manual_seed(0))
         return order.to(x1.device, torch.float64).expand(x1.shape[0], -1)
-    values = x1.double() * scale.double().view(*x1.shape[:2], -1, 1)
-    low = torch.where(keep[..., None], values, torch.inf).amin(-2)
-    high = torch.where(keep[..., None], values, -torch.inf).amax(-2)
+    values = x1.float() * scale.view(*x1.shape[:2], -1, 1)  # in fp32: kernels would not hold a block in fp64
+    low = torch.where(keep[..., None], values, torch.inf).amin(-2).double()
+    high = torch.where(keep[..., None], values, -torch.inf).amax(-2).double()
     gap = (high - low).nan_to_num(0.0, 0.0, 0.0)  # a block without a finite token has no gap
     if kind == "entropy":
-        return _entropy(values, keep, low.amin(-1), high.amax(-1))
+        return _entropy(values.double(), keep, low.amin(-1), high.amax(-1))
     head_gap, deviation = (high.amax(-1) - low.amin(-1)).nan_to_num(0.0, 0.0, 0.0), gap.std(-1)
     return {"priority": head_gap * deviation, "min_max": head_gap, "variation": deviation}[kind]
 

@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, block_at, first_block, slot_bits, store_row
-from qattn_kernels.jit.tokens import chosen_bits, from_ring, new_tokens, ring_codes, row_before
+from qattn_kernels.jit.tokens import from_ring, new_tokens, ring_codes, row_before
 from qattn_kernels.layout import RowState
+from qattn_kernels.ops.append.ranking import ranked_place
 from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
 from qattn_kernels.ops.rotate.kernel import rotate_queries
+from qattn_kernels.ops.sink_pool.kernel import compete
 
 
 class Codec(NamedTuple):
@@ -45,7 +47,7 @@ class Block(NamedTuple):
         used: whether it holds a token of the row.
         closes: whether it is packed in this call.
         flags: pointer to the mask bits of the head's first block.
-        chosen: pointer to the bits of the block's tokens that the sink pool took.
+        chosen: whether the sink pool takes a token, `[BLOCK]`.
     """
 
     b: Any
@@ -101,12 +103,36 @@ def _among(at, pos, those):
     return tl.max((at[:, None] == tl.where(those, pos, -1)[None, :]).to(tl.int32), 1)
 
 
+class New(NamedTuple):
+    """Where the new tokens of a call come from, and the mask bits of all blocks, of which a head has `NB`."""
+
+    key: Any
+    value: Any
+    k_strides: Any
+    v_strides: Any
+    dropped: Any
+    NB: Any
+
+
 @triton.jit
-def _short_side(S, K_MEAN, x, pos, new, bad, stale, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
-    """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed.
-    `bad`: those of the new tokens that are masked, whose bits may not be written yet. `stale`: a crop left tokens
-    behind the row's end."""
-    b, h, bh, home = block.b, block.h, block.bh, block.home
+def _place(S, source, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
+    """Where the codes of the block's head go: decided when the row's first block closes."""
+    b, h, row = block.b, block.h, block.row
+    place = codec.place(S, b, h, block.index == 0, VALUES, C)
+    if (C.V_RANK if VALUES else C.K_RANK) >= 0:
+        if row.closed == 0:
+            place = ranked_place(S, source.key, source.value, source.k_strides, source.v_strides, source.dropped,
+                                 source.NB, row, b, h, codec.quantize_tokens, codec.block_form, VALUES, C)  # fmt: skip
+    return place
+
+
+@triton.jit
+def _short_side(S, K_MEAN, x, pos, new, bad, stale, source, block, codec, VALUES: tl.constexpr, C: tl.constexpr,
+                BOTH: tl.constexpr):  # fmt: skip
+    """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed. `C`:
+    sizes of that side, `BOTH` of both. `bad`: those of the new tokens that are masked, whose bits may not be written
+    yet. `stale`: a crop left tokens behind the row's end."""
+    h, bh, home = block.h, block.bh, block.home
     code, scale = codec.quantize_tokens(x)
     t = tl.arange(0, C.BLOCK)
     if C.RING == 0:
@@ -118,17 +144,17 @@ def _short_side(S, K_MEAN, x, pos, new, bad, stale, block, codec, VALUES: tl.con
     else:
         to_ring(S, code, scale, pos, new, bh, VALUES, C)
         if block.closes:
+            place = _place(S, source, block, codec, VALUES, BOTH)
             tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
             full, full_scale = from_ring(S, block.start + t, t >= 0, bh, VALUES, C)
             masked = slot_bits(block.flags, home.index * C.BLOCK + t) | _among(block.start + t, pos, bad)
             keep = masked == 0
             if C.ENTRIES > 0 and not VALUES:  # values stay in: see `ops/sink_pool/reference.py`
-                keep = keep & (slot_bits(block.chosen, t) == 0)
+                keep = keep & ~block.chosen
             if C.SMOOTH_K and not VALUES:
                 mean = _row_mean(S, K_MEAN, block, C)
                 full, full_scale = codec.quantize_tokens(minus_mean(S, full, full_scale, keep, mean))
             full, full_scale = codec.block_form(full, full_scale, keep)
-            place = codec.place(S, b, h, block.index == 0, VALUES, C)
             codec.put(S, full, full_scale, keep, keep, t, home.b, h, home.index, home.capacity, place, VALUES, C)
 
 
@@ -165,17 +191,18 @@ def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
         tl.atomic_add(NONFINITE + bh, worse)
 
 
-@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB", "T", "parts"])
+@triton.jit(do_not_specialize=["span_stride", "NB", "T", "parts"])
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                 K, V, K_MEAN, CHOSEN, open_blocks, ROWS, PAGES, NB, QUERIES, T, parts, K_QUANTIZE: tl.constexpr,
-                 K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr, V_QUANTIZE: tl.constexpr,
-                 V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr, NEW: tl.constexpr,
-                 C: tl.constexpr):  # fmt: skip
+                 K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED, ROWS, PAGES, NB, QUERIES, T, parts,
+                 K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr,
+                 V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr,
+                 NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (head, row, part of a block of the open span) of a call of at most `NEW` tokens; the decode commits the
     lengths. `parts`: of a block, 1, or 2 for keys and values in programs of their own: those of keys, which take
     longest, start first, and each multiprocessor gets as many of them.
-    `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `CHOSEN`: bits of the
-    tokens that the sink pool took, of `open_blocks` blocks a head. `PAGES`: see `jit.rows.block_at`.
+    `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `TABLE`, `K_SINKS`,
+    `V_SINKS`: the sink pool, which competes with the one block that a call closes; `MOVED`: what it moves, for the
+    decode (`sink_pool.kernel.moved_tokens`). `PAGES`: see `jit.rows.block_at`.
     `QUERIES`: those of `T` tokens, where they go rotated, and the strides of both; where keys are rotated the last
     program of a head and row writes them, which may have no block, else nobody reads it."""
     h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -199,15 +226,20 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             tl.debug_barrier()  # every bit is read before a byte is written
             drop_bits(flags, NONFINITE, gone, bad, home.index, bh, C)
         stale = length < tl.load(RowState(*STATE).longest + b)
-        chosen = chosen_bits(CHOSEN, open_blocks, bh, j, C)
+        chosen = tl.arange(0, C.BLOCK) < 0
+        if C.ENTRIES > 0:
+            if closes & (part == 0):
+                chosen = compete(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, row, b,
+                                 h, K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
+        source = New(KEY, VALUE, k_strides, v_strides, DROPPED, NB)
         block = Block(b, h, bh, row, index, home, start, used, closes, flags, chosen)
         if part == 0:
-            _short_side(K, K_MEAN, k, pos, new, bad, stale, block,
-                        Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, None), False, C)  # fmt: skip
+            _short_side(K, K_MEAN, k, pos, new, bad, stale, source, block,
+                        Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, None), False, C, C)  # fmt: skip
         if part == parts - 1:
             V_C: tl.constexpr = C.V
-            _short_side(V, K_MEAN, v, pos, new, bad, stale, block,
-                        Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, V_C)  # fmt: skip
+            _short_side(V, K_MEAN, v, pos, new, bad, stale, source, block,
+                        Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, V_C, C)  # fmt: skip
     if C.ROTATION is not None:
         if i == tl.num_programs(2) - 1:
             rotate_queries(QUERIES, b, h, T, C)

@@ -1,5 +1,5 @@
-"""Launches of the append: ranking of heads, append and close, and around a long call unpacked keys and values and the
-ring."""
+"""Launches of the append: append and close, and around a long call the ranking of heads, unpacked keys and values and
+the ring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from qattn_kernels.launch.constants import Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
-from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.ops.append.k_mean import mean_kernel
 from qattn_kernels.ops.append.kernel import short_kernel
 from qattn_kernels.ops.append.long_call import finish_kernel, long_kernel
@@ -21,29 +20,26 @@ from qattn_kernels.reference.rows import open_span_blocks
 
 FEW_PROGRAMS = 64  # up to so many do keys and values of a block in two: more multiprocessors are busy
 AT_ONCE = 512  # programs that a GPU runs side by side: beyond, one that only rotates queries would wait for others
-TWO_EACH = 264  # programs, if a multiprocessor has room for two
+TWO_EACH = 264  # programs of four warps, if a multiprocessor has room for two
 OVERHANG = 128  # slots behind a row's last token that a prefill may touch: those of its largest tile
 
 
 def rank(call: Call) -> None:
-    """Decide which heads get 2 bits, in rows whose first block the call closes; nothing where no row decides."""
-    kinds = [fmt.core.rank_kind(call.sizes.H) for fmt in (call.spec.k, call.spec.v)]
-    if max(kinds) < 0:
+    """Before the append of a long call: decide which heads get 2 bits, in rows whose first block the call closes;
+    nothing where no row decides. In a short call the append does so itself."""
+    size = call.sizes
+    if max(size.K_RANK, size.V_RANK) < 0:
         return
-    k, v, size, dropped = jit_of(call.spec.k), jit_of(call.spec.v), call.sizes, call.state["dropped"]
-    functions = k.quantize_tokens, k.block_form, v.quantize_tokens, v.block_form
-    short, priorities = call.tokens <= SHORT_CALL, dropped  # which nobody reads in a short call
-    if not short:
-        priorities = torch.empty((call.batch, 2, size.H), dtype=torch.float64, device=call.key.device)
-        launch(
-            priorities_kernel, (size.H, call.batch),
-            *call.new, *call.spans, call.row_state, dropped, call.k, call.v, *call.picked, priorities, call.blocks,
-            *functions, *kinds, size, **codes(size, 64 * 64),  # in fp64
-        )  # fmt: skip
+    k, v = jit_of(call.spec.k), jit_of(call.spec.v)
+    priorities = torch.empty((call.batch, 2, size.H), dtype=torch.float64, device=call.key.device)
+    launch(
+        priorities_kernel, (size.H, call.batch),
+        *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, priorities, call.blocks,
+        k.quantize_tokens, k.block_form, v.quantize_tokens, v.block_form, size, **codes(size),
+    )  # fmt: skip
     launch(
         rank_kernel, (call.batch,),
-        *call.new, *call.spans, call.row_state, dropped, call.k, call.v, *call.picked, priorities, call.blocks, short,
-        *functions, *kinds, size, **codes(size, 64 * 64),
+        *call.spans, call.row_state, call.k, call.v, priorities, call.blocks, size, **codes(size),
     )  # fmt: skip
 
 
@@ -58,22 +54,24 @@ def call_mean(call: Call) -> None:
 
 
 def append(call: Call) -> None:
-    """Write the tokens of a short call and close what is full; the decode commits the lengths."""
+    """Write the tokens of a short call and close what is full, with what that decides: sinks, and which heads get 2
+    bits. The decode commits the lengths."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
     rotates, blocks = call.sizes.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
     options, rows = _short_codes(call.sizes), call.sizes.H * call.batch
     parts = 2 if "maxnreg" in options or blocks * rows <= FEW_PROGRAMS else 1
     apart = rotates and (parts * blocks + 1) * rows <= AT_ONCE  # queries get programs of their own
-    if options["num_warps"] == 4 and (parts * blocks + apart) * rows > TWO_EACH and not call.sizes.SMOOTH_K:
-        # Else the others wait for the registers of two, most of which only closing needs. With smoothed keys that would
+    crowded = (parts * blocks + apart) * rows > TWO_EACH * 4 // options["num_warps"]
+    if crowded and max(call.sizes.DP, call.sizes.V.DP) <= 128 and not call.sizes.SMOOTH_K:
+        # Else the others wait for the registers of few, most of which only closing needs. With smoothed keys that would
         # gain little, by one kernel more of those that a first call waits for.
-        options["maxnreg"] = 128
+        options.setdefault("maxnreg", 128)
     queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.k_mean, *call.picked, call.rows, call.pages, call.blocks,
-        queries, call.tokens, parts,
+        state["block_len"], call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks, call.table, call.moved, call.rows,
+        call.pages, call.blocks, queries, call.tokens, parts,
         k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
         power_of_two(call.tokens), call.sizes, **options,
     )  # fmt: skip
@@ -81,8 +79,10 @@ def append(call: Call) -> None:
 
 def _short_codes(size: Sizes) -> dict[str, int]:
     """Options of `short_kernel`. Most of its calls close no block and need few registers; with the many that closing a
-    block of 128 tokens takes, one program would fill a multiprocessor, and two parts of a block would not overlap."""
-    options = codes(size)
+    block of 128 tokens takes, one program would fill a multiprocessor, and two parts of a block would not overlap. To
+    rank heads takes twice as many threads, whose registers hold a block more."""
+    ranks = max(size.K_RANK, size.V_RANK) >= 0
+    options = codes(size, 64 * 64 if ranks else 64 * 128)
     return {**options, "maxnreg": 64} if size.BLOCK == 128 and options["num_warps"] == 8 else options
 
 

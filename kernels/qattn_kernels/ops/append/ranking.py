@@ -1,4 +1,5 @@
-"""Which heads of a row get 2 bits, decided when its first block closes: by one program a row, which ranks its heads."""
+"""Which heads of a row get 2 bits, decided when its first block closes: in a long call by one program a row, which
+ranks its heads; in a short one by each head for itself, inside the append."""
 
 from __future__ import annotations
 
@@ -7,19 +8,20 @@ import triton.language as tl
 
 from qattn_kernels.formats.head_bits import number
 from qattn_kernels.jit.rows import slot_bits
-from qattn_kernels.jit.tokens import chosen_bits, new_tokens, row_before, with_ring
+from qattn_kernels.jit.tokens import new_tokens_of, row_before, with_ring
+from qattn_kernels.ops.sink_pool.kernel import first_sinks, key_sizes
 
 
 @triton.jit
 def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, KIND: tl.constexpr,
               VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """TurboAttention section 3.2 in fp64, as `formats.flashq.reference.head_priority`."""
+    """TurboAttention section 3.2, as `formats.flashq.priority.head_priority`."""
     code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
     code, scale = BLOCK_FORM(code, scale, keep)
-    x = code.to(tl.float64) * scale[:, None].to(tl.float64)
+    x = code * scale[:, None]
     inside = (tl.arange(0, C.DP) < C.D) & (tl.max(keep.to(tl.int32), 0) > 0)
-    low = tl.min(tl.where(keep[:, None], x, float("inf")), 0)
-    high = tl.max(tl.where(keep[:, None], x, float("-inf")), 0)
+    low = tl.min(tl.where(keep[:, None], x, float("inf")), 0).to(tl.float64)
+    high = tl.max(tl.where(keep[:, None], x, float("-inf")), 0).to(tl.float64)
     gap = tl.where(inside, high - low, 0.0)
     head_gap = tl.max(tl.where(inside, high, float("-inf")), 0) - tl.min(tl.where(inside, low, float("inf")), 0)
     head_gap = tl.where(tl.max(keep.to(tl.int32), 0) > 0, head_gap, 0.0)
@@ -35,8 +37,9 @@ def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, KIND
 
 
 @triton.jit
-def _places(S, priority, b, C: tl.constexpr):
-    """Heads of lowest priority to the 2-bit places behind the others, ties to the lower head."""
+def _places(S, priority, C: tl.constexpr):
+    """The place `[H]` of each head: those of lowest priority in the 2-bit places behind the others, ties to the lower
+    head."""
     n = tl.arange(0, triton.next_power_of_2(C.H))
     real = n < C.H
     same = priority[None, :] == priority[:, None]
@@ -45,77 +48,76 @@ def _places(S, priority, b, C: tl.constexpr):
     low = (rank < number(S.low)).to(tl.int32)
     low_row = tl.sum(tl.where(n[:, None] == n[None, :], low[:, None], 0), 0)
     before = (low_row[None, :] < low[:, None]) | ((low_row[None, :] == low[:, None]) & (n[None, :] < n[:, None]))
-    place = tl.sum((before & real[None, :]).to(tl.int32), 1)
-    tl.store(S.head_of + b * C.H + place, n, mask=real)
+    return tl.sum((before & real[None, :]).to(tl.int32), 1)
 
 
-@triton.jit
-def _head_priorities(KEY, VALUE, k_strides, v_strides, DROPPED, K, V, CHOSEN, open_blocks, NB, row, b, h,
-                     K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
-                     V_BLOCK_FORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-                     C: tl.constexpr):  # fmt: skip
-    """Of the keys and of the values of a head in the row's first block; zero for a side that is not ranked."""
+@triton.jit(noinline=True)
+def _head_priority(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, QUANTIZE: tl.constexpr,
+                   BLOCK_FORM: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Of the keys or the values of a head in the row's first block. A function of its own, since a step that has it in
+    line would take twice the registers."""
     t = tl.arange(0, C.BLOCK)
     pos = row.open_start + t
     old = pos < row.length
     new = (~old) & (pos < row.length + row.count)
-    k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
+    x, bad = new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, VALUES, C)
     flags = DROPPED + (b * C.H + h).to(tl.int64) * NB * (C.BLOCK // 8)
-    gone = (tl.load(flags + t // 8).to(tl.int32) >> (t % 8)) & 1
-    keep = (old | new) & (~bad) & ~(old & (gone == 1))
-    k_priority, v_priority = tl.full([], 0, tl.float64), tl.full([], 0, tl.float64)
-    if K_KIND >= 0:
-        k_keep = keep
-        if C.ENTRIES > 0:
-            k_keep = keep & (slot_bits(chosen_bits(CHOSEN, open_blocks, b * C.H + h, 0, C), t) == 0)
-        code, scale = K_QUANTIZE(k)
-        k_priority = _priority(K, code, scale, k_keep, pos, old, b * C.H + h, K_BLOCK_FORM, K_KIND, False, C)
-    if V_KIND >= 0:
-        code, scale = V_QUANTIZE(v)
-        v_priority = _priority(V, code, scale, keep, pos, old, b * C.H + h, V_BLOCK_FORM, V_KIND, True, C)
-    return k_priority, v_priority
+    keep = (old | new) & (~bad) & ~(old & (slot_bits(flags, t) == 1))
+    if C.ENTRIES > 0 and not VALUES:  # what the pool takes, which was empty
+        size = key_sizes(KEY, VALUE, k_strides, v_strides, S, flags, row, b, h, 0, QUANTIZE, C)
+        keep = keep & ~first_sinks(size, C)
+    code, scale = QUANTIZE(x)
+    KIND: tl.constexpr = C.V_RANK if VALUES else C.K_RANK
+    return _priority(S, code, scale, keep, pos, old, b * C.H + h, BLOCK_FORM, KIND, VALUES, C)
 
 
-@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
-def priorities_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, open_blocks,
-                      PRIORITIES, NB, K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
-                      V_BLOCK_FORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-                      C: tl.constexpr):  # fmt: skip
-    """Program (head, row) of a long call: `_head_priorities` to `PRIORITIES` fp64 `[B, 2, H]`, where the row's first
-    block closes."""
+@triton.jit
+def ranked_place(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, QUANTIZE: tl.constexpr,
+                 BLOCK_FORM: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Inside the append of a short call that closes the row's first block: the place of head `h`, noted. Every head
+    ranks all of them, which happens once in the life of a row and saves each step a launch."""
+    n = tl.arange(0, triton.next_power_of_2(C.H))
+    priority = tl.full(n.shape, 0, tl.float64)
+    for i in range(C.H):
+        other = i + tl.full([], 0, tl.int32)  # the interpreter counts in Python's integers
+        found = _head_priority(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, other, QUANTIZE, BLOCK_FORM,
+                               VALUES, C)  # fmt: skip
+        priority = tl.where(n == other, found, priority)
+    place = tl.sum(tl.where(n == h, _places(S, priority, C), 0), 0)
+    tl.store(S.head_of + b * C.H + place, h)
+    return place
+
+
+@triton.jit(do_not_specialize=["span_stride", "NB"])
+def priorities_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, PRIORITIES, NB,
+                      K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
+                      V_BLOCK_FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (head, row) of a long call: priorities of its keys and its values to `PRIORITIES` fp64 `[B, 2, H]`, of
+    sides that are ranked, where the row's first block closes."""
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if (row.closed == 0) & (row.closing > 0):
-        k, v = _head_priorities(KEY, VALUE, k_strides, v_strides, DROPPED, K, V, CHOSEN, open_blocks, NB, row, b, h,
-                                K_QUANTIZE, K_BLOCK_FORM, V_QUANTIZE, V_BLOCK_FORM, K_KIND, V_KIND, C)  # fmt: skip
-        tl.store(PRIORITIES + 2 * b * C.H + h, k)
-        tl.store(PRIORITIES + (2 * b + 1) * C.H + h, v)
+        if C.K_RANK >= 0:
+            found = _head_priority(K, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, K_QUANTIZE,
+                                   K_BLOCK_FORM, False, C)  # fmt: skip
+            tl.store(PRIORITIES + 2 * b * C.H + h, found)
+        if C.V_RANK >= 0:
+            found = _head_priority(V, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, V_QUANTIZE,
+                                   V_BLOCK_FORM, True, C)  # fmt: skip
+            tl.store(PRIORITIES + (2 * b + 1) * C.H + h, found)
 
 
-@triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
-def rank_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, CHOSEN, open_blocks,
-                PRIORITIES, NB, SHORT: tl.constexpr, K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr,
-                V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
-    """Program (row). `KIND` -1: that side is not ranked. `PRIORITIES`: of `priorities_kernel`, but for a `SHORT` call,
-    which seldom closes a row's first block."""
+@triton.jit(do_not_specialize=["span_stride", "NB"])
+def rank_kernel(SPANS, span_stride, STATE, K, V, PRIORITIES, NB, C: tl.constexpr):
+    """Program (row) of a long call, after `priorities_kernel`: places of all heads, where the first block closes."""
     b = tl.program_id(0)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if (row.closed == 0) & (row.closing > 0):
         n = tl.arange(0, triton.next_power_of_2(C.H))
-        if SHORT:
-            k_priority = tl.full(n.shape, 0, tl.float64)
-            v_priority = tl.full(n.shape, 0, tl.float64)
-            for i in range(C.H):
-                h = i + tl.full([], 0, tl.int32)  # the interpreter counts in Python's integers
-                k, v = _head_priorities(KEY, VALUE, k_strides, v_strides, DROPPED, K, V, CHOSEN, open_blocks, NB, row,
-                                        b, h, K_QUANTIZE, K_BLOCK_FORM, V_QUANTIZE, V_BLOCK_FORM, K_KIND, V_KIND,
-                                        C)  # fmt: skip
-                k_priority, v_priority = tl.where(n == h, k, k_priority), tl.where(n == h, v, v_priority)
-        else:
-            k_priority = tl.load(PRIORITIES + 2 * b * C.H + n, mask=n < C.H, other=0.0)
-            v_priority = tl.load(PRIORITIES + (2 * b + 1) * C.H + n, mask=n < C.H, other=0.0)
-        if K_KIND >= 0:
-            _places(K, k_priority, b, C)
-        if V_KIND >= 0:
-            _places(V, v_priority, b, C)
+        real = n < C.H
+        if C.K_RANK >= 0:
+            place = _places(K, tl.load(PRIORITIES + 2 * b * C.H + n, mask=real, other=0.0), C)
+            tl.store(K.head_of + b * C.H + place, n, mask=real)
+        if C.V_RANK >= 0:
+            place = _places(V, tl.load(PRIORITIES + (2 * b + 1) * C.H + n, mask=real, other=0.0), C)
+            tl.store(V.head_of + b * C.H + place, n, mask=real)

@@ -122,7 +122,7 @@ def _forget(entries, until, closed, flags):
 
 
 @triton.jit
-def _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.constexpr):
+def key_sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.constexpr):
     """fp64 magnitudes of the keys of a block that closes; infinity where there is none to choose."""
     length, closed, open_start, closing, first, count = row
     t = tl.arange(0, C.BLOCK)
@@ -151,68 +151,109 @@ def fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
 @triton.jit(do_not_specialize=["span_stride", "NB"])
 def sizes_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, SIZES, NB,
                  K_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (block of the open span, head, row): `_sizes` of all blocks that a long call closes, to `SIZES` fp64
+    """Program (block of the open span, head, row): `key_sizes` of all blocks that a long call closes, to `SIZES` fp64
     `[B, H, blocks, BLOCK]`: the pool meets one block after another, but these need not wait."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if j < tl.minimum(row.closing, NB - row.closed):
         bh = b * C.H + h
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
-        size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_QUANTIZE, C)
+        size = key_sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_QUANTIZE, C)
         at = (bh.to(tl.int64) * tl.num_programs(0) + j) * C.BLOCK
         tl.store(SIZES + at + tl.arange(0, C.BLOCK), size)
 
 
+@triton.jit
+def first_sinks(size, C: tl.constexpr):
+    """The tokens `[BLOCK]` that an empty pool takes of a block with keys of such sizes: those of the smallest ones, the
+    oldest of equal ones."""
+    SINKS: tl.constexpr = C.SINKS
+    t = tl.arange(0, C.BLOCK)
+    chosen = t < 0
+    for _ in tl.static_range(SINKS):
+        size = tl.where(chosen, float("inf"), size)
+        best = tl.min(size, 0)
+        index = tl.min(tl.where(size == best, t, C.BLOCK), 0)
+        chosen = chosen | (t == tl.where(best < float("inf"), index, -1))
+    return chosen
+
+
+@triton.jit
+def _meet(entries, least, size, j, row, flags, C: tl.constexpr):
+    """The pool competes with block `j` of the open span, of keys of such sizes: its entries then, their `_least`, and
+    the tokens `[BLOCK]` that it takes. Most blocks have no key small enough: then nothing changes."""
+    SINKS: tl.constexpr = C.SINKS
+    t = tl.arange(0, C.BLOCK)
+    total, chosen = row.closed + j + 1, t < 0
+    if tl.min(size, 0) < least:
+        entries = _forget(entries, total - C.CROP_BLOCKS, row.closed, flags)
+        for _ in tl.static_range(SINKS):
+            entries, size, hit = _take(entries, size, t, row.open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C)
+            chosen = chosen | hit
+        for _ in tl.static_range(SINKS):
+            entries = _write_back(entries, total, C)
+        least = _least(entries, C)
+    return entries, least, chosen
+
+
+@triton.jit
+def _keep_table(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, entries, closing, row, b, h, flags,
+                K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """After the last block that closes: the table as it is now, which this returns, and the tokens of new entries."""
+    bh = b * C.H + h
+    at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
+    entries = _forget(entries, row.closed + closing - C.CROP_BLOCKS, row.closed, flags)
+    store_table(TABLE, at, entries)
+    pos, born = entries.pos, entries.born
+    new, fresh = born > row.closed, pos - row.length
+    k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new & (fresh >= 0), row.first, C)
+    k_code, k_scale = K_QUANTIZE(k)
+    v_code, v_scale = V_QUANTIZE(v)
+    k_code, k_scale = with_ring(K, k_code, k_scale, pos, new & (fresh < 0), bh, False, C)
+    v_code, v_scale = with_ring(V, v_code, v_scale, pos, new & (fresh < 0), bh, True, C)
+    fill(K_SINKS, k_code, k_scale, new | (born == 0), bh, False, C)
+    fill(V_SINKS, v_code, v_scale, new | (born == 0), bh, True, C)
+    return entries
+
+
+@triton.jit
+def compete(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, row, b, h,
+            K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Inside the append of a short call: the pool of a head competes with the one block that closes. The tokens
+    `[BLOCK]` that it takes; `MOVED`: see `moved_tokens`."""
+    bh = b * C.H + h
+    entries = load_table(TABLE, bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES))
+    size = key_sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, 0, K_QUANTIZE, C)
+    entries, _, chosen = _meet(entries, _least(entries, C), size, 0, row, flags, C)
+    entries = _keep_table(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, entries, 1, row, b, h, flags,
+                          K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
+    _note_moved(MOVED, entries, row.closed, bh, C)
+    return chosen
+
+
 @triton.jit(do_not_specialize=["span_stride", "NB", "open_blocks"])
 def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, K_SINKS, V_SINKS, TABLE,
-                CHOSEN, MOVED, SIZES, NB, open_blocks, SHORT: tl.constexpr, K_QUANTIZE: tl.constexpr,
-                V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (head, row), before the append: the pool competes with each block that closes. `CHOSEN`: one bit for each
-    token of the `open_blocks` blocks of the open span, for those that close; `MOVED`: see `moved_tokens`; `SIZES`: of
-    `sizes_kernel`, but for a `SHORT` call, which closes one block at most."""
-    SINKS: tl.constexpr = C.SINKS
+                CHOSEN, SIZES, NB, open_blocks, K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
+    """Program (head, row) of a long call, before the append: the pool competes with each block that closes. `CHOSEN`:
+    one bit for each token of the `open_blocks` blocks of the open span, for those that close; `SIZES`: of
+    `sizes_kernel`."""
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
-    length, closed, open_start, closing, first, count = row
-    closing = tl.minimum(closing, NB - closed)
+    closing = tl.minimum(row.closing, NB - row.closed)
     if closing > 0:
         bh, t = b * C.H + h, tl.arange(0, C.BLOCK)
-        at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
-        entries = load_table(TABLE, at)
+        entries = load_table(TABLE, bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES))
         least = _least(entries, C)
         for j in range(0, closing):
-            total = closed + j + 1
-            if SHORT:
-                size = _sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_QUANTIZE, C)
-            else:
-                size = tl.load(SIZES + (bh.to(tl.int64) * open_blocks + j) * C.BLOCK + t)
-            chosen = t < 0
-            if tl.min(size, 0) < least:  # most blocks have no key that small: then nothing changes
-                entries = _forget(entries, total - C.CROP_BLOCKS, closed, flags)
-                for _ in tl.static_range(SINKS):
-                    entries, size, hit = _take(
-                        entries, size, t, open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C
-                    )
-                    chosen = chosen | hit
-                for _ in tl.static_range(SINKS):
-                    entries = _write_back(entries, total, C)
-                least = _least(entries, C)
+            size = tl.load(SIZES + (bh.to(tl.int64) * open_blocks + j) * C.BLOCK + t)
+            entries, least, chosen = _meet(entries, least, size, j, row, flags, C)
             eights = tl.reshape(chosen.to(tl.int32) << (t % 8), (C.BLOCK // 8, 8))
             byte = CHOSEN + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8)
             tl.store(byte, tl.sum(eights, 1).to(tl.uint8))
-        entries = _forget(entries, closed + closing - C.CROP_BLOCKS, closed, flags)
-        store_table(TABLE, at, entries)
-        _note_moved(MOVED, entries, closed, bh, C)
-        pos, born = entries.pos, entries.born
-        new = born > closed
-        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new & (pos >= length), first, C)
-        k_code, k_scale = K_QUANTIZE(k)
-        v_code, v_scale = V_QUANTIZE(v)
-        k_code, k_scale = with_ring(K, k_code, k_scale, pos, new & (pos < length), bh, False, C)
-        v_code, v_scale = with_ring(V, v_code, v_scale, pos, new & (pos < length), bh, True, C)
-        fill(K_SINKS, k_code, k_scale, new | (born == 0), bh, False, C)
-        fill(V_SINKS, v_code, v_scale, new | (born == 0), bh, True, C)
+        _keep_table(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, entries, closing, row, b, h, flags,
+                    K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Launches of the sink pool: before the append, and of a long call before that into the unpacked keys and values."""
+"""Launches of the sink pool for long calls: before the append, and before that into the unpacked keys and values."""
 
 from __future__ import annotations
 
@@ -9,31 +9,28 @@ from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
-from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel, sizes_kernel
 
 
 def compete(call: Call) -> None:
-    """The pool competes with each block that the call closes; nothing without a pool."""
+    """Before the append of a long call: the pool competes with each block that it closes; nothing without a pool. In a
+    short call the append does so itself."""
     if call.table is None:
         return
-    size, short, dropped, open_blocks = call.sizes, call.tokens <= SHORT_CALL, call.state["dropped"], call.picked[1]
+    size, dropped, open_blocks = call.sizes, call.state["dropped"], call.picked[1]
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
-    key_sizes = dropped  # read by nobody in a short call
-    if not short:
-        shape = (call.batch, size.H, open_blocks, size.BLOCK)
-        key_sizes = torch.empty(shape, dtype=torch.float64, device=call.key.device)
-        launch(
-            sizes_kernel, (open_blocks, size.H, call.batch),
-            *call.new, *call.spans, call.row_state, dropped, call.k, key_sizes, call.blocks, k.quantize_tokens, size,
-            **codes(size),
-        )  # fmt: skip
-    options = codes(size) | ({} if short else {"num_warps": 4})  # no whole block is in registers then
+    shape = (call.batch, size.H, open_blocks, size.BLOCK)
+    key_sizes = torch.empty(shape, dtype=torch.float64, device=call.key.device)
+    launch(
+        sizes_kernel, (open_blocks, size.H, call.batch),
+        *call.new, *call.spans, call.row_state, dropped, call.k, key_sizes, call.blocks, k.quantize_tokens, size,
+        **codes(size),
+    )  # fmt: skip
     launch(
         pool_kernel, (size.H, call.batch),
         *call.new, *call.spans, call.row_state, dropped, call.k, call.v, call.k_sinks, call.v_sinks, call.table,
-        call.chosen, call.moved, key_sizes, call.blocks, open_blocks, short, k.quantize_tokens, v.quantize_tokens, size,
-        **options,
+        call.chosen, key_sizes, call.blocks, open_blocks, k.quantize_tokens, v.quantize_tokens, size,
+        **codes(size) | {"num_warps": 4},  # no whole block is in registers
     )  # fmt: skip
 
 
