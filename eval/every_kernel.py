@@ -5,7 +5,8 @@
 
 A layer of each setting takes a prompt, steps, a draft, a later prompt up to two tokens before blocks close, and steps
 that close them, in two rows of which one is padded. Tokens are taken back within the ring, and out of closed blocks,
-which then close again; rows change places. What a call has without a sanitizer is not compared here; tests do.
+which then close again; rows change places. Then it is emptied, and a draft closes its rows' first blocks. What a call
+has without a sanitizer is not compared here; tests do.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import torch
 
 from qattn_hf.bench.layers import Heads, make_layer
+from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import measured_settings
 from qattn_hf.recipe import find_recipes
 from qattn_kernels.layer.scores import Scores
@@ -25,6 +27,19 @@ HEADS = Heads(4, 2, 128, torch.bfloat16)
 PADDED = 9  # columns of the second row's prompt that are padding
 TAKEN_BACK = {3: 3, 8: 70}  # tokens that a draft's rejection and a `crop` remove, by the number of the call before
 OTHERS = ("turbo:bits=mixed", "turbo:sparse_v_tau=1e-4", "turbo:softmax=sas", "kivi")
+
+
+def attend(layer: QAttnLayer, tokens: int, padded: bool) -> bool:
+    """Whether the output of a call of so many random tokens is finite."""
+    device = layer.device
+    q, k, v = (
+        torch.randn(2, heads, tokens, HEADS.dim, dtype=HEADS.dtype, device=device)
+        for heads in (HEADS.query, HEADS.kv, HEADS.kv)
+    )
+    first = torch.tensor([0, PADDED if padded else 0], dtype=torch.int32, device=device)
+    span = torch.stack([first, tokens - first], 1)
+    out, _ = layer.attend(q, layer.update(k, v)[0], span, Scores(HEADS.dim**-0.5))
+    return bool(out.isfinite().all())
 
 
 def main(arguments: list[str]) -> None:
@@ -42,18 +57,14 @@ def main(arguments: list[str]) -> None:
         calls += [closes - 2 - sum(calls), *[1] * 4, 80]
         finite = True
         for i, tokens in enumerate(calls):
-            q, k, v = (
-                torch.randn(2, heads, tokens, HEADS.dim, dtype=HEADS.dtype, device=device)
-                for heads in (HEADS.query, HEADS.kv, HEADS.kv)
-            )
-            first = torch.tensor([0, PADDED if i == 0 else 0], dtype=torch.int32, device=device)
-            span = torch.stack([first, tokens - first], 1)
-            out, _ = layer.attend(q, layer.update(k, v)[0], span, Scores(HEADS.dim**-0.5))
-            finite = finite and bool(out.isfinite().all())
+            finite = attend(layer, tokens, padded=i == 0) and finite
             if removed := TAKEN_BACK.get(i):
                 layer.remove(removed)
         layer.reorder_cache(torch.tensor([1, 0], device=device))
         closed = int(layer.state["closed"].max())
+        layer.reset()
+        for tokens in (window.residual + window.span - 10, 20):
+            finite = attend(layer, tokens, padded=tokens != 20) and finite
         row = {"way": name, "impl": layer.spec.impl, "calls": len(calls), "closed_blocks": closed, "finite": finite}
         print(json.dumps(row), flush=True)
         if not finite:

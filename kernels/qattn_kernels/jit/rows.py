@@ -74,18 +74,19 @@ def slot_bits(dropped, slot):
 
 @triton.jit
 def commit_row(ROWS, STATE, row, b, B, columns, C: tl.constexpr):
-    """The row's new lengths, once nobody reads the old ones: kernels after the append read `ROWS`."""
+    """The row's new lengths, once nobody reads the old ones: kernels after the append read `ROWS`. All loads come
+    first, so that none waits for another."""
     state = RowState(*STATE)
-    length = row.length + row.count
+    length, longest = row.length + row.count, tl.load(state.longest + b)
+    overflow, overflowed = tl.load(ROWS + b * ROW_FIELDS + OVERFLOW), tl.load(state.overflow + b)
+    columns_seen = tl.load(state.columns_seen)
     tl.store(state.length + b, length)
     tl.store(state.closed + b, row.closed + row.closing)
     tl.store(state.open_start + b, row.open_start + row.closing * C.BLOCK)
-    tl.store(state.longest + b, tl.maximum(tl.load(state.longest + b), length))
-    overflow = tl.load(ROWS + b * ROW_FIELDS + OVERFLOW)
-    if overflow > 0:
-        tl.store(state.overflow + b, tl.load(state.overflow + b) + overflow)
+    tl.store(state.longest + b, tl.maximum(longest, length))
+    tl.store(state.overflow + b, overflowed + tl.maximum(overflow, 0))
     if b == 0:
-        columns_seen, padding = tl.load(state.columns_seen), 0
+        padding = 0
         for begin in range(0, B, COMMITTED):
             n = begin + tl.arange(0, COMMITTED)
             starts = tl.load(ROWS + n * ROW_FIELDS + FIRST, mask=n < B, other=0)

@@ -196,18 +196,22 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
                  K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED, ROWS, PAGES, NB, QUERIES, T, parts,
                  K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr,
                  V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr,
-                 NEW: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                 NEW: tl.constexpr, EARLY: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (head, row, part of a block of the open span) of a call of at most `NEW` tokens; the decode commits the
     lengths. `parts`: of a block, 1, or 2 for keys and values in programs of their own: those of keys, which take
     longest, start first, and each multiprocessor gets as many of them.
     `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `TABLE`, `K_SINKS`,
     `V_SINKS`: the sink pool, which competes with the one block that a call closes; `MOVED`: what it moves, for the
-    decode (`sink_pool.kernel.moved_tokens`). `PAGES`: see `jit.rows.block_at`.
-    `QUERIES`: those of `T` tokens, where they go rotated, and the strides of both; where keys are rotated the last
-    program of a head and row writes them, which may have no block, else nobody reads it."""
+    decode (`sink_pool.kernel.moved_tokens`). `PAGES`: see `jit.rows.block_at`. `EARLY`: of one token, which every
+    program loads at once. `QUERIES`: those of `T` tokens, where they go rotated, and the strides of both; where keys
+    are rotated the last program of a head and row writes them, which may have no block, else nobody reads it."""
     h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // parts, i % parts
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    longest = tl.load(RowState(*STATE).longest + b)
+    if EARLY:  # the token comes while the row does, which says whether it is one
+        only = tl.arange(0, NEW)
+        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, only, only == 0, 0, C)
     length, closed, open_start, closing, first, count = row
     start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
     used = (start < length + count) & (index < NB)  # never behind the arenas
@@ -218,14 +222,17 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
     if used & (closes | (start + C.BLOCK > length)):  # else nothing of it changes
         pos = tl.maximum(length, start) + tl.arange(0, NEW)
         new = pos < tl.minimum(length + count, start + C.BLOCK)
-        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
+        if EARLY:
+            bad = bad & new
+        else:
+            k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
         flags = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
         if (part == 0) & (tl.max(bad.to(tl.int32), 0) > 0):
             t = tl.arange(0, C.BLOCK)
             gone = slot_bits(flags, home.index * C.BLOCK + t) | _among(start + t, pos, bad)
             tl.debug_barrier()  # every bit is read before a byte is written
             drop_bits(flags, NONFINITE, gone, bad, home.index, bh, C)
-        stale = length < tl.load(RowState(*STATE).longest + b)
+        stale = length < longest
         chosen = tl.arange(0, C.BLOCK) < 0
         if C.ENTRIES > 0:
             if closes & (part == 0):

@@ -19,7 +19,7 @@ from qattn_kernels.ops.append.ranking import priorities_kernel, rank_kernel
 from qattn_kernels.reference.rows import open_span_blocks
 
 FEW_PROGRAMS = 64  # up to so many do keys and values of a block in two: more multiprocessors are busy
-AT_ONCE = 512  # programs that a GPU runs side by side: beyond, one that only rotates queries would wait for others
+AT_ONCE = 512  # programs that a GPU runs side by side
 TWO_EACH = 264  # programs of four warps, if a multiprocessor has room for two
 OVERHANG = 128  # slots behind a row's last token that a prefill may touch: those of its largest tile
 
@@ -60,12 +60,17 @@ def append(call: Call) -> None:
     rotates, blocks = call.sizes.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
     options, rows = _short_codes(call.sizes), call.sizes.H * call.batch
     parts = 2 if "maxnreg" in options or blocks * rows <= FEW_PROGRAMS else 1
-    apart = rotates and (parts * blocks + 1) * rows <= AT_ONCE  # queries get programs of their own
+    # queries get programs of their own, unless these would wait for others
+    apart = rotates and (parts * blocks + 1) * rows <= AT_ONCE
     crowded = (parts * blocks + apart) * rows > TWO_EACH * 4 // options["num_warps"]
     if crowded and max(call.sizes.DP, call.sizes.V.DP) <= 128 and not call.sizes.SMOOTH_K:
         # Else the others wait for the registers of few, most of which only closing needs. With smoothed keys that would
         # gain little, by one kernel more of those that a first call waits for.
         options.setdefault("maxnreg", 128)
+    # Where a row's open tokens lie in several blocks, most programs have no token: those would only wait for it. Nor do
+    # rotated ones come early, for which that was slower.
+    early = call.tokens == 1 and not (rotates or call.sizes.V.ROTATION)
+    early = early and (blocks == 1 or parts * blocks * rows <= AT_ONCE)
     queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
@@ -73,7 +78,7 @@ def append(call: Call) -> None:
         state["block_len"], call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks, call.table, call.moved, call.rows,
         call.pages, call.blocks, queries, call.tokens, parts,
         k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
-        power_of_two(call.tokens), call.sizes, **options,
+        power_of_two(call.tokens), early, call.sizes, **options,
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ functions of its format take them: `formats.contract.JitFormat` says what each o
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -21,19 +23,23 @@ from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.ops.decode.parts import (
     SINK_TILE,
     Blocks,
+    Homes,
     Program,
     Scoring,
     SkipLimits,
     Skips,
     Sums,
+    last_sink,
     packed_part,
     ring_part,
     sink_part,
     sink_scores,
     split_used,
 )
-from qattn_kernels.ops.decode.queries import load_queries
+from qattn_kernels.ops.decode.queries import load_queries, query_tile
 from qattn_kernels.ops.decode.weights import known_mass
+
+FEW_PARTS = tl.constexpr(8)  # of a short context; a tile of 64 would keep a merge busy for longer than loading them
 
 
 @triton.jit
@@ -124,8 +130,9 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     longest, and one that starts late would be waited for. The others share a row's blocks evenly (`blocks_per_split`).
 
     `ROWS` holds each row as it was before the call, so that `STATE` (`layout.RowState`) can take the new lengths here
-    while others still read. `DROPPED`: a bit for each masked token, and for each that was in the sink pool before the
-    call; `MOVED`: slots of the tokens that this call's close moved into the pool or out of it.
+    while others still read: by the last split, which has least to do. `DROPPED`: a bit for each masked token, and for
+    each that was in the sink pool before the call; `MOVED`: slots of the tokens that this call's close moved into the
+    pool or out of it.
 
     `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights; with sparse V
     3: what of that sum was dropped. `scoring`: the fields of a `Scoring`.
@@ -134,17 +141,25 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     bh, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
+    # Loads that do not wait for the row, and come while that does: addresses of the head, sinks, a step's queries.
+    _, k_head, k_low = K_LOCATE(K, b, h, C.K_LOW, C)
+    _, v_head, v_low = V_LOCATE(V, b, h, C.V_LOW, C)
+    sinks_end = last_sink(TABLE, bh, split == C.RING_PARTS, C)
     n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
     real = t < row.count
+    if C.ONE_TOKEN:  # a row without a token has a query that nobody reads
+        q = load_queries(Q, strides, b, h, n, t, t == 0, 0, C)
+    else:
+        q = load_queries(Q, strides, b, h, n, t, real, row.first, C)
     q_pos = tl.where(real, row.length + t, -1)
     splits = tl.num_programs(2)
     blocks, per_split, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
-    if (split == 0) & (tile == 0) & (h == 0):
+    if (split == splits - 1) & (tile == 0) & (h == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
     if used:
         scores = Scoring(*scoring)
-        query, nonfinite = load_queries(Q, strides, b, h, n, t, real, row.first, scores.scale, C)
+        query, nonfinite = query_tile(q, scores.scale, C)
         sums = Sums(
             tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32), tl.full([C.DP, C.Q], 0, tl.float32)
         )
@@ -157,7 +172,8 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
                     sums, skips = ring_part(K, V, program, split, sums, skips, RING_SCORES, RING_VALUES, C)
             if C.ENTRIES > 0:
                 if split == C.RING_PARTS:
-                    sums, skips = sink_part(K_SINKS, V_SINKS, TABLE, program, sums, skips, RING_SCORES, RING_VALUES, C)
+                    sums, skips = sink_part(K_SINKS, V_SINKS, TABLE, sinks_end, program, sums, skips, RING_SCORES,
+                                            RING_VALUES, C)  # fmt: skip
         else:
             share = 1.0 / tl.cdiv(blocks, per_split)
             limits = SkipLimits(skip_limits[0], skip_limits[1], share)
@@ -165,9 +181,50 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
             known = _sink_mass(K_SINKS, TABLE, program, RING_SCORES, C)
             rows = 0 if C.PAGED else b * NB
             packed = Blocks(begin, end, BLOCK_POS + rows, BLOCK_LEN + rows, MOVED, k_mean_scores, limits, known)
-            sums, skips = packed_part(K, V, program, packed, sums, skips, K_LOCATE, V_LOCATE, SCORES, VALUES,
-                                      STAGES, C)  # fmt: skip
+            homes = Homes(k_head, k_low, v_head, v_low)
+            sums, skips = packed_part(K, V, program, packed, homes, sums, skips, SCORES, VALUES, STAGES, C)
         store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips, C)
+
+
+class Parts(NamedTuple):
+    """What splits found for one query, `[n]` of them or joined: maxima, sums of weights, what sparse V dropped of
+    those, and sums of values `[n, DP]`."""
+
+    m: Any
+    l: Any
+    lost: Any
+    acc: Any
+
+
+@triton.jit
+def load_parts(OUT, STATS, base, i, end, T, C: tl.constexpr):
+    """The `Parts` that `store_split` left in splits `i` before `end`."""
+    STAT: tl.constexpr = 3 if C.SPARSE_V else 2
+    d, there = tl.arange(0, C.DP), i < end
+    at = base + i.to(tl.int64) * (T * C.G)
+    m = tl.load(STATS + at * STAT, mask=there, other=NOTHING)
+    l = tl.load(STATS + at * STAT + 1, mask=there, other=0.0)
+    lost = tl.load(STATS + at * STAT + 2, mask=there, other=0.0) if C.SPARSE_V else l
+    acc = tl.load(OUT + at[:, None] * C.D + d[None, :], mask=there[:, None] & (d < C.D)[None, :], other=0.0)
+    return Parts(m, l, lost, acc)
+
+
+@triton.jit
+def _join(merged, parts, i, live, row, C: tl.constexpr):
+    """`merged` with the `parts` of splits `i` before `live`, weighed by their log-sum-exp."""
+    exists = i < live
+    if C.RING_PARTS > 1:
+        exists = exists & split_used(i, row, C)
+    m = tl.where(exists, parts.m, NOTHING)
+    running = tl.maximum(merged.m, tl.max(m, 0))
+    w = tl.where(m > NOTHING, tl.exp2(m - running), 0.0)
+    alpha = tl.exp2(merged.m - running)
+    l = merged.l * alpha + tl.sum(tl.where(exists, parts.l, 0.0) * w, 0)
+    lost = merged.lost
+    if C.SPARSE_V:
+        lost = lost * alpha + tl.sum(tl.where(exists, parts.lost, 0.0) * w, 0)
+    acc = merged.acc * alpha + tl.sum(tl.where(exists[:, None], parts.acc, 0.0) * w[:, None], 0)
+    return Parts(running, l, lost, acc)
 
 
 @triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
@@ -181,37 +238,31 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
     """
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
+    base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
+    # The first parts do not wait for the row, which says how many there are: of a short context a few are all.
+    few_parts = load_parts(OUT, STATS, base, tl.arange(0, FEW_PARTS), splits, T, C)
+    first_parts = load_parts(OUT, STATS, base, tl.arange(0, CHUNK), splits, T, C)
     if C.ENTRIES > 0:
         if r == 0:
             settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
     t, head = r // C.G, h * C.G + r % C.G
     blocks = blocks_seen(row, NB, C)
     live = tl.cdiv(blocks, blocks_per_split(blocks, splits, few, many, long, least, C)) + C.OPEN
-    d = tl.arange(0, C.DP)
-    base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
-    m, l, lost = tl.full([], NOTHING, tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
-    acc = tl.full([C.DP], 0, tl.float32)
-    STAT: tl.constexpr = 3 if C.SPARSE_V else 2
+    merged = Parts(
+        tl.full([], NOTHING, tl.float32), tl.full([], 0, tl.float32), tl.full([], 0, tl.float32),
+        tl.full([C.DP], 0, tl.float32),
+    )  # fmt: skip
     if SINK_LOGITS:
-        m = tl.load(SINKS + head).to(tl.float32) * LOG2E
-        l += 1.0
-    for start in range(0, live, CHUNK):
+        logit = tl.load(SINKS + head).to(tl.float32) * LOG2E
+        merged = Parts(logit, merged.l + 1.0, merged.lost, merged.acc)
+    if live <= FEW_PARTS:
+        merged = _join(merged, few_parts, tl.arange(0, FEW_PARTS), live, row, C)
+    else:
+        merged = _join(merged, first_parts, tl.arange(0, CHUNK), live, row, C)
+    for start in range(CHUNK, live, CHUNK):
         i = start + tl.arange(0, CHUNK)
-        exists = i < live
-        if C.RING_PARTS > 1:
-            exists = exists & split_used(i, row, C)
-        at = base + i.to(tl.int64) * (T * C.G)
-        part_m = tl.load(STATS + at * STAT, mask=exists, other=NOTHING)
-        part_l = tl.load(STATS + at * STAT + 1, mask=exists, other=0.0)
-        part = tl.load(OUT + at[:, None] * C.D + d[None, :], mask=exists[:, None] & (d < C.D)[None, :], other=0.0)
-        running = tl.maximum(m, tl.max(part_m, 0))
-        w = tl.where(part_m > NOTHING, tl.exp2(part_m - running), 0.0)
-        alpha = tl.exp2(m - running)
-        acc = acc * alpha + tl.sum(part * w[:, None], 0)
-        l = l * alpha + tl.sum(part_l * w, 0)
-        if C.SPARSE_V:
-            lost = lost * alpha + tl.sum(tl.load(STATS + at * STAT + 2, mask=exists, other=0.0) * w, 0)
-        m = running
+        merged = _join(merged, load_parts(OUT, STATS, base, i, live, T, C), i, live, row, C)
+    m, l, lost, acc = merged
     first, count = row.first, row.count
     if C.SPARSE_V:
         if t < count:
@@ -227,6 +278,6 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
         result = tl.reshape(rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], True, R), [C.DP])
     lse = tl.where(t < count, m * LN2 + tl.log(l), 0.0)
     heads = C.H * C.G
-    out = (b.to(tl.int64) * T + column) * heads + head
+    out, d = (b.to(tl.int64) * T + column) * heads + head, tl.arange(0, C.DP)
     tl.store(RESULT + out * C.D + d, result.to(RESULT.dtype.element_ty), mask=d < C.D)
     tl.store(LSE + (b.to(tl.int64) * heads + head) * T + column, lse)

@@ -34,9 +34,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     launch(
         decode_kernel, (batch * size.H, -(-rows // size.Q), parts.shape[1]),
         call.turned, call.turned.stride()[:3], call.rows, call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks,
-        call.table, call.moved, state["dropped"], state["block_pos"],
-        state["block_len"], call.row_state, parts, stats, skip_counts, call.pages, call.blocks, batch, tokens,
-        scoring(call), (sparsity.tau, sparsity.budget),
+        call.table, call.moved, state["dropped"], state["block_pos"], state["block_len"], call.row_state, parts, stats,
+        skip_counts, call.pages, call.blocks, batch, tokens, scoring(call), (sparsity.tau, sparsity.budget),
         *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, *over_ring,
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip

@@ -87,6 +87,15 @@ class Blocks(NamedTuple):
     known: Any
 
 
+class Homes(NamedTuple):
+    """Where a head's keys and values lie: its index among the heads of their width, and whether that is 2 bits."""
+
+    k: Any
+    k_low: Any
+    v: Any
+    v_low: Any
+
+
 class FirstBlock(NamedTuple):
     """Indices of a head's first block: among the blocks of all heads, and among those whose keys, whose values are as
     wide."""
@@ -177,18 +186,28 @@ def sink_scores(K, TABLE, program, first, at, SCORES: tl.constexpr, C: tl.conste
 
 
 @triton.jit
-def sink_part(K, V, TABLE, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
+def last_sink(TABLE, bh, asked, C: tl.constexpr):
+    """End of the used entries of a head's table of sinks; 0 where it is not `asked` for."""
+    if C.ENTRIES > 0:
+        e = tl.arange(0, C.ENTRIES)
+        born = tl.load(TABLE.born + bh.to(tl.int64) * C.ENTRIES + e, mask=e < tl.where(asked, C.ENTRIES, 0), other=0)
+        return tl.max(tl.where(born > 0, e + 1, 0), 0)
+    else:
+        return 0
+
+
+@triton.jit
+def sink_part(K, V, TABLE, end, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table, to its `end`."""
     first = program.bh.to(tl.int64) * C.ENTRIES
-    for start in tl.range(0, C.ENTRIES, SINK_TILE, num_stages=1):
+    for start in tl.range(0, end, SINK_TILE, num_stages=1):
         at = first + start + token_order(SINK_TILE, 1)
-        if tl.max(tl.load(TABLE.born + at), 0) > 0:
-            s = sink_scores(K, TABLE, program, first + start, at, SCORES, C)
-            w, alpha, beta, m = weigh(s, sums.m, program.scoring.sas_threshold, C)
-            acc, total = VALUES(V, first, start, C.ENTRIES, SINK_TILE, w, sums.acc, alpha, beta, C)
-            sums = Sums(m, sums.l * alpha + total * beta, acc)
-            if C.SPARSE_V:
-                skips = Skips(skips.lost, skips.read + count_visible(s, C), skips.skipped)
+        s = sink_scores(K, TABLE, program, first + start, at, SCORES, C)
+        w, alpha, beta, m = weigh(s, sums.m, program.scoring.sas_threshold, C)
+        acc, total = VALUES(V, first, start, C.ENTRIES, SINK_TILE, w, sums.acc, alpha, beta, C)
+        sums = Sums(m, sums.l * alpha + total * beta, acc)
+        if C.SPARSE_V:
+            skips = Skips(skips.lost, skips.read + count_visible(s, C), skips.skipped)
     return sums, skips
 
 
@@ -282,14 +301,14 @@ def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
 
 
 @triton.jit
-def _parts_by_head(K, V, program, blocks, head, k_head, v_head, k_low, v_low, sums, skips, SCORES: tl.constexpr,
-                   VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _parts_by_head(K, V, program, blocks, head, homes, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` where all blocks of a head have as many bits."""
     capacity = program.capacity
     if C.PAGED:  # where heads have one width
         first = FirstBlock(head, head, head)
     else:
-        first = FirstBlock(head, k_head * capacity, v_head * capacity)
+        first = FirstBlock(head, homes.k * capacity, homes.v * capacity)
     if C.K_LOW <= ALL and C.V_LOW <= ALL:
         sums, skips = _packed_part(
             K, V, program, blocks, first, sums, skips, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C
@@ -297,7 +316,7 @@ def _parts_by_head(K, V, program, blocks, head, k_head, v_head, k_low, v_low, su
     else:
         for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
             if (C.K_LOW > NONE if pair % 2 else C.K_LOW != ALL) and (C.V_LOW > NONE if pair // 2 else C.V_LOW != ALL):
-                if (k_low == (pair % 2 == 1)) & (v_low == (pair // 2 == 1)):
+                if (homes.k_low == (pair % 2 == 1)) & (homes.v_low == (pair // 2 == 1)):
                     sums, skips = _packed_part(
                         K, V, program, blocks, first, sums, skips, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2,
                         STAGES, C,
@@ -306,7 +325,7 @@ def _parts_by_head(K, V, program, blocks, head, k_head, v_head, k_low, v_low, su
 
 
 @triton.jit
-def _parts_by_age(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def _parts_by_age(K, V, program, blocks, head, homes, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` where a row's first blocks have half the bits of the others, of keys or of values."""
     aged = number(K.aged) if C.K_AGED else number(V.aged)
@@ -314,11 +333,11 @@ def _parts_by_age(K, V, program, blocks, head, k_head, v_head, sums, skips, SCOR
     for young in tl.static_range(2):
         begin = tl.maximum(blocks.begin, aged) if young else blocks.begin
         end = blocks.end if young else tl.minimum(blocks.end, aged)
-        k, v = k_head * program.capacity, v_head * program.capacity
+        k, v = homes.k * program.capacity, homes.v * program.capacity
         if C.K_AGED:
-            k = k_head * later - aged if young else k_head * aged
+            k = homes.k * later - aged if young else homes.k * aged
         if C.V_AGED:
-            v = v_head * later - aged if young else v_head * aged
+            v = homes.v * later - aged if young else homes.v * aged
         part = Blocks(
             begin, end, blocks.pos, blocks.length, blocks.moved, blocks.k_mean_scores, blocks.limits, blocks.known
         )
@@ -331,17 +350,12 @@ def _parts_by_age(K, V, program, blocks, head, k_head, v_head, sums, skips, SCOR
 
 
 @triton.jit
-def packed_part(K, V, program, blocks, sums, skips, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr,
-                SCORES: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def packed_part(K, V, program, blocks, homes, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+                STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attention over packed blocks. Each pair of widths has a loop of its own: loads inside a branch are not
     pipelined."""
-    b, h, capacity = program.b, program.h, program.capacity
-    _, k_head, k_low = K_LOCATE(K, b, h, C.K_LOW, C)
-    _, v_head, v_low = V_LOCATE(V, b, h, C.V_LOW, C)
-    head = first_block(program.pages, b, h, capacity, C)
+    head = first_block(program.pages, program.b, program.h, program.capacity, C)
     if C.K_AGED or C.V_AGED:
-        return _parts_by_age(K, V, program, blocks, head, k_head, v_head, sums, skips, SCORES, VALUES, STAGES, C)
+        return _parts_by_age(K, V, program, blocks, head, homes, sums, skips, SCORES, VALUES, STAGES, C)
     else:
-        return _parts_by_head(
-            K, V, program, blocks, head, k_head, v_head, k_low, v_low, sums, skips, SCORES, VALUES, STAGES, C
-        )
+        return _parts_by_head(K, V, program, blocks, head, homes, sums, skips, SCORES, VALUES, STAGES, C)

@@ -31,16 +31,21 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def load_queries(Q, strides, b, h, n, t, real, first, scale, C: tl.constexpr):
-    """Queries `n` of KV head `h` as a `QueryTile`, and which of them are not finite.
+def load_queries(Q, strides, b, h, n, t, there, first, C: tl.constexpr):
+    """Queries `n` of KV head `h`, `[DP, Q]` as the model made them, zeros where they are not `there`.
 
-    `t`, `real` `[Q]`: the token of each, and whether the row has it; `first`: the row's first real column.
+    `t`: the token of each; `first`: the row's first real column.
     """
     d = tl.arange(0, C.DP)
     head, column = h * C.G + n % C.G, first + t
     base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
     spread = tl.max_contiguous(d, 1)  # so lanes hold neighbours, and bytes made of them meet in no bank
-    q = tl.load(Q + base[None, :] + spread[:, None], mask=real[None, :] & (d < C.D)[:, None], other=0.0)
+    return tl.load(Q + base[None, :] + spread[:, None], mask=there[None, :] & (d < C.D)[:, None], other=0.0)
+
+
+@triton.jit
+def query_tile(q, scale, C: tl.constexpr):
+    """The `QueryTile` of what `load_queries` read, and which queries are not finite."""
     nonfinite = broken(q.to(tl.float32), 0)
     q = tl.where(nonfinite[None, :], 0.0, q)
     scaled = q.to(tl.float32) * scale

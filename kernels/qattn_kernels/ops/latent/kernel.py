@@ -234,7 +234,7 @@ def latent_decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, 
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < row.count
     _, _, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
-    if (split == 0) & (tile == 0):
+    if (split == splits - 1) & (tile == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
     if used:
         scores = Scoring(*scoring)
