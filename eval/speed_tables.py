@@ -95,6 +95,20 @@ def before_after_table(results: Path, record: str) -> str:
     return markdown(header, lines) if lines else NOT_MEASURED
 
 
+def stop_check_table(results: Path) -> str:
+    """Milliseconds of a token of `generate`, and of its step alone, before stop checks were deferred and since."""
+    rows = [row for result in load(results, "speed-stop-check") for row in result["rows"]]
+    times = {(row["tree"], row["context"], row["way"]): row for row in rows}
+    lines = []
+    for (tree, context, way), row in times.items():
+        if tree == "after" and row["packed"]:
+            before = times["before", context, way]
+            figures = (before["ms_per_token"], row["ms_per_token"], before["step_ms"], row["step_ms"])
+            lines.append([way, str(context), *(f"{figure:.2f}" for figure in figures)])
+    header = ["way", "context", "ms a token, before", "ms a token", "step alone, before", "step alone"]
+    return markdown(header, lines) if lines else NOT_MEASURED
+
+
 def recipes_speed_table(results: Path) -> str:
     """Milliseconds of a decode step of recipes that rotate keys, in the mean of all passes, and how much longer than
     their parents' that is."""

@@ -49,6 +49,7 @@ from speed_tables import (
     recipes_speed_table,
     slopes_table,
     sparse_v_table,
+    stop_check_table,
     warps_table,
     windows_table,
 )
@@ -164,6 +165,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "groups-speed": partial(before_after_table, record="speed-before-after-groups"),
     "tiles-speed": partial(before_after_table, record="speed-before-after-tiles"),
     "rows-speed": partial(before_after_table, record="speed-before-after-rows"),
+    "short-speed": partial(before_after_table, record="speed-before-after-short"),
+    "early-speed": partial(before_after_table, record="speed-before-after-early"),
+    "stop-check": stop_check_table,
     "long-decode": partial(speed_table, bench="long-decode"),
     "recipes-speed": recipes_speed_table,
     "append-speed": append_table,

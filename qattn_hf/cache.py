@@ -30,10 +30,9 @@ from qattn_kernels.layout import State
 
 
 class QAttnCache(Cache):
-    """Packed KV cache of a model, passed as `past_key_values`, which transformers calls `cache` from 5.24 on. A patched
-    model makes one where none is passed.
+    """Packed KV cache of a model, passed as `past_key_values`, which transformers calls `cache` from 5.24 on.
 
-    Make it with `QAttnCache.for_model(model)`; `generate` and `model(...)` of a patched model return one too.
+    Make it with `QAttnCache.for_model(model)`; `generate` and calls of a patched model make one where none is passed.
 
     Args:
         specs: for each layer the formats and the arithmetic, or what it keeps of the model's own
@@ -69,7 +68,6 @@ class QAttnCache(Cache):
         self.ran("eager")  # as a plain forward does
         self.captured_call: Any = None  # a `GraphedCall`, where a beam search's steps are captured
         self.replays = False  # whether `generate` makes its steps by a `GraphedCall`
-        self._is_user_defined = True  # so transformers calls one that outlives `generate`; here the report reads it
         self.writer = Writer()
         self.input_ids: torch.Tensor | None = None  # the tokens that a file says that it holds, `[B, S]`
 

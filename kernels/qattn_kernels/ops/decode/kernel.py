@@ -138,7 +138,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     3: what of that sum was dropped. `scoring`: the fields of a `Scoring`.
     `SKIP_COUNTS`, `skip_limits` (tau, budget): of sparse V. `PAGES`: see `jit.rows.block_at`.
     """
-    bh, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bh, tile, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
     # Loads that do not wait for the row, and come while that does: addresses of the head, sinks, a step's queries.
@@ -148,12 +148,8 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
     real = t < row.count
-    if C.ONE_TOKEN:  # a row without a token has a query that nobody reads
-        q = load_queries(Q, strides, b, h, n, t, t == 0, 0, C)
-    else:
-        q = load_queries(Q, strides, b, h, n, t, real, row.first, C)
+    q = load_queries(Q, strides, b, h, n, t, row, C)
     q_pos = tl.where(real, row.length + t, -1)
-    splits = tl.num_programs(2)
     blocks, per_split, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
     if (split == splits - 1) & (tile == 0) & (h == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)

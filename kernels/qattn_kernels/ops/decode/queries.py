@@ -31,13 +31,15 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def load_queries(Q, strides, b, h, n, t, there, first, C: tl.constexpr):
-    """Queries `n` of KV head `h`, `[DP, Q]` as the model made them, zeros where they are not `there`.
-
-    `t`: the token of each; `first`: the row's first real column.
+def load_queries(Q, strides, b, h, n, t, row, C: tl.constexpr):
+    """Queries `n` of KV head `h`, of tokens `t`: `[DP, Q]` as the model made them, zeros for tokens that the row has
+    not. A step does not wait for the row: if that has no token, its query is loaded too, and read by nobody.
     """
-    d = tl.arange(0, C.DP)
-    head, column = h * C.G + n % C.G, first + t
+    d, head = tl.arange(0, C.DP), h * C.G + n % C.G
+    if C.ONE_TOKEN:
+        column, there = t, t == 0
+    else:
+        column, there = row.first + t, t < row.count
     base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
     spread = tl.max_contiguous(d, 1)  # so lanes hold neighbours, and bytes made of them meet in no bank
     return tl.load(Q + base[None, :] + spread[:, None], mask=there[None, :] & (d < C.D)[:, None], other=0.0)
