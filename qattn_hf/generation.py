@@ -87,10 +87,10 @@ def prepare_cache(
         check_cache(cache, len(model._qattn.specs))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
         cache.check_whole(layers)
+        cache._is_user_defined = True
         last.record(cache)
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     cache.replays = False
-    cache._is_user_defined = True  # transformers' name for one that outlives `generate`, as the report's does
     cache.ran("eager", _why_eager(model._qattn, generation_mode))
     if generation_config.prefill_chunk_size is None:  # of this call, too
         generation_config.prefill_chunk_size = prefill_chunk(

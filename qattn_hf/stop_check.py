@@ -2,8 +2,8 @@
 
 After each token transformers asks the device whether all rows have ended. While the host waits and then prepares the
 next step the device idles: 0.4 ms a token, as measured with a CUDA graph a step on an H200. transformers' own
-`DeferredStopCheck` reads the answer one step late, and takes back the step that is then one too many; of itself it does
-so on Apple's GPUs alone.
+`DeferredStopCheck` reads the answer one step late, and takes the step that is then one too many back from a cache that
+the caller gave or gets; of itself it does so on Apple's GPUs alone.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM, StoppingCriteria, Stopp
 from transformers.generation import utils as generation
 
 from qattn_hf import patch, unpatch
+from qattn_hf._compat import CACHE
 
 
 @pytest.fixture
@@ -27,7 +28,8 @@ def eager(model: LlamaForCausalLM, ids: torch.Tensor, **kwargs: Any) -> torch.Te
 
 @pytest.mark.parametrize("returned", [True, False])
 def test_deferred_stop(fake, model, monkeypatch, returned):
-    """The stop is read one step late where steps are replayed: one step too many, which the cache then forgets."""
+    """The stop is read one step late where steps are replayed: one step too many, which a cache that is returned then
+    forgets. One that is not keeps it, and could not be asked."""
     event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: None})
     monkeypatch.setattr(generation.torch, "Event", lambda **kwargs: event())
     kwargs = dict(max_new_tokens=58, eos_token_id=int(eager(model, IDS, max_new_tokens=58)[0, 100]), pad_token_id=0)
@@ -43,7 +45,7 @@ def test_deferred_stop(fake, model, monkeypatch, returned):
         held = want.shape[1] - 1
         warm_up = fake.captured - captured
         assert fake.replayed - replayed == held - ids.shape[1] - warm_up + more
-        cache = model._qattn.last.cache
+        cache, held = model._qattn.last.cache, held + (0 if returned else more)
         assert int(cache.get_seq_length()) == held
         assert all(layer.state["length"].tolist() == [held] for layer in cache.layers)
         assert all(layer._used <= layer.capacity for layer in cache.layers)
@@ -97,6 +99,8 @@ def test_an_answer_that_ends_by_itself():
     ids = IDS[:1].cuda()
     want = eager(model, ids, max_new_tokens=40)
     stop = int(want[0, ids.shape[1] + 25])
-    out = model.generate(ids, do_sample=False, max_new_tokens=40, eos_token_id=stop, pad_token_id=0)
-    assert torch.equal(out, want[:, : out.shape[1]]) and out[0, -1] == stop
-    assert int(model._qattn.last.cache.get_seq_length()) == out.shape[1] - 1
+    kwargs = dict(do_sample=False, max_new_tokens=40, eos_token_id=stop, pad_token_id=0)
+    out = model.generate(ids, return_dict_in_generate=True, **kwargs)
+    answer = out.sequences
+    assert torch.equal(answer, want[:, : answer.shape[1]]) and answer[0, -1] == stop
+    assert int(out[CACHE].get_seq_length()) == answer.shape[1] - 1
