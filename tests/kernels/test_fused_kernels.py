@@ -178,6 +178,21 @@ def test_mixed_heads_may_all_have_one_width(n_h: int):
     assert max(map(error, got, want)) < 0.04
 
 
+@pytest.mark.parametrize(
+    ("settings", "cuts"), [({"sink_num": 2}, [50, 64, 69]), ({"buffer_size": 128}, [120, 128, 133])], ids=str
+)
+def test_heads_are_ranked_in_the_step_that_closes_a_rows_first_blocks(settings: dict[str, int], cuts: list[int]):
+    """Of four heads, each of which ranks all; rows that close theirs in different calls, or two blocks at once."""
+    case, qkv = ("turbo", {"bits": "mixed", **settings}), inputs(2, 140, heads=4, dim=32)
+    qkv[1][1, 2, 30, 1] = math.nan
+    qkv[2][:] *= torch.tensor([3.0, 1.0, 4.0, 2.0], device=DEVICE)[:, None, None]
+    one, other = make_layer(case, 256, 4), make_layer(case, 256, 4)
+    for run, layer in ((reference_step, one), (fused_step, other)):
+        feed(run, layer, qkv, cuts, first=5)
+    assert differing(one, other) == []
+    assert other.state["v.head_of"].tolist() == [[0, 2, 1, 3]] * 2  # those of large values have 4 bits
+
+
 HEAD_DIMS = [(64, 8), (80, 3), (96, 1), (128, 4), (128, 12), (256, 2), (256, 8)]
 DIMS_OF = [(case, *sizes) for case in (CASES if ON_GPU else [TURBO]) for sizes in HEAD_DIMS]
 DIMS_OF += [(THREE_BITS, 256, 2)]  # lookups want neighbours in one thread, also where two warps share a tile
