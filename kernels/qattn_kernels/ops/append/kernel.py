@@ -47,7 +47,7 @@ class Block(NamedTuple):
         used: whether it holds a token of the row.
         closes: whether it is packed in this call.
         flags: pointer to the mask bits of the head's first block.
-        chosen: whether the sink pool takes a token, `[BLOCK]`.
+        chosen: whether the sink pool takes a token, `[BLOCK]`; of a long call a pointer to the bits that say so.
     """
 
     b: Any
