@@ -17,10 +17,11 @@ from qattn_hf._compat import DeferredStopCheck
 from qattn_hf.cache import QAttnCache
 
 
+@functools.cache
 def defer_stop_checks() -> None:
     """Let `generate` defer the stop check wherever a `QAttnCache` says that its steps are replayed. Once a process:
     what other models and caches do stays as it is."""
-    if DeferredStopCheck is None or hasattr(DeferredStopCheck.is_supported, "__wrapped__"):
+    if DeferredStopCheck is None:
         return
     supported = DeferredStopCheck.is_supported
 

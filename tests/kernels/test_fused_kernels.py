@@ -186,6 +186,8 @@ def test_heads_are_ranked_in_the_step_that_closes_a_rows_first_blocks(settings: 
     case, qkv = ("turbo", {"bits": "mixed", **settings}), inputs(2, 140, heads=4, dim=32)
     qkv[1][1, 2, 30, 1] = math.nan
     qkv[2][:] *= torch.tensor([3.0, 1.0, 4.0, 2.0], device=DEVICE)[:, None, None]
+    qkv[1][:, 1] = 5 + 0.1 * qkv[1][:, 1]
+    qkv[1][:, 1, 20, :16] = 0.0  # a sink alone makes channels of this head wide
     one, other = make_layer(case, 256, 4), make_layer(case, 256, 4)
     for run, layer in ((reference_step, one), (fused_step, other)):
         feed(run, layer, qkv, cuts, first=5)

@@ -103,7 +103,7 @@ def _among(at, pos, those):
     return tl.max((at[:, None] == tl.where(those, pos, -1)[None, :]).to(tl.int32), 1)
 
 
-class New(NamedTuple):
+class Source(NamedTuple):
     """Where the new tokens of a call come from, and the mask bits of all blocks, of which a head has `NB`."""
 
     key: Any
@@ -238,7 +238,7 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             if closes & (part == 0):
                 chosen = compete(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, row, b,
                                  h, K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
-        source = New(KEY, VALUE, k_strides, v_strides, DROPPED, NB)
+        source = Source(KEY, VALUE, k_strides, v_strides, DROPPED, NB)
         block = Block(b, h, bh, row, index, home, start, used, closes, flags, chosen)
         if part == 0:
             _short_side(K, K_MEAN, k, pos, new, bad, stale, source, block,

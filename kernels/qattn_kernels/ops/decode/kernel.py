@@ -20,6 +20,7 @@ from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
 from qattn_kernels.jit.rows import commit_row, first_block, load_row, settle_sinks
 from qattn_kernels.jit.tile_order import token_order
+from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.parts import (
     SINK_TILE,
     Blocks,
@@ -39,7 +40,7 @@ from qattn_kernels.ops.decode.parts import (
 from qattn_kernels.ops.decode.queries import load_queries, query_tile
 from qattn_kernels.ops.decode.weights import known_mass
 
-FEW_PARTS = tl.constexpr(8)  # of a short context; a tile of 64 would keep a merge busy for longer than loading them
+FEW_SPLITS = tl.constexpr(constants.FEW_SPLITS)
 
 
 @triton.jit
@@ -235,8 +236,9 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
     base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
-    # The first parts do not wait for the row, which says how many there are: of a short context a few are all.
-    few_parts = load_parts(OUT, STATS, base, tl.arange(0, FEW_PARTS), splits, T, C)
+    # The first parts do not wait for the row, which says how many there are. Few are all of a short context: a tile of
+    # many would take longer to join than to load.
+    few_parts = load_parts(OUT, STATS, base, tl.arange(0, FEW_SPLITS), splits, T, C)
     first_parts = load_parts(OUT, STATS, base, tl.arange(0, CHUNK), splits, T, C)
     if C.ENTRIES > 0:
         if r == 0:
@@ -251,8 +253,8 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
     if SINK_LOGITS:
         logit = tl.load(SINKS + head).to(tl.float32) * LOG2E
         merged = Parts(logit, merged.l + 1.0, merged.lost, merged.acc)
-    if live <= FEW_PARTS:
-        merged = _join(merged, few_parts, tl.arange(0, FEW_PARTS), live, row, C)
+    if live <= FEW_SPLITS:
+        merged = _join(merged, few_parts, tl.arange(0, FEW_SPLITS), live, row, C)
     else:
         merged = _join(merged, first_parts, tl.arange(0, CHUNK), live, row, C)
     for start in range(CHUNK, live, CHUNK):

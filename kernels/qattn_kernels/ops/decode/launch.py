@@ -8,14 +8,14 @@ import torch
 
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import Sizes
+from qattn_kernels.launch.constants import FEW_SPLITS, Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import chip_of, choose
 
 LOG2E = math.log2(math.e)
-FEW_SPLITS, MANY_SPLITS = 8, 64  # parts that the merge weighs at once: two kernels, whatever the rows and lengths
+MANY_SPLITS = 64  # that a merge weighs at once where a context may have more than few
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,11 +8,11 @@ import torch
 
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import LATENT_COLUMNS, Sizes
+from qattn_kernels.launch.constants import FEW_SPLITS, LATENT_COLUMNS, Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.tuned import tuned_for
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
-from qattn_kernels.ops.decode.launch import FEW_SPLITS, merge, parts_of, scoring
+from qattn_kernels.ops.decode.launch import merge, parts_of, scoring
 from qattn_kernels.ops.decode.table import chip_of, plan
 from qattn_kernels.ops.latent.kernel import Forms, latent_decode_kernel, latent_prefill_kernel
 
