@@ -6,6 +6,7 @@ import inspect
 import logging
 from concurrent.futures import Future
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from triton import knobs
 from triton.compiler.compiler import CompiledKernel
 
-from qattn_kernels.launch import launches, plan
+from qattn_kernels.launch import driver, launches, plan
 
 
 class Kernel:
@@ -66,7 +67,9 @@ class Compiled(CompiledKernel):
     them."""
 
     def __init__(self) -> None:
-        self.name, self.src, self.function, self.packed_metadata = "kernel", None, "function", ("metadata",)
+        kinds = "*u8", ("*fp32", ("*u8", "i32")), "*fp32", "*fp32", "i32", "constexpr"
+        self.src = SimpleNamespace(signature=dict(enumerate(kinds)))
+        self.name, self.function, self.packed_metadata, self.metadata = "kernel", "function", ("metadata",), None
         self.module = self._module_pid = 1  # it counts as loaded, by another process
         self.launched: list[tuple[Any, ...]] = []
 
@@ -95,7 +98,8 @@ class Function:
 
 
 @pytest.mark.parametrize("hook", [None, "launch_enter_hook", "launch_exit_hook"])
-def test_a_plan_gives_compiled_kernels_the_addresses_of_its_call(hook: str | None):
+def test_a_plan_gives_compiled_kernels_the_addresses_of_its_call(hook: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(driver, "driver", lambda: None)  # else it would launch in place of Triton: `test_driver.py`
     kernel, seen = Function(), list[Any]()
 
     def call(arena: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:

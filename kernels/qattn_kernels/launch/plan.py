@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qattn_kernels.launch.driver import Direct, direct, flat
 from qattn_kernels.launch.launches import CONSTANTS, Launch, Recorder, recorded
 
 log = logging.getLogger(__name__)
@@ -49,19 +50,19 @@ class Bound(NamedTuple):
     """A launch over one arena.
 
     Attributes:
+        direct: it by the driver, if that can be. places: where each call fills in an address: number of the `direct`'s
+            argument, of the tensor, and bytes behind its start.
         run: Triton's launcher of the kernel, which takes `arguments`.
         watched: the same as a call of the kernel, which tells profilers; it takes the kernel's own arguments.
         arguments: `LEAD` of the launcher's, then the kernel's own with the arena's addresses; anything where the stream
-            or another tensor's address belongs.
-        tensors: where each call fills in an address: number of the argument, of the tensor, and bytes behind its start.
-        tuples: the arguments that have such places inside, by number.
+            belongs, and a `Pointer` where another tensor's address does.
     """
 
+    direct: Direct | None
+    places: list[tuple[int, int, int]]
     run: Callable[..., Any]
     watched: Callable[..., Any]
-    arguments: list[Any]
-    tensors: list[tuple[int, int, int]]
-    tuples: list[tuple[int, tuple]]
+    arguments: tuple[Any, ...]
 
 
 class Result(NamedTuple):
@@ -112,17 +113,15 @@ class Plan:
                 self._bound.clear()
             bound = self._bound[addresses[0]] = [_bind(x, addresses[0]) for x in self.launches]
         watched = _watched()
-        for run, call, arguments, tensors, tuples in bound:
-            filled = arguments.copy()
-            filled[STREAM] = stream
-            for place, base, offset in tensors:
-                filled[place] = addresses[base] + offset
-            for place, value in tuples:
-                filled[place] = _mapped(lambda x: addresses[x.base] + x.offset, value)
-            if watched:
-                call(*filled[LEAD:], stream=stream)
-            else:
-                run(*filled)
+        for one in bound:
+            if watched or one.direct is None:
+                _by_triton(one, addresses, stream, watched)
+                continue
+            slots = one.direct.slots
+            for slot, base, offset in one.places:
+                slots[slot] = addresses[base] + offset
+            if one.direct(stream):  # Triton's launcher makes a context in threads without one, and names errors
+                _by_triton(one, addresses, stream)
 
     def _interpret(self, tensors: list[torch.Tensor | None]) -> None:
         """The same in Triton's interpreter, whose pointers are tensors."""
@@ -163,11 +162,21 @@ def _bind(one: Launch, arena: int) -> Bound:
         return pointer if pointer.base else arena + pointer.offset
 
     kernel, run = one.kernel, one.kernel.run  # which loads it, where nothing has yet
-    lead = [*one.grid, None, kernel.function, kernel.packed_metadata, None, None, None]
-    arguments = [*lead, *_mapped(fixed, one.arguments)]
-    tensors = [(i, x.base, x.offset) for i, x in enumerate(arguments) if isinstance(x, Pointer)]
-    tuples = [(i, x) for i, x in enumerate(arguments) if isinstance(x, tuple) and _has_pointer(x)]
-    return Bound(run, kernel[one.grid], arguments, tensors, tuples)
+    own = _mapped(torch.Tensor.data_ptr, _mapped(fixed, one.arguments), torch.Tensor)
+    taken = list(flat(kernel.src.signature.values(), own))
+    places = [(i, x.base, x.offset) for i, (_, x) in enumerate(taken) if isinstance(x, Pointer)]
+    lead = *one.grid, None, kernel.function, kernel.packed_metadata, None, None, None
+    return Bound(direct(kernel, one.grid, taken), places, run, kernel[one.grid], (*lead, *own))
+
+
+def _by_triton(one: Bound, addresses: list[int], stream: int, watched: bool = False) -> None:
+    """A launch by Triton's launcher, whom profilers watch."""
+    filled = list(_mapped(lambda x: addresses[x.base] + x.offset, one.arguments))
+    filled[STREAM] = stream
+    if watched:
+        one.watched(*filled[LEAD:], stream=stream)
+    else:
+        one.run(*filled)
 
 
 def _at(base: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
@@ -176,10 +185,6 @@ def _at(base: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
     start = base.storage_offset() * base.itemsize + pointer.offset
     found = torch.empty(0, dtype=pointer.dtype)
     return found.set_(base.untyped_storage(), start // pointer.dtype.itemsize, (1,), (1,))
-
-
-def _has_pointer(value: Any) -> bool:
-    return isinstance(value, Pointer) or (isinstance(value, tuple) and any(map(_has_pointer, value)))
 
 
 def _mapped(change: Callable[[Any], Any], value: Any, kind: type = Pointer) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 
@@ -89,7 +90,7 @@ def _unsupported_sides(spec: LayerSpec, k_dim: int, v_dim: int) -> str | None:
     if spec.window.block not in blocks:
         return f"blocks have {spec.window.block} tokens; the kernels know {', '.join(map(str, blocks))}"
     for side, fmt, dim in (("k", spec.k.core, k_dim), ("v", spec.v.core, v_dim)):
-        if importlib.util.find_spec(f"qattn_kernels.formats.{fmt.name}.jit") is None:
+        if not _has_kernels(fmt.name):
             return f"there are no kernels for {fmt.name} yet"
         reason = _unsupported_product(spec, side, fmt) or fmt.kernel_limits(side, dim)
         if reason is not None:
@@ -97,6 +98,12 @@ def _unsupported_sides(spec: LayerSpec, k_dim: int, v_dim: int) -> str | None:
     if spec.k.windowed != spec.v.windowed:
         return "one of K and V has a ring and the other none"
     return None
+
+
+@cache
+def _has_kernels(name: str) -> bool:
+    """Whether there are kernels for a format: looked up once, since every layer of every new cache asks."""
+    return importlib.util.find_spec(f"qattn_kernels.formats.{name}.jit") is not None
 
 
 def _unsupported_product(spec: LayerSpec, side: str, fmt: Format) -> str | None:
