@@ -97,9 +97,9 @@ class ArenaHolder:
 
     keys = values = property(_no_tensor, _take_no_tensor)  # else a tensor put there would be kept and never read
 
-    def empty(self, layout: Layout, device: torch.device) -> torch.Tensor:
-        """An arena of this layout whose rows have seen nothing."""
-        return self._with_constants(empty_arena(layout, device), layout)
+    def empty(self, layout: Layout, device: torch.device, at_once: bool = True) -> torch.Tensor:
+        """An arena of this layout whose rows have seen nothing. `at_once`: see `empty_arena`."""
+        return self._with_constants(empty_arena(layout, device, at_once or bool(self.constants)), layout)
 
     def clear(self) -> None:
         """Let all rows hold no tokens, in place."""

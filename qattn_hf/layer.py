@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly, needs_dispatch
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa
+
+_geometry = lru_cache(maxsize=1024)(Geometry)  # every layer of every new cache asks for one, twice
 
 
 class QAttnLayer(ArenaHolder, CacheLayerMixin):
@@ -92,7 +95,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             raise UnsupportedError(f"this layer was meant for Triton kernels, but {reason}: use impl='reference'")
         self.geometry = self.geometry_of(key_states, value_states)
         self.dtype, self.device = key_states.dtype, device
-        self._adopt(self.empty(Layout(self.geometry, self.spec), device))
+        self._adopt(self.empty(Layout(self.geometry, self.spec), device, at_once=False))
         self.is_initialized = True
 
     def stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +111,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
 
     def get_seq_length(self) -> torch.Tensor:
         """Columns fed so far, padding included: a new 0-d int64 tensor on the layer's device."""
-        if torch.compiler.is_compiling() and self.arena is not None:  # a view beside the arena would be an input more
+        # of a compiled step a view beside the arena would be an input more; else all views would be made for this one
+        if self.arena is not None and (self._state is None or torch.compiler.is_compiling()):
             return columns_seen(self.arena).clone()
         return self.state["columns_seen"].clone()
 
@@ -310,7 +314,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     def geometry_of(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Geometry:
         """Geometry of this layer for keys and values `[B, Hkv, T, D]`, at the present capacity."""
         batch, heads, _, k_dim = key_states.shape
-        return Geometry(batch, heads, k_dim, value_states.shape[-1], self.blocks, key_states.dtype)
+        return _geometry(batch, heads, k_dim, value_states.shape[-1], self.blocks, key_states.dtype)
 
     # Inside
 

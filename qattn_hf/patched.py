@@ -18,6 +18,7 @@ from qattn_hf.heads import HeadSizes
 from qattn_hf.last_cache import LastCache
 from qattn_hf.layer_kinds import ModelLayerSpec, WindowLayerSpec
 from qattn_hf.recipe import Recipe, check_packs
+from qattn_kernels.layer.arena import zeroed_together
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
@@ -92,7 +93,8 @@ class Patched:
         if self.sizes is not None and not torch.is_autocast_enabled(device.type):
             shapes = [((rows, size.kv, 0, size.dim), (rows, size.kv, 0, size.v_dim)) for size in self.sizes]
             made = {shape: torch.empty(shape, dtype=dtype, device=device) for pair in shapes for shape in pair}
-            cache.allocate([(made[k], made[v]) for k, v in shapes])
+            with zeroed_together():
+                cache.allocate([(made[k], made[v]) for k, v in shapes])
 
     def release(self) -> None:
         """Free the memory kept for later calls: the last cache, idle arenas and captured decode steps."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -84,10 +87,34 @@ def columns_seen(arena: torch.Tensor) -> torch.Tensor:
     return arena[:8].view(torch.int64).view(())
 
 
-def empty_arena(layout: Layout, device: torch.device) -> torch.Tensor:
-    """uint8 zeros: the state of rows that have seen nothing, without constants."""
+_later = threading.local()  # arenas that `zeroed_together` is to zero
+
+
+@contextmanager
+def zeroed_together() -> Iterator[None]:
+    """Context at whose end all arenas are zeroed that `empty_arena` made in it, by one kernel: a launch for each takes
+    the host longer."""
+    arenas: list[torch.Tensor] = []
+    _later.arenas = arenas
+    try:
+        yield
+    finally:
+        _later.arenas = None
+        if arenas:
+            with torch.inference_mode(False):
+                torch._foreach_zero_([arena.view(torch.int64) for arena in arenas])
+
+
+def empty_arena(layout: Layout, device: torch.device, at_once: bool = True) -> torch.Tensor:
+    """uint8 zeros: the state of rows that have seen nothing, without constants. Unless `at_once`, they may be zeros at
+    the end of `zeroed_together` only."""
+    later, n_bytes = getattr(_later, "arenas", None), places(layout)[1]
     with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-        return torch.zeros(places(layout)[1], dtype=torch.uint8, device=device)
+        if at_once or later is None:
+            return torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+        arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    later.append(arena)
+    return arena
 
 
 def views(arena: torch.Tensor, layout: Layout) -> State:
