@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.planes import in_half_order, load_planes, quarter_columns, spread_planes
+from qattn_kernels.jit.math import channels_in_order, spread_channels
 from qattn_kernels.jit.split_int8 import dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave, interleave, stack, token_order, unstack
 
@@ -44,8 +45,11 @@ def _shuffle(x, VALUES: tl.constexpr):
 def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
                  SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     PARTS: tl.constexpr = 8 // BITS
+    if PARTS > 2:  # of two parts, threads have both
+        code = spread_channels(code)
     parts = tl.reshape(code, (PARTS, C.BLOCK // PARTS, code.shape[1])) << (tl.arange(0, PARTS) * BITS)[:, None, None]
-    packed = tl.sum(parts, 0).to(tl.uint8)  # the parts share no bit, so their sum is their union
+    packed = tl.sum(parts, 0)  # the parts share no bit, so their sum is their union
+    packed = (channels_in_order(packed) if PARTS > 2 else packed).to(tl.uint8)
     if SHUFFLED:
         packed = _shuffle(packed, VALUES)
     address = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, VALUES, C)

@@ -26,7 +26,7 @@ def round_even(x):
 
 @triton.jit
 def divide(x, divisor):
-    """`x / divisor`, correctly rounded, for a normal divisor `[n, 1]` or `[1, n]` and quotients far from overflow.
+    """`x / divisor`, correctly rounded, for normal divisors, one for many `x`, and quotients far from overflow.
 
     `div_rn` has a branch in each element for all other numbers, behind which nothing overlaps. Here one inverse serves
     a row, and each remainder is exact: a product that is correctly rounded is what the second one leaves (Markstein).
@@ -35,7 +35,8 @@ def divide(x, divisor):
     if INTERPRETED:
         return tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
     else:
-        up = tl.where(divisor < 8.673617379884035e-19, 1152921504606846976.0, 1.0)  # 2^-60, 2^60: no remainder is lost
+        small = tl.abs(divisor) < 8.673617379884035e-19  # 2^-60: times 2^60, so that no remainder is lost
+        up = tl.where(small, 1152921504606846976.0, 1.0)
         x, divisor = x * up, divisor * up
         inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
         inverse, negative = tl.broadcast_to(inverse, x.shape), tl.broadcast_to(-divisor, x.shape)
@@ -67,6 +68,36 @@ def divide_whole(x, divisor):
         inverse = tl.broadcast_to(inverse_of(divisor), x.shape)
         quotient = x * inverse
         return tl.fma(tl.fma(quotient, tl.broadcast_to(-divisor, x.shape), x), inverse, quotient)
+
+
+@triton.jit
+def spread_channels(x):
+    """Tokens `[n, D]` with channels in another order, for sums or maxima over tokens; `channels_in_order` undoes it.
+
+    Threads hold neighbouring channels, and warps pass results to one another through shared memory, where channels lie
+    in their order: all threads of a warp write to one bank. In the order taken here, threads next to each other have
+    channels next to each other. Nothing moves for it, registers are only renamed.
+    """
+    OWN: tl.constexpr = min(16, x.shape[1])  # channels of a thread
+    parts = tl.reshape(x, (x.shape[0], x.shape[1] // OWN, OWN))
+    return tl.reshape(tl.permute(parts, (0, 2, 1)), x.shape)
+
+
+@triton.jit
+def channels_in_order(x):
+    """`[n, D]` with the channels as they were before `spread_channels`."""
+    OWN: tl.constexpr = min(16, x.shape[1])
+    parts = tl.reshape(x, (x.shape[0], OWN, x.shape[1] // OWN))
+    return tl.reshape(tl.permute(parts, (0, 2, 1)), x.shape)
+
+
+@triton.jit
+def range_of_channels(x, keep):
+    """Smallest and largest of each channel of tokens `[n, D]` where `keep` `[n]` holds, `[D]` each; infinities where
+    it nowhere does."""
+    low = tl.min(spread_channels(tl.where(keep[:, None], x, float("inf"))), 0, keep_dims=True)
+    high = tl.max(spread_channels(tl.where(keep[:, None], x, float("-inf"))), 0, keep_dims=True)
+    return tl.reshape(channels_in_order(low), (x.shape[1],)), tl.reshape(channels_in_order(high), (x.shape[1],))
 
 
 @triton.jit

@@ -25,6 +25,9 @@ class UnpackedKV(NamedTuple):
     scales, around `v_mean` like it; int32 `clean` `[B * Hkv]`, the first masked slot; `k` around `k_mean`
     `[B, Hkv, Dk]`, which smoothed keys have too; queries around `q_mean` `[B, Hq, n, Dk]`, of all (n = 1)
     or of blocks, whose scores `shift` is, `[B, Hq, n, N]`.
+
+    `factors`: of values with scales, the `ops.prefill.value_factors.Factors`, plain, where they are worked out before
+    the prefill.
     """
 
     k: torch.Tensor
@@ -40,6 +43,7 @@ class UnpackedKV(NamedTuple):
     k_mean: torch.Tensor | None = None
     q_mean: torch.Tensor | None = None
     shift: torch.Tensor | None = None
+    factors: tuple[torch.Tensor, ...] | None = None
 
 
 class UnpackedTensors(NamedTuple):

@@ -12,7 +12,7 @@ from qattn_kernels.layout import State
 from qattn_kernels.ops.append.launch import append, append_long, call_mean, empty_unpacked, finish, rank, unpack_past
 from qattn_kernels.ops.decode.launch import decode
 from qattn_kernels.ops.latent import launch as latent
-from qattn_kernels.ops.prefill.launch import prefill
+from qattn_kernels.ops.prefill.launch import prefill, with_room
 from qattn_kernels.ops.rotate import launch as rotate
 from qattn_kernels.ops.rotate.reference import rotated
 from qattn_kernels.ops.sink_pool.launch import compete, restore
@@ -42,8 +42,13 @@ def fused_step(
     query, key, value = rotated(query, key, value, spec.compute, rotate.rotate)
     call = make_call(query, key, value, span, state, spec, scores)
     unpacked = write_long(call, past)
-    out, lse = latent.prefill(call, unpacked) if spec.latent else prefill(call.query, unpacked, spec, scores)
-    finish(call)
+    if spec.latent:
+        finish(call)
+        out, lse = latent.prefill(call, unpacked)
+    else:
+        unpacked = with_room(unpacked)
+        finish(call, unpacked)
+        out, lse = prefill(call.query, unpacked, spec, scores)
     return out if spec.compute.rotate_v == "none" else rotate.rotate([out], back=True)[0], lse
 
 

@@ -13,7 +13,7 @@ from qattn_kernels.formats.head_bits import ALL, LISTED, NONE, RANKED, number, u
 from qattn_kernels.formats.int8.jit import quantize, token_values
 from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
-from qattn_kernels.jit.math import divide_whole, round_even
+from qattn_kernels.jit.math import divide_whole, range_of_channels, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_neighbours
 
 
@@ -166,8 +166,7 @@ def _store_ranges(S, at, channel_scale, zero_point, C: tl.constexpr):
 @triton.jit
 def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr, C: tl.constexpr):
     """Codes from 0 to `levels` of `X1` `[BLOCK, DP]` of block `at`, whose steps and zero points are stored."""
-    low = tl.min(tl.where(keep[:, None], code, 127.0), 0)
-    high = tl.max(tl.where(keep[:, None], code, -127.0), 0)
+    low, high = range_of_channels(code, keep)
     some = low <= high  # not if no token is kept
     low, high = tl.where(some, low, 0.0).to(tl.int32), tl.where(some, high, 0.0).to(tl.int32)
     channel_scale = _channel_scale(high - low, narrow, LOW, CLIP)

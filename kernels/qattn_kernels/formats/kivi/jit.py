@@ -18,11 +18,12 @@ from qattn_kernels.formats.kivi.small_groups import largest_query, tile_scores, 
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.formats.planes import half_order, in_half_order
-from qattn_kernels.jit.math import TINY, inverse_of, round_even
+from qattn_kernels.jit.math import TINY, divide, inverse_of, range_of_channels, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
 from qattn_kernels.jit.tile_order import deinterleave, stack, to_token_order, unstack, unstrided
 
 LARGEST = tl.constexpr(65504.0)  # of fp16
+FARTHEST = tl.constexpr(1e30)  # from the zero point: beyond all codes, and by no scale does a quotient overflow
 # of compensation, see there
 TOGETHER = tl.constexpr(reference.TOGETHER)
 STEP_PARTS, LARGEST_LEFT = tl.constexpr(reference.STEP_PARTS), tl.constexpr(reference.LARGEST_LEFT)
@@ -52,10 +53,10 @@ def _asymmetric(low, high, BITS: tl.constexpr, CLIP: tl.constexpr):
 @triton.jit
 def _encode(x, scale, zero_point, BITS: tl.constexpr):
     """int32 codes of fp32 `x`, from the scale and zero point in fp16; 0 where the scale is 0."""
-    scale = tl.broadcast_to(scale.to(tl.float32), x.shape)
-    zero_point = tl.broadcast_to(zero_point.to(tl.float32), x.shape)
-    code = round_even(tl.div_rn(x - zero_point, tl.where(scale == 0.0, 1.0, scale)))
-    return tl.clamp(tl.where(scale == 0.0, 0.0, code), 0.0, 2.0**BITS - 1).to(tl.int32)
+    scale, zero_point = scale.to(tl.float32), zero_point.to(tl.float32)
+    x = tl.clamp(x - zero_point, -FARTHEST, FARTHEST)
+    code = round_even(tl.clamp(divide(x, tl.where(scale == 0.0, 1.0, scale)), 0.0, 2.0**BITS - 1))
+    return tl.where(scale == 0.0, 0.0, code).to(tl.int32)
 
 
 @triton.jit
@@ -121,8 +122,8 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
             write_codes(S.codes, coded, at, C.V_BITS, False, True, C)
     else:
         some = tl.max(keep.to(tl.int32), 0) > 0
-        low = tl.where(some, tl.min(tl.where(keep[:, None], code, float("inf")), 0), 0.0)
-        high = tl.where(some, tl.max(tl.where(keep[:, None], code, float("-inf")), 0), 0.0)
+        low, high = range_of_channels(code, keep)
+        low, high = tl.where(some, low, 0.0), tl.where(some, high, 0.0)
         scale, zero_point = _asymmetric(low, high, C.K_BITS, C.K_CLIP)
         tl.store(S.scale + at * C.D + d, scale, mask=d < C.D)
         tl.store(S.zero_point + at * C.D + d, zero_point, mask=d < C.D)

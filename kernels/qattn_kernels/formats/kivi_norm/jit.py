@@ -13,6 +13,7 @@ from qattn_kernels.formats.kivi.jit import get as get_unit
 from qattn_kernels.formats.kivi.jit import put as put_unit
 from qattn_kernels.formats.kivi.jit import scores as unit_scores
 from qattn_kernels.formats.turboquant.jit import tree_sum
+from qattn_kernels.jit.math import divide
 from qattn_kernels.jit.tile_order import to_token_order
 
 
@@ -34,8 +35,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     norm = tl.minimum(tl.sqrt_rn(squares * (1.0 / C.D)), LARGEST).to(tl.float16)
     tl.store(S.norm + ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + t, norm)
     divisor = tl.where(norm == 0.0, 1.0, norm.to(tl.float32))
-    unit = tl.div_rn(code, tl.broadcast_to(divisor[:, None], code.shape))
-    put_unit(S, unit, scale, keep, write, t, b, h, index, NB, place, VALUES, C)
+    put_unit(S, divide(code, divisor[:, None]), scale, keep, write, t, b, h, index, NB, place, VALUES, C)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block, to_half
 from qattn_kernels.formats.codebook import half_offsets
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
-from qattn_kernels.jit.math import round_even
+from qattn_kernels.jit.math import divide, round_even
 
 UNIT_4 = tl.constexpr(1 / 16)  # see `half_offsets`
 UNIT_8 = tl.constexpr(1.0)
@@ -24,8 +24,7 @@ def encode(x, BITS: tl.constexpr):
     else:
         scale = to_half(tl.where(high > -low, high, low) * -0.125)
     whole = scale.to(tl.float32)[:, :, None]
-    divisor = tl.broadcast_to(tl.where(whole == 0.0, 1.0, whole), x.shape)
-    y = tl.where(whole == 0.0, 0.0, tl.div_rn(x, divisor))
+    y = tl.where(whole == 0.0, 0.0, divide(x, tl.where(whole == 0.0, 1.0, whole)))
     if BITS == 8:
         return tl.clamp(round_even(tl.clamp(y, -128.0, 128.0)), -127.0, 127.0).to(tl.int32), scale
     else:

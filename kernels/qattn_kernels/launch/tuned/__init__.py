@@ -25,14 +25,16 @@ class Prefill(NamedTuple):
     Attributes:
         bn: slots of a tile where no position is compared.
         tail: slots of a tile where some are.
-        warps: of a program.
+        warps: of a program, for each 64 of its queries.
         stages: tiles in flight.
+        queries: of a program, unless their scale says.
     """
 
     bn: int
     tail: int
     warps: int
     stages: int
+    queries: int = 64
 
 
 class Decode(NamedTuple):
@@ -60,7 +62,7 @@ class Tuned(NamedTuple):
         gpu: its name, as `torch.cuda.get_device_name` has it.
         decode: for all calls.
         prefill: by the dtype of the product with values ("int8", "fp8", "half", "float"), and the power of two from 64
-            on that holds the larger head dim.
+            on that holds the larger head dim; "half of 227 KiB" where a program has so much shared memory.
     """
 
     gpu: str

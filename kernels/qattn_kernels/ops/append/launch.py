@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from qattn_kernels.formats.base import Low
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import Sizes, power_of_two
+from qattn_kernels.launch.constants import FACTORS_STEP, Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
@@ -107,15 +108,19 @@ def append_long(call: Call, unpacked: UnpackedKV) -> None:
 
 
 def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
-    """Parts of a block and options of `long_kernel`. Two where registers would not hold what both sides of 128 channels
-    need at once: groups of 128 tokens in the model's precision, with as many threads more unless compensation passes a
-    tile among them through shared memory, and codes of a block that are made of codes of its tokens."""
+    """Parts of a block and options of `long_kernel`. Where registers would not hold what both sides of 128 channels
+    need at once, two parts, or twice as many threads: these in groups of 128 tokens in the model's precision, unless
+    compensation passes a tile among them through shared memory. Codes of a block that are made of codes of its tokens
+    are two parts, but not in 2 bits, which pass between warps. What is only copied waits for memory alone: there two
+    parts have more loads in flight."""
     size, spec, options = call.sizes, call.spec, codes(call.sizes, 64 * 64)
     if max(size.DP, size.V.DP) == 128:
         if size.BLOCK == 128 and not spec.k.integer:
-            return 2, {**options, **({"maxnreg": 128} if size.K_COMPENSATES else {"num_warps": 16, "maxnreg": 64})}
-        if size.BLOCK == 64 and spec.k.block_scales and spec.v.block_scales:
+            return (2, {**options, "maxnreg": 128}) if size.K_COMPENSATES else (1, {**options, "num_warps": 16})
+        if size.BLOCK == 64 and spec.k.block_scales and spec.v.block_scales and size.K_LOW == size.V_LOW == Low.NONE:
             return 2, {**options, "maxnreg": 80}
+        if size.BLOCK == 64 and spec.k.in_model_precision and spec.v.in_model_precision:
+            return 2, {**options, "maxnreg": 64}
     return 1, {**options, "maxnreg": 128}  # so that two programs of eight warps share a multiprocessor
 
 
@@ -154,12 +159,14 @@ def unpack_past(call: Call, unpacked: UnpackedKV, past: int) -> None:
     )  # fmt: skip
 
 
-def finish(call: Call) -> None:
-    """After a long call: the newest tokens go to the ring, and the rows' lengths are committed."""
+def finish(call: Call, unpacked: UnpackedKV | None = None) -> None:
+    """When a long call is written: the newest tokens go to the ring, and the rows' lengths are committed; beside that
+    the factors of the values of `unpacked` are worked out, if it has room for them."""
     k, v, size = jit_of(call.spec.k), jit_of(call.spec.v), call.sizes
-    grid = (-(-size.RING // size.BLOCK), size.H, call.batch) if size.RING else (1, 1, call.batch)
+    factors, slots = (None, 0) if unpacked is None else (unpacked.factors, unpacked.bias.shape[2])
+    tiles, heads = -(-size.RING // size.BLOCK), size.H if size.RING or factors else 1
     launch(
-        finish_kernel, grid,
-        *call.new, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.table, call.blocks,
-        call.batch, call.tokens, k.quantize_tokens, v.quantize_tokens, size, **codes(call.sizes),
+        finish_kernel, (max(1, tiles), heads, call.batch),
+        *call.new, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.table, factors, call.blocks,
+        call.batch, call.tokens, slots, k.quantize_tokens, v.quantize_tokens, FACTORS_STEP, size, **codes(call.sizes),
     )  # fmt: skip

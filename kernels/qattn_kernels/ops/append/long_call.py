@@ -15,6 +15,7 @@ from qattn_kernels.jit.tokens import chosen_bits, new_tokens, new_tokens_of, row
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.ops.append.kernel import Block, Codec, Home, drop_bits, note_block, to_ring
 from qattn_kernels.ops.append.smooth import minus_mean
+from qattn_kernels.ops.prefill.value_factors import Factors, write_factors
 
 
 class Tokens(NamedTuple):
@@ -199,10 +200,12 @@ def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T"])
-def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, NB, B, T,
-                  K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """After a long call: program (tile of the ring, head, row) writes the newest tokens, one a head what the call did
-    to its sinks, and one the row's lengths."""
+def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, FACTORS, NB, B, T, slots,
+                  K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, STEP: tl.constexpr,
+                  C: tl.constexpr):  # fmt: skip
+    """When a long call is written: program (tile of the ring, head, row) writes the newest tokens, one a head what the
+    call did to its sinks and the `FACTORS` of its values' `slots` (`ops.prefill.value_factors`), and one the row's
+    lengths."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
     if C.RING > 0:
@@ -216,6 +219,9 @@ def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, 
         to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)
         V_C: tl.constexpr = C.V
         to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, V_C)
+    if FACTORS is not None:
+        if i == tl.num_programs(0) - 1:
+            write_factors(Factors(*FACTORS), row, b * C.H + h, slots, C.BLOCK, STEP)
     if C.ENTRIES > 0:
         if i == 0:
             settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)

@@ -26,7 +26,6 @@ from qattn_kernels.ops.prefill.weights import (
     LARGEST,
     LEVELS,
     NEGATIVE,
-    NO_SCALE,
     block_weights,
     factor,
     group_weights,
@@ -44,8 +43,7 @@ class HeadKV(NamedTuple):
 
     Attributes:
         k, k_scale, v: as in `launch.unpacked_kv.UnpackedKV`.
-        v_log_scale: bias plus log2 of the value's scale; the bias alone where values have none.
-        inverse: 1 / the value's scale.
+        v_log_scale, inverse: as in `value_factors.Factors`; of values without scales the bias.
         pos: row positions.
         shift: scores of the mean query, where queries stand around it.
     """
@@ -89,26 +87,6 @@ class Sums(NamedTuple):
     l: Any
     m: Any
     peak: Any
-
-
-@triton.jit
-def value_factors(v_scale, bias, v_log_scale, inverse, clean, rows, heads, N, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Of one (row, KV head): `v_log_scale` = bias + log2 of the value's scale, `inverse` = 1 / scale, both `[N]`, and
-    `clean`, the first slot whose bias is not 0. Slots that nobody sees get an inverse of 0."""
-    head = tl.program_id(0)
-    row = load_row(rows, head // heads)
-    base = head.to(tl.int64) * N
-    end = (row.closed * BLOCK + row.length - row.open_start + row.count + BLOCK - 1) // BLOCK * BLOCK
-    masked = end
-    for start in range(0, end, STEP):
-        n = start + tl.arange(0, STEP)
-        b = tl.load(bias + base + n, mask=n < end, other=0.0)
-        scale = tl.load(v_scale + base + n, mask=n < end, other=1.0)
-        scale = tl.where((scale == 0.0) | (b != 0.0), NO_SCALE, scale)
-        tl.store(v_log_scale + base + n, tl.log2(scale) + b, mask=n < end)
-        tl.store(inverse + base + n, tl.where(b == 0.0, 1.0 / scale, 0.0), mask=n < end)
-        masked = tl.minimum(masked, tl.min(tl.where(b == 0.0, end, n)))
-    tl.store(clean + head, masked)
 
 
 @triton.jit

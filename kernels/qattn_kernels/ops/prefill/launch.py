@@ -7,41 +7,53 @@ import os
 
 import torch
 
-from qattn_kernels.launch.constants import PrefillSizes, power_of_two
+from qattn_kernels.launch.constants import FACTORS_STEP, PrefillSizes, power_of_two
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.tuned import Prefill, gpu_name, tuned_for
+from qattn_kernels.launch.tuned import Prefill, tuned_for
 from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.ops.decode.table import chip_of
 
-MODEL_QUERIES = 64  # queries of a program where no scale ties them together
+LARGE = 227 * 1024  # bytes of shared memory that a program can have on Hopper
 # SAS's threshold in log2 units is at least this. A weight below counts for nothing, and `exp2_sas` takes what is below
 # -125, a masked score too, for -125: that must lie under the threshold.
 LEAST_CUT = -80.0
 LOG2E = math.log2(math.e)
-STEP = 2048  # slots at a time in `value_factors`
 
 
 def _config(q: torch.Tensor, kind: str | None, width: int) -> Prefill:
-    kind = kind or ("float" if q.dtype == torch.float32 else "half")
-    return tuned_for(gpu_name(q.device)).prefill[kind, max(width, 64)]
+    kind, width, chip = kind or ("float" if q.dtype == torch.float32 else "half"), max(width, 64), chip_of(q.device)
+    table = tuned_for(chip.name).prefill
+    large = table.get((f"{kind} of 227 KiB", width)) if chip.shared > LARGE else None
+    return large or table[kind, width]
 
 
-def _value_factors(unpacked: UnpackedKV, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `kernel.value_factors`. Values without scales have the bias alone."""
-    from qattn_kernels.ops.prefill.kernel import value_factors
+def with_room(unpacked: UnpackedKV) -> UnpackedKV:
+    """With room for the factors of its values, if these have scales."""
+    if unpacked.v_scale is None:
+        return unpacked
+    batch, heads, _ = unpacked.bias.shape
+    clean = torch.empty(batch * heads, dtype=torch.int32, device=unpacked.bias.device)
+    made = torch.empty_like(unpacked.bias), torch.empty_like(unpacked.bias), clean
+    return unpacked._replace(factors=(unpacked.v_scale, unpacked.bias, *made))
+
+
+def _value_factors(unpacked: UnpackedKV, block: int) -> tuple[torch.Tensor, ...]:
+    """`v_log_scale`, `inverse` and `clean`; values without scales have the bias alone."""
+    from qattn_kernels.ops.prefill.value_factors import value_factors
 
     if unpacked.v_scale is None:
         return unpacked.bias, unpacked.bias, unpacked.rows if unpacked.clean is None else unpacked.clean
-    v_log_scale, inverse = torch.empty_like(unpacked.bias), torch.empty_like(unpacked.bias)
-    batch, heads, slots = unpacked.bias.shape
-    clean = torch.empty(batch * heads, dtype=torch.int32, device=unpacked.bias.device)
+    if unpacked.factors is not None:
+        return unpacked.factors[2:]
+    factors, (batch, heads, slots) = with_room(unpacked).factors, unpacked.bias.shape
     launch(
         value_factors, (batch * heads,),
-        unpacked.v_scale, unpacked.bias, v_log_scale, inverse, clean, unpacked.rows, heads, slots, BLOCK=block,
-        STEP=STEP, enable_fp_fusion=True,
+        factors, unpacked.rows, heads, slots, BLOCK=block, STEP=FACTORS_STEP, enable_fp_fusion=True,
     )  # fmt: skip
-    return v_log_scale, inverse, clean
+    assert factors is not None
+    return factors[2:]
 
 
 def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> tuple[PrefillSizes, Prefill]:
@@ -58,7 +70,7 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
     grouped = plain and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
     by_block = spec.k.block_scales and spec.v.block_scales
     sizes = PrefillSizes(
-        BM=compute.block_q if k_int8 and compute.q_scale == "block" else MODEL_QUERIES,
+        BM=compute.block_q if k_int8 and compute.q_scale == "block" else config.queries,
         BN=min(config.bn, 2 * spec.window.block),
         TAIL=min(config.tail, spec.window.block),
         STAGES=config.stages,
@@ -132,6 +144,6 @@ def prefill(
         attend, (batch * hq * -(-tokens // sizes.BM),),
         q, *q.stride()[:3], unpacked.k, k_scale, unpacked.v, v_log_scale, inverse, clean, unpacked.pos, unpacked.rows,
         sinks, extra, out, lse, tokens, unpacked.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
-        num_warps=config.warps * max(1, sizes.BM // MODEL_QUERIES), num_stages=config.stages, enable_fp_fusion=True,
+        num_warps=config.warps * max(1, sizes.BM // 64), num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse
