@@ -22,7 +22,7 @@ class Point(NamedTuple):
     tokens: int
 
 
-FULL = [Point(16, 1024), Point(4, 4096), Point(1, 16384), Point(1, 32768)]
+FULL = [Point(1, 1024), Point(16, 1024), Point(4, 4096), Point(1, 16384), Point(1, 32768)]
 QUICK = [Point(4, 4096), Point(1, 16384)]
 TINY = [Point(1, 96), Point(2, 130)]
 

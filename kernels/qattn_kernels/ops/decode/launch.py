@@ -8,14 +8,14 @@ import torch
 
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import FEW_SPLITS, Sizes
+from qattn_kernels.launch.constants import Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
 from qattn_kernels.ops.decode.table import chip_of, choose
 
 LOG2E = math.log2(math.e)
-MANY_SPLITS = 64  # that a merge weighs at once where a context may have more than few
+ONE_WARP, MANY_SPLITS = 16, 64  # splits that one warp, and that four, merge at once
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,8 +39,8 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, *over_ring,
         size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
-    few = tuned.plan[1] <= FEW_SPLITS  # not of the capacity: sums must not depend on it
-    chunk, warps = (FEW_SPLITS, 1) if few else (MANY_SPLITS, 4)
+    few = tuned.plan[1] <= ONE_WARP  # not of the capacity: sums must not depend on it
+    chunk, warps = (ONE_WARP, 1) if few else (MANY_SPLITS, 4)
     return merge(call, size.V, parts, stats, skip_counts, tuned.plan, chunk, warps)
 
 
