@@ -1,7 +1,7 @@
 """Launch every kernel of every method once or a few times, for compute-sanitizer: one JSON row a setting.
 
-    compute-sanitizer --tool racecheck --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: \\
-        python eval/every_kernel.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 --report-api-errors no \\
+        --kernel-name-exclude kernel_substring=at:: python eval/every_kernel.py
 
 A layer of each setting takes a prompt, steps, a draft, a later prompt up to two tokens before blocks close, and steps
 that close them, in two rows of which one is padded. Tokens are taken back within the ring, and out of closed blocks,

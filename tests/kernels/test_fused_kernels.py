@@ -21,6 +21,7 @@ from qattn_kernels.formats.fp8.jit import quantize_tokens as quantize_fp8
 from qattn_kernels.formats.fp8.reference import fp8_tokens
 from qattn_kernels.launch.call import make_call
 from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.ops.append.launch import finish
@@ -267,9 +268,11 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
     full = inputs(rows, tokens, heads, group=4, dim=128 if ON_GPU else 64, kind=kind)
     q, k, v = (x.to(dtype) for x in full)
     one, other = make_layer(case, tokens + 64, heads), make_layer(case, tokens + 64, heads)
-    for layer in (one, other):  # everything but the last token, without attending
+    for layer in (one, other):  # everything but the last token, if many without attending
         layer.lazy_initialization(k, v)
-        if tokens > 1:
+        if 1 < tokens <= SHORT_CALL + 1:
+            step(fused_step, layer, (q, k, v), 0, tokens - 1)
+        elif tokens > 1:
             past = slice(0, tokens - 1)
             span = torch.tensor([[0, tokens - 1]], dtype=torch.int32, device=DEVICE)
             turned = rotated(*(x[:, :, past] for x in (q, k, v)), layer.spec.compute, partial(map, rotate))
