@@ -15,11 +15,10 @@ from qattn_kernels.layout import Window
 from qattn_kernels.ops.prefill.quantize import (
     FIELDS,
     TILE,
-    keys_kernel,
+    codes_kernel,
     query_means_kernel,
     settle_kernel,
     stats_kernel,
-    values_kernel,
 )
 from qattn_kernels.reference.operands import FP8, fp8_values
 
@@ -46,20 +45,48 @@ def with_codes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scale: fl
     compute = spec.compute
     if compute.prefill != "int8":
         return unpacked
-    statistics = None
-    if fp8_values(compute) or (compute.smooth_k and unpacked.k_scale is None):
+    statistics, fp8 = None, fp8_values(compute)
+    if fp8 or (compute.smooth_k and unpacked.k_scale is None):
         statistics = _statistics(unpacked, compute, spec.window)
-    if unpacked.k_scale is None:
-        mean = statistics.mean[0] if statistics is not None and compute.smooth_k else None
-        unpacked = _with_keys(q, unpacked, compute, spec.window, mean, scale)
-    if fp8_values(compute):
+    keys = _empty_keys(unpacked, statistics, compute) if unpacked.k_scale is None else None
+    values = None
+    if fp8 or (compute.pv == "int8" and unpacked.v_scale is None):
+        values = _empty_values(unpacked, statistics, fp8)
+    _write_codes(unpacked, keys, values, compute, spec.window)
+    made = unpacked
+    if keys is not None:
+        *_, k_mean, codes, scales = keys
+        k_mean = k_mean if compute.smooth_k else None
+        q_mean = shift = None
+        if compute.smooth_q != "none":
+            q_mean = _query_means(q, unpacked, compute)
+            shift = _shift(q_mean, unpacked.k, k_mean, scale)
+            shift = torch.nn.functional.pad(shift, (0, unpacked.bias.shape[2] - unpacked.k.shape[2]))
+        made = made._replace(k=codes, k_scale=scales, k_mean=k_mean, q_mean=q_mean, shift=shift)
+    if values is not None:
+        *_, v_mean, channel, codes, scales = values
+        if not fp8:
+            return made._replace(v=codes, v_scale=scales)
         assert statistics is not None
-        return _with_fp8_values(unpacked, statistics, compute, spec.window)
-    if compute.pv == "int8" and unpacked.v_scale is None:
-        codes, scales = _empty_values(unpacked, torch.int8), torch.empty_like(unpacked.bias)
-        _values(unpacked, unpacked.bias, unpacked.bias, codes, scales, False, False, spec.window)
-        unpacked = unpacked._replace(v=codes, v_scale=scales)
-    return unpacked
+        codes = codes.view(torch.float8_e4m3fn)  # bytes, cast inside the product's loop, would go through registers
+        v_mean = v_mean if compute.smooth_v else None
+        made = made._replace(v=codes, v_channel=channel, v_mean=v_mean, clean=statistics.clean)
+    return made
+
+
+def _write_codes(
+    unpacked: UnpackedKV, keys: tuple | None, values: tuple | None, compute: Compute, window: Window
+) -> None:
+    """Codes of both, or of one of them, by one kernel."""
+    (batch, heads, slots), x = unpacked.bias.shape, unpacked.v if keys is None else unpacked.k
+    sides = (keys is not None) + (values is not None)
+    if sides:
+        launch(
+            codes_kernel, (-(-slots // TILE.value), batch * heads, sides),
+            keys, values, unpacked.bias, unpacked.rows, heads, slots, LEVELS=compute.qk_levels, GROUP=compute.k_scale,
+            SMOOTH_K=compute.smooth_k, FP8=fp8_values(compute), SMOOTH_V=compute.smooth_v, D=x.shape[3],
+            DP=power_of_two(x.shape[3]), BLOCK=window.block, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def _statistics(unpacked: UnpackedKV, compute: Compute, window: Window) -> _Statistics:
@@ -92,23 +119,27 @@ def _statistics(unpacked: UnpackedKV, compute: Compute, window: Window) -> _Stat
     return _Statistics(mean, scale, clean)
 
 
-def _with_keys(
-    q: torch.Tensor, unpacked: UnpackedKV, compute: Compute, window: Window, mean: torch.Tensor | None, scale: float
-) -> UnpackedKV:
-    (batch, heads, slots), dim = unpacked.bias.shape, unpacked.k.shape[3]
-    codes = torch.empty((batch, heads, slots, dim), dtype=torch.int8, device=unpacked.k.device)
-    scales = torch.empty_like(unpacked.bias)
-    launch(
-        keys_kernel, (-(-slots // TILE.value), batch * heads),
-        unpacked.k, unpacked.k.stride()[:3], unpacked.bias, unpacked.rows, unpacked.bias if mean is None else mean,
-        codes, scales, heads, slots, LEVELS=compute.qk_levels, GROUP=compute.k_scale, SMOOTH=mean is not None, D=dim,
-        DP=power_of_two(dim), BLOCK=window.block, enable_fp_fusion=True,
-    )  # fmt: skip
-    shift = q_mean = None
-    if compute.smooth_q != "none":
-        q_mean = _query_means(q, unpacked, compute)
-        shift = torch.nn.functional.pad(_shift(q_mean, unpacked.k, mean, scale), (0, slots - unpacked.k.shape[2]))
-    return unpacked._replace(k=codes, k_scale=scales, k_mean=mean, q_mean=q_mean, shift=shift)
+def _empty_keys(unpacked: UnpackedKV, statistics: _Statistics | None, compute: Compute) -> tuple:
+    """The `KEYS` of `codes_kernel`."""
+    (batch, heads, slots), k = unpacked.bias.shape, unpacked.k
+    mean = unpacked.bias  # which nobody reads
+    if compute.smooth_k:
+        assert statistics is not None
+        mean = statistics.mean[0]
+    codes = torch.empty((batch, heads, slots, k.shape[3]), dtype=torch.int8, device=k.device)
+    return k, k.stride()[:3], mean, codes, torch.empty_like(unpacked.bias)
+
+
+def _empty_values(unpacked: UnpackedKV, statistics: _Statistics | None, fp8: bool) -> tuple:
+    """The `VALUES` of `codes_kernel`."""
+    (batch, heads, slots), v = unpacked.bias.shape, unpacked.v
+    shape = batch, heads, v.shape[3], slots
+    if not fp8:
+        codes = torch.empty(shape, dtype=torch.int8, device=v.device)
+        return v, v.stride()[:3], unpacked.bias, unpacked.bias, codes, torch.empty_like(unpacked.bias)
+    assert statistics is not None
+    codes = torch.empty(shape, dtype=torch.uint8, device=v.device)
+    return v, v.stride()[:3], statistics.mean[1], statistics.scale[1], codes, unpacked.bias
 
 
 def _query_means(q: torch.Tensor, unpacked: UnpackedKV, compute: Compute) -> torch.Tensor:
@@ -134,35 +165,3 @@ def _shift(q_mean: torch.Tensor, k: torch.Tensor, mean: torch.Tensor | None, sca
     if mean is not None:
         shift -= by_head @ mean[..., None]
     return shift.unflatten(2, (-1, q_mean.shape[2])).flatten(1, 2).contiguous()
-
-
-def _empty_values(unpacked: UnpackedKV, dtype: torch.dtype) -> torch.Tensor:
-    (batch, heads, slots), dim = unpacked.bias.shape, unpacked.v.shape[3]
-    return torch.empty((batch, heads, dim, slots), dtype=dtype, device=unpacked.v.device)
-
-
-def _with_fp8_values(unpacked: UnpackedKV, statistics: _Statistics, compute: Compute, window: Window) -> UnpackedKV:
-    mean, channel = statistics.mean[1], statistics.scale[1]
-    codes = _empty_values(unpacked, torch.uint8)
-    _values(unpacked, mean, channel, codes, unpacked.bias, True, compute.smooth_v, window)
-    v_mean = mean if compute.smooth_v else None
-    codes = codes.view(torch.float8_e4m3fn)  # bytes, cast inside the product's loop, would go through registers
-    return unpacked._replace(v=codes, v_channel=channel, v_mean=v_mean, clean=statistics.clean)
-
-
-def _values(
-    unpacked: UnpackedKV,
-    mean: torch.Tensor,
-    channel: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    fp8: bool,
-    smooth: bool,
-    window: Window,
-) -> None:
-    (batch, heads, slots), dim = unpacked.bias.shape, unpacked.v.shape[3]
-    launch(
-        values_kernel, (-(-slots // TILE.value), batch * heads),
-        unpacked.v, unpacked.v.stride()[:3], unpacked.bias, unpacked.rows, mean, channel, codes, scales, heads, slots,
-        FP8=fp8, SMOOTH=smooth, D=dim, DP=power_of_two(dim), BLOCK=window.block, enable_fp_fusion=True,
-    )  # fmt: skip

@@ -124,43 +124,56 @@ def _load_tile(X, strides, BIAS, MEAN, head, heads, n, N, SMOOTH: tl.constexpr, 
 
 
 @triton.jit
-def keys_kernel(K, strides, BIAS, ROWS, MEAN, CODES, SCALES, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr,
-                SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program (tile of slots, row and head): INT8 codes `[B, H, N, D]` of keys around `MEAN`, scales `[B, H, N]`."""
-    head, d = tl.program_id(1), tl.arange(0, DP)
-    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
-        at = head.to(tl.int64) * N + n
-        x = _load_tile(K, strides, BIAS, MEAN, head, heads, n, N, SMOOTH, D, DP)
-        scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / LEVELS)
-        scale = short_scale(tl.where(scale < SMALLEST_NORMAL, 0.0, scale))
-        code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
-        code = tl.clamp(code, -1.0 * LEVELS, 1.0 * LEVELS)
-        tl.store(CODES + at[:, None] * D + d[None, :], code.to(tl.int8), mask=(d < D)[None, :])
-        tl.store(SCALES + at, scale)
+def _write_keys(KEYS, BIAS, head, heads, n, N, LEVELS: tl.constexpr, GROUP: tl.constexpr, SMOOTH: tl.constexpr,
+                D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
+    K, strides, MEAN, CODES, SCALES = KEYS
+    at, d = head.to(tl.int64) * N + n, tl.arange(0, DP)
+    x = _load_tile(K, strides, BIAS, MEAN, head, heads, n, N, SMOOTH, D, DP)
+    scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / LEVELS)
+    scale = short_scale(tl.where(scale < SMALLEST_NORMAL, 0.0, scale))
+    code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
+    code = tl.clamp(code, -1.0 * LEVELS, 1.0 * LEVELS)
+    tl.store(CODES + at[:, None] * D + d[None, :], code.to(tl.int8), mask=(d < D)[None, :])
+    tl.store(SCALES + at, scale)
 
 
 @triton.jit
-def values_kernel(V, strides, BIAS, ROWS, MEAN, CHANNEL, CODES, SCALES, heads, N, FP8: tl.constexpr,
-                  SMOOTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program (tile of slots, row and head): codes `[B, H, D, N]` of values. In FP8 by their `CHANNEL` around `MEAN`,
-    as bytes; else INT8 with scales `[B, H, N]`."""
-    head, d = tl.program_id(1), tl.arange(0, DP)
+def _write_values(VALUES, BIAS, head, heads, n, N, FP8: tl.constexpr, SMOOTH: tl.constexpr, D: tl.constexpr,
+                  DP: tl.constexpr):  # fmt: skip
+    V, strides, MEAN, CHANNEL, CODES, SCALES = VALUES
+    d = tl.arange(0, DP)
+    x = _load_tile(V, strides, BIAS, MEAN, head, heads, n, N, FP8 and SMOOTH, D, DP)
+    where = CODES + head.to(tl.int64) * D * N + d[:, None].to(tl.int64) * N + n[None, :]
+    if FP8:
+        scale = tl.load(CHANNEL + head * D + d, mask=d < D, other=0.0)
+        x = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[None, :], -448.0, 448.0)
+        byte = rounded(x).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        tl.store(where, tl.trans(byte), mask=(d < D)[:, None])
+    else:
+        scale = tl.max(tl.abs(x), 1) * (1.0 / 127.0)
+        scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
+        code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
+        tl.store(where, tl.trans(code.to(tl.int8)), mask=(d < D)[:, None])
+        tl.store(SCALES + head.to(tl.int64) * N + n, scale)
+
+
+@triton.jit
+def codes_kernel(KEYS, VALUES, BIAS, ROWS, heads, N, LEVELS: tl.constexpr, GROUP: tl.constexpr, SMOOTH_K: tl.constexpr,
+                 FP8: tl.constexpr, SMOOTH_V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """Program (tile of slots, row and head, keys or values): of `KEYS` (tensor, strides, mean, codes, scales) INT8
+    codes `[B, H, N, D]` around their mean and scales `[B, H, N]`; of `VALUES` (tensor, strides, mean, channels' scales,
+    codes, scales) codes `[B, H, D, N]`, in FP8 by their channel around their mean, as bytes, else INT8 with scales
+    `[B, H, N]`. None where the one or the other has codes already."""
+    head, side = tl.program_id(1), tl.program_id(2)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
-        x = _load_tile(V, strides, BIAS, MEAN, head, heads, n, N, FP8 and SMOOTH, D, DP)
-        where = CODES + head.to(tl.int64) * D * N + d[:, None].to(tl.int64) * N + n[None, :]
-        if FP8:
-            scale = tl.load(CHANNEL + head * D + d, mask=d < D, other=0.0)
-            x = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[None, :], -448.0, 448.0)
-            byte = rounded(x).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-            tl.store(where, tl.trans(byte), mask=(d < D)[:, None])
-        else:
-            scale = tl.max(tl.abs(x), 1) * (1.0 / 127.0)
-            scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
-            code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
-            tl.store(where, tl.trans(code.to(tl.int8)), mask=(d < D)[:, None])
-            tl.store(SCALES + head.to(tl.int64) * N + n, scale)
+        if KEYS is not None:
+            if side == 0:
+                _write_keys(KEYS, BIAS, head, heads, n, N, LEVELS, GROUP, SMOOTH_K, D, DP)
+        if VALUES is not None:
+            if side == tl.num_programs(2) - 1:
+                _write_values(VALUES, BIAS, head, heads, n, N, FP8, SMOOTH_V, D, DP)
 
 
 @triton.jit
