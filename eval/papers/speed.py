@@ -87,10 +87,12 @@ def slower(rows: list[Row]) -> list[str]:
     """Recorded prefills, of the methods whose papers time one, that take more time than the fastest of PyTorch."""
     found: dict[str, list[str]] = {}
     for source in (source for source in sources(rows) if source.startswith("recorded prefill, ")):
-        _, way, _, device = source.split(", ", 3)
+        _, way, batch, device = source.split(", ", 3)
         slow = {setting: times for setting, times in column(rows, source, "speedup").items() if times < 1}
         if way in TIMED:
-            found.setdefault(f"{way}, {device}", []).extend(f"{times:.2f}x at {at}" for at, times in slow.items())
+            rows_of = batch.removeprefix("batch ")
+            points = [f"{times:.2f}x at {rows_of} x {at}" for at, times in slow.items()]
+            found.setdefault(f"{way}, {device}", []).extend(points)
     return [f"{name}: {', '.join(points)}" for name, points in found.items() if points]
 
 

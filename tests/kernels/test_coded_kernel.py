@@ -19,9 +19,10 @@ from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.state import side_of
+from qattn_kernels.ops.prefill.coded import with_codes
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
-from qattn_kernels.step.stock_cache import attend_over
+from qattn_kernels.step.stock_cache import _rows, _unpacked, attend_over
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 OFFSET, TOKENS, DIM = 50, 150, 64  # queries of two blocks of 128, keys of four of 64
@@ -245,3 +246,21 @@ def test_queries_of_a_decode(case: Case, levels: int, run: Any):
 def _of_levels(q: torch.Tensor, levels: int, layer: QAttnLayer) -> torch.Tensor:
     scale, held = q.abs().amax(-1, keepdim=True) / levels, (x.cpu() for x in dequantize(layer, 129))
     return attention_fp64(torch.round(q / scale) * scale, *held)
+
+
+@pytest.mark.parametrize("pv", ["int8", "e4m3"])
+def test_values_get_the_same_codes_where_keys_have_theirs(pv: str):
+    q, k, v, mask = (x.to(DEVICE) for x in inputs())
+    spec = get_method("sage2")(cache="model", pv=pv).last_layer_spec(1)
+    rows = _rows(mask, torch.tensor([OFFSET], device=DEVICE), TOKENS)
+    unpacked = _unpacked(k, v, mask, rows, spec)
+    both = with_codes(q, unpacked, spec, SCALE.scale)
+    coded = unpacked._replace(k=both.k, k_scale=both.k_scale)
+    alone = with_codes(q, coded, spec, SCALE.scale)
+    assert alone.k is both.k and alone.k_scale is both.k_scale
+    end = mask.shape[1]
+    assert torch.equal(alone.v.view(torch.uint8)[..., :end], both.v.view(torch.uint8)[..., :end])
+    scales = ("v_scale",) if pv == "int8" else ("v_channel", "v_mean")
+    for name in scales:
+        one, other = getattr(alone, name), getattr(both, name)
+        assert (one is None and other is None) or torch.equal(one[..., :end], other[..., :end])
