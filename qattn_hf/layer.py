@@ -27,7 +27,9 @@ from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly, needs_dispatch
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa
 
-_geometry = lru_cache(maxsize=1024)(Geometry)  # every layer of every new cache asks for one, twice
+# every layer of every new cache asks for these
+_geometry = lru_cache(maxsize=1024)(Geometry)
+_unsupported = lru_cache(maxsize=1024)(unsupported)
 
 
 class QAttnLayer(ArenaHolder, CacheLayerMixin):
@@ -90,7 +92,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
                 "use bits=4 or bits=2"
             )
         k_dim, v_dim = key_states.shape[-1], value_states.shape[-1]
-        reason = unsupported(self.spec, heads, k_dim, v_dim) if self.spec.impl == "triton" else None
+        reason = _unsupported(self.spec, heads, k_dim, v_dim) if self.spec.impl == "triton" else None
         if reason is not None:
             raise UnsupportedError(f"this layer was meant for Triton kernels, but {reason}: use impl='reference'")
         self.geometry = self.geometry_of(key_states, value_states)

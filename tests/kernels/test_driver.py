@@ -82,6 +82,27 @@ def test_the_driver_gets_every_argument_in_its_size(monkeypatch):
     assert scratch == [bytes(8)] * 2
 
 
+def test_addresses_that_changed_are_filled_in_and_others_stay(monkeypatch):
+    library = Library(SIZES)
+    monkeypatch.setattr(driver, "driver", lambda: library)
+    made = plan.Plan([plan.Launch(kernel([]), (1, 1, 1), ARGUMENTS, {})] * 2, [], 0)
+
+    def given(*addresses: int) -> list[int]:
+        library.seen.clear()
+        made._launch(list(addresses), 9)
+        return [int.from_bytes(seen[-1][4], "little") for seen in library.seen]
+
+    assert [given(4096, 0, x) for x in (1000, 1000, 2000)] == [[1005] * 2, [1005] * 2, [2005] * 2]
+    assert given(8192, 0, 3000) == [3005] * 2 and given(4096, 0, 2000) == [2005] * 2
+    second = made._bound[4096].launches[1].direct
+    monkeypatch.setattr(type(second), "__call__", lambda self, stream: 1 // (self is not second))
+    with pytest.raises(ZeroDivisionError):  # an interrupt between two launches leaves some addresses new
+        given(4096, 0, 5000)
+    monkeypatch.undo()
+    monkeypatch.setattr(driver, "driver", lambda: library)
+    assert given(4096, 0, 2000) == [2005] * 2
+
+
 @pytest.mark.parametrize(
     ("library", "metadata"),
     [
@@ -127,5 +148,5 @@ def test_all_launches_of_steps_and_prompts_are_direct_in_any_thread(monkeypatch)
     thread = threading.Thread(target=call, args=(1,))
     thread.start()
     thread.join()
-    bound = [one for made in plan._plans.values() if made for ones in made._bound.values() for one in ones]
+    bound = [one for made in plan._plans.values() if made for over in made._bound.values() for one in over.launches]
     assert len(results) == 5 and bound and all(one.direct is not None for one in bound)

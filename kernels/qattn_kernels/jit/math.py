@@ -120,6 +120,16 @@ def float_to_int8(x):
 
 
 @triton.jit
+def sum_of_raised(raised, axis: tl.constexpr):
+    """The sum of integers raised by `ROUNDER`, as floats: of their bits, in which `ROUNDER`'s are a constant."""
+    if INTERPRETED:  # whose sum of 32-bit integers does not wrap around
+        return tl.sum(raised - ROUNDER, axis)
+    else:
+        bits = tl.sum(raised.to(tl.int32, bitcast=True) - ROUNDER_BITS, axis)
+        return bits.to(tl.float32)
+
+
+@triton.jit
 def exp2_sas(x, threshold):
     """TurboAttention's SAS in base 2: a cubic for the fraction, here in [-1/2, 1/2], the integer part put in the
     exponent; 0 below `threshold`. x <= 7. Within 1e-4 relative of 2^x, and so within SAS's own 1.04e-3 of its
@@ -136,3 +146,17 @@ def exp2_sas(x, threshold):
 def broken(x, axis: tl.constexpr):
     """Which vectors of fp32 `x` are not finite. A maximum would drop a NaN, so that counts as infinity."""
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis) > 3.4028234663852886e38
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x):
+    """The largest magnitude in each row of fp32 `[n, d]`, infinite or NaN where a number is not finite."""
+    if INTERPRETED:  # which takes an hour over a maximum of our own
+        return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+    else:
+        return tl.reduce(tl.abs(x), 1, _larger)

@@ -13,6 +13,7 @@ LEAST_COLUMNS = 8  # of a tensor core tile
 MOST_COLUMNS = 16  # of one program; more queries of a short call go to more programs
 LATENT_COLUMNS = (16, 64)  # the same two of latent attention: query heads share each latent that a program dequantizes
 RING_TILE = 64  # slots of the ring that a decode reads at a time
+WIDEST_TILE = 128  # slots of the largest tile of a prefill, which may touch so many behind a row's last token
 FACTORS_STEP = 2048  # slots of values whose factors are worked out at a time
 FEW_SPLITS = 8  # of a context, which a merge weighs at once in few threads
 WHOLE_RING = 128  # slots at most that one program reads: one tile is open there but for steps that close a block

@@ -65,6 +65,13 @@ class Bound(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class OverArena(NamedTuple):
+    """A plan's launches over one arena, and the addresses that all of them have filled in, or none."""
+
+    launches: list[Bound]
+    filled: list[int]
+
+
 class Result(NamedTuple):
     """Shape of a tensor that a call returns."""
 
@@ -86,7 +93,7 @@ class Plan:
 
     def __init__(self, launches: list[Launch], results: list[Result], temporary: int):
         self.launches, self.results, self.temporary = launches, results, temporary
-        self._bound: dict[int, list[Bound]] = {}  # by the address of an arena
+        self._bound: dict[int, OverArena] = {}  # by the address of an arena
 
     def run(self, inputs: Sequence[torch.Tensor | None], addresses: list[int]) -> list[torch.Tensor]:
         """Launch everything for these inputs at these addresses; that of the first, the arena, stays from call to
@@ -111,17 +118,23 @@ class Plan:
         if bound is None:
             if len(self._bound) >= ARENAS:
                 self._bound.clear()
-            bound = self._bound[addresses[0]] = [_bind(x, addresses[0]) for x in self.launches]
-        watched = _watched()
-        for one in bound:
+            bound = self._bound[addresses[0]] = OverArena([_bind(x, addresses[0]) for x in self.launches], [])
+        watched, filled = _watched(), bound.filled
+        again = filled == addresses  # PyTorch's allocator gives a layer's calls the same memory, as a rule
+        if not again:
+            filled.clear()
+        for one in bound.launches:
             if watched or one.direct is None:
                 _by_triton(one, addresses, stream, watched)
                 continue
-            slots = one.direct.slots
-            for slot, base, offset in one.places:
-                slots[slot] = addresses[base] + offset
+            if not again:
+                slots = one.direct.slots
+                for slot, base, offset in one.places:
+                    slots[slot] = addresses[base] + offset
             if one.direct(stream):  # Triton's launcher makes a context in threads without one, and names errors
                 _by_triton(one, addresses, stream)
+        if not (again or watched):
+            filled.extend(addresses)
 
     def _interpret(self, tensors: list[torch.Tensor | None]) -> None:
         """The same in Triton's interpreter, whose pointers are tensors."""

@@ -96,12 +96,12 @@ def zeroed_together() -> Iterator[None]:
     the host longer."""
     arenas: list[torch.Tensor] = []
     _later.arenas = arenas
-    try:
-        yield
-    finally:
-        _later.arenas = None
-        if arenas:
-            with torch.inference_mode(False):
+    with torch.inference_mode(False):  # see `empty_arena`
+        try:
+            yield
+        finally:
+            _later.arenas = None
+            if arenas:
                 torch._foreach_zero_([arena.view(torch.int64) for arena in arenas])
 
 
@@ -109,12 +109,11 @@ def empty_arena(layout: Layout, device: torch.device, at_once: bool = True) -> t
     """uint8 zeros: the state of rows that have seen nothing, without constants. Unless `at_once`, they may be zeros at
     the end of `zeroed_together` only."""
     later, n_bytes = getattr(_later, "arenas", None), places(layout)[1]
+    if not at_once and later is not None:
+        later.append(torch.empty(n_bytes, dtype=torch.uint8, device=device))
+        return later[-1]
     with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-        if at_once or later is None:
-            return torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-        arena = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-    later.append(arena)
-    return arena
+        return torch.zeros(n_bytes, dtype=torch.uint8, device=device)
 
 
 def views(arena: torch.Tensor, layout: Layout) -> State:

@@ -46,7 +46,7 @@ def fused_step(
         finish(call)
         out, lse = latent.prefill(call, unpacked)
     else:
-        unpacked = with_room(unpacked)
+        unpacked = with_room(unpacked, spec, scores)
         finish(call, unpacked)
         out, lse = prefill(call.query, unpacked, spec, scores)
     return out if spec.compute.rotate_v == "none" else rotate.rotate([out], back=True)[0], lse

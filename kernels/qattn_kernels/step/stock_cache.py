@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from qattn_kernels.formats import Operand
+from qattn_kernels.launch.constants import WIDEST_TILE
 from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import Compute, LayerSpec, decode_spec
@@ -99,10 +100,10 @@ def _unpacked(
 ) -> UnpackedKV:
     """Keys and values of a stock cache as a prefill kernel takes them; the cache's columns are its slots.
 
-    What the prefill quantizes stays where the cache has it; what it does not is copied, in whole blocks.
+    What the prefill quantizes stays where the cache has it; what it does not is copied, in whole tiles.
     """
     batch, heads, columns, _ = key.shape
-    behind = -columns % spec.window.block
+    behind = -columns % max(spec.window.block, WIDEST_TILE)
     coded_k, coded_v = _coded(spec.compute)
     bias = pad(torch.where(key_mask, 0.0, -torch.inf), (0, behind), value=-torch.inf)
     pos = torch.arange(columns + behind, dtype=torch.int32, device=key.device)

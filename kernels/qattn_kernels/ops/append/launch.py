@@ -8,7 +8,7 @@ import torch
 from qattn_kernels.formats.base import Low
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import FACTORS_STEP, Sizes, power_of_two
+from qattn_kernels.launch.constants import FACTORS_STEP, WIDEST_TILE, Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.options import codes
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
@@ -22,7 +22,6 @@ from qattn_kernels.reference.rows import open_span_blocks
 FEW_PROGRAMS = 64  # up to so many do keys and values of a block in two: more multiprocessors are busy
 AT_ONCE = 512  # programs that a GPU runs side by side
 TWO_EACH = 264  # programs of four warps, if a multiprocessor has room for two
-OVERHANG = 128  # slots behind a row's last token that a prefill may touch: those of its largest tile
 
 
 def rank(call: Call) -> None:
@@ -96,7 +95,7 @@ def append_long(call: Call, unpacked: UnpackedKV) -> None:
     """Write the tokens of a long call and close what is full. New tokens and those that were open also go to the
     unpacked keys and values, if those have slots, and to the ring later (`finish`)."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
-    blocks = open_span_blocks(call.spec.window, call.tokens) + OVERHANG // call.sizes.BLOCK
+    blocks = open_span_blocks(call.spec.window, call.tokens) + WIDEST_TILE // call.sizes.BLOCK
     parts, options = _long_codes(call)
     launch(
         long_kernel, (parts * blocks, call.sizes.H, call.batch),
@@ -129,7 +128,7 @@ def empty_unpacked(call: Call, past: int | None) -> UnpackedKV:
     will read them."""
     size, spec, slots = call.sizes, call.spec, 0
     if past is not None:
-        slots = (min(past, call.blocks) + open_span_blocks(spec.window, call.tokens)) * size.BLOCK + OVERHANG
+        slots = (min(past, call.blocks) + open_span_blocks(spec.window, call.tokens)) * size.BLOCK + WIDEST_TILE
     shape = (call.batch, size.H, slots)
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.granularity import QUERY_BLOCK
-from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, ROUNDER_BITS, float_to_int8, to_codes
+from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, ROUNDER_BITS, float_to_int8, largest, to_codes
 from qattn_kernels.jit.rows import in_window, load_row
 from qattn_kernels.ops.prefill.weights import (
     LARGEST,
@@ -43,7 +43,8 @@ class HeadKV(NamedTuple):
 
     Attributes:
         k, k_scale, v: as in `launch.unpacked_kv.UnpackedKV`.
-        v_log_scale, inverse: as in `value_factors.Factors`; of values without scales the bias.
+        bias, v_factor: `v_log_scale` and `inverse` of `value_factors.Factors`; where scores stay in units of their
+            query (`BY_ROW`) the bias alone and the scales of values; of values without scales the bias for both.
         pos: row positions.
         shift: scores of the mean query, where queries stand around it.
     """
@@ -51,8 +52,8 @@ class HeadKV(NamedTuple):
     k: Any
     k_scale: Any
     v: Any
-    v_log_scale: Any
-    inverse: Any
+    bias: Any
+    v_factor: Any
     pos: Any
     shift: Any
 
@@ -165,7 +166,7 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
         p, mass, here, new, peak = block_weights(x, unit, sums, head, n0, threshold, BN, C)
     elif C.BY_ROW:
         see = _visible(head.pos, queries.pos, n0 + order, C) if MASK else True
-        p, mass, here, new, peak = row_weights(x, unit, sums, head, n0 + order, see, BN, MASK, C)
+        p, mass, here, new, peak = row_weights(x, unit, sums, head, n0, order, see, BN, MASK, C)
     else:
         one = unit
         if C.K_INT8 and C.Q_GROUP != "block":
@@ -202,22 +203,24 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
     q += column.to(tl.int64)[:, None] * stride + d[None, :]
     there = (d < C.D)[None, :]
     x = tl.load(q, mask=real[:, None] & there, other=0)
-    # NaN where a number is not finite, else 0. By products: comparing all numbers takes so many integer instructions
-    # that ptxas moves registers by multiplications, in the main loop too, and an INT8 prefill was 5 % slower on an
-    # H200
-    mark = tl.sum(x.to(tl.float32) * 0.0, 1)
-    tl.store(lse, mark, mask=inside)
     unit, k_mean_scores = scale, tl.full([C.BM], 0.0, tl.float32)
     to_log2 = factor(cap, C)
     if C.SMOOTH_K:
         mean = tl.load(k_mean + d, mask=d < C.D, other=0.0)
         k_mean_scores = tl.sum(x.to(tl.float32) * mean[None, :], 1) * (scale * to_log2)
-    if C.K_INT8:
+    # NaN where a number is not finite, else 0. By products: comparing all numbers takes so many integer instructions
+    # that ptxas moves registers by multiplications, in the main loop too, and an INT8 prefill was 5 % slower on an
+    # H200
+    if not C.K_INT8:
+        tl.store(lse, tl.sum(x.to(tl.float32) * 0.0, 1), mask=inside)
+    else:
         x = x.to(tl.float32)
         if C.SMOOTH_Q != "none":
             x -= tl.where(real[:, None], tl.load(q_mean + d, mask=d < C.D, other=0.0)[None, :], 0.0)
-        x *= scale
-        top = tl.where(mark == 0.0, tl.max(tl.abs(x), 1), 0.0)
+        top = largest(x) * tl.abs(scale)
+        mark = top * 0.0
+        tl.store(lse, mark, mask=inside)
+        top = tl.where(mark == 0.0, top, 0.0)
         if C.Q_GROUP == "block":
             top = tl.max(top, 0) + tl.zeros_like(top) if C.BY_ROW else tl.max(top, 0)
         elif C.Q_GROUP == "thread":
@@ -226,7 +229,8 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
         unit = top / C.Q_LEVELS
         unit = tl.where(unit < LEAST_UNIT, LEAST_UNIT, unit)
         inverse = 1.0 / unit
-        x = float_to_int8(x * (inverse if C.Q_GROUP == "block" and not C.BY_ROW else inverse[:, None]))
+        by = scale * inverse
+        x = float_to_int8(x * (by if C.Q_GROUP == "block" and not C.BY_ROW else by[:, None]))
     return x, unit * to_log2, k_mean_scores
 
 
@@ -252,7 +256,7 @@ def _window_start(pos, slot, q_pos, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def attend(q, q_b, q_h, q_t, k, k_scale, v, v_log_scale, inverse, clean, pos, rows, sinks, extra, out, lse, T, N, scale,
+def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, sinks, extra, out, lse, T, N, scale,
            cap, threshold, C: tl.constexpr):  # fmt: skip
     """One program: `BM` queries of a head. Those of one KV head follow one another, long ones first. `extra`: of the
     `UnpackedKV` `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean`, where it has them. `cap`: the soft cap in
@@ -279,7 +283,7 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, v_log_scale, inverse, clean, pos, ro
     x, unit, k_mean_scores = _queries(q, q_t, to, real, t < T, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
 
     base = bh.to(tl.int64) * N
-    head = HeadKV(k + base * C.D, k_scale + base, v + base * C.DV, v_log_scale + base, inverse + base,
+    head = HeadKV(k + base * C.D, k_scale + base, v + base * C.DV, bias + base, v_factor + base,
                      pos + b.to(tl.int64) * N, shift)  # fmt: skip
     slot = row.closed * C.BLOCK + row.length - row.open_start
     last = tl.minimum(t0 + C.BM, row.count)

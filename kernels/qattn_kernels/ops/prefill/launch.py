@@ -29,9 +29,23 @@ def _config(q: torch.Tensor, kind: str | None, width: int) -> Prefill:
     return large or table[kind, width]
 
 
-def with_room(unpacked: UnpackedKV) -> UnpackedKV:
-    """With room for the factors of its values, if these have scales."""
-    if unpacked.v_scale is None:
+def _plain(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> bool:
+    """Whether INT8 products of keys go into an exact softmax as they are."""
+    integer = unpacked.k_scale is not None and spec.compute.prefill == "int8"
+    return integer and not scores.softcap and spec.compute.softmax == "exact"
+
+
+def _by_row(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> bool:
+    """Whether scores stay in units of their query until the exponent."""
+    coded = unpacked.v_channel is not None or (
+        unpacked.v_scale is not None and spec.compute.pv == "int8" and spec.v.row_weights
+    )
+    return coded and _plain(unpacked, spec, scores)
+
+
+def with_room(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> UnpackedKV:
+    """With room for the factors of its values, if these have scales and the prefill takes them apart."""
+    if unpacked.v_scale is None or _by_row(unpacked, spec, scores):
         return unpacked
     batch, heads, _ = unpacked.bias.shape
     clean = torch.empty(batch * heads, dtype=torch.int32, device=unpacked.bias.device)
@@ -39,18 +53,19 @@ def with_room(unpacked: UnpackedKV) -> UnpackedKV:
     return unpacked._replace(factors=(unpacked.v_scale, unpacked.bias, *made))
 
 
-def _value_factors(unpacked: UnpackedKV, block: int) -> tuple[torch.Tensor, ...]:
-    """`v_log_scale`, `inverse` and `clean`; values without scales have the bias alone."""
+def _of_values(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> tuple[torch.Tensor, ...]:
+    """`bias` and `v_factor` of a `kernel.HeadKV`, and `clean` of `value_factors.Factors`."""
     from qattn_kernels.ops.prefill.value_factors import value_factors
 
-    if unpacked.v_scale is None:
-        return unpacked.bias, unpacked.bias, unpacked.rows if unpacked.clean is None else unpacked.clean
+    if unpacked.v_scale is None or _by_row(unpacked, spec, scores):
+        scale = unpacked.bias if unpacked.v_scale is None else unpacked.v_scale
+        return unpacked.bias, scale, unpacked.rows if unpacked.clean is None else unpacked.clean
     if unpacked.factors is not None:
         return unpacked.factors[2:]
-    factors, (batch, heads, slots) = with_room(unpacked).factors, unpacked.bias.shape
+    factors, (batch, heads, slots) = with_room(unpacked, spec, scores).factors, unpacked.bias.shape
     launch(
         value_factors, (batch * heads,),
-        factors, unpacked.rows, heads, slots, BLOCK=block, STEP=FACTORS_STEP, enable_fp_fusion=True,
+        factors, unpacked.rows, heads, slots, BLOCK=spec.window.block, STEP=FACTORS_STEP, enable_fp_fusion=True,
     )  # fmt: skip
     assert factors is not None
     return factors[2:]
@@ -63,16 +78,15 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
     k_codes, v_codes = unpacked.k_scale is not None, unpacked.v_scale is not None
     k_int8 = k_codes and compute.prefill == "int8"
     v_int8, v_fp8 = v_codes and compute.prefill == compute.pv == "int8", unpacked.v_channel is not None
-    plain = k_int8 and not scores.softcap and compute.softmax == "exact"
     dim_v = unpacked.v.shape[2] if v_codes or v_fp8 else unpacked.v.shape[3]
     dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
     config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
-    grouped = plain and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
+    grouped = _plain(unpacked, spec, scores) and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
     by_block = spec.k.block_scales and spec.v.block_scales
     sizes = PrefillSizes(
         BM=compute.block_q if k_int8 and compute.q_scale == "block" else config.queries,
         BN=min(config.bn, 2 * spec.window.block),
-        TAIL=min(config.tail, spec.window.block),
+        TAIL=min(config.tail, 2 * spec.window.block),
         STAGES=config.stages,
         HQ=hq,
         G=hq // heads,
@@ -92,7 +106,7 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
         SMOOTH_K=unpacked.k_mean is not None,
         SMOOTH_Q="none" if unpacked.shift is None else compute.smooth_q,
         SMOOTH_V=unpacked.v_mean is not None,
-        BY_ROW=plain and (v_fp8 or (v_int8 and spec.v.row_weights)),
+        BY_ROW=_by_row(unpacked, spec, scores),
         RAISED=compute.round_sum,
         LOCAL_WINDOW=abs(scores.window),
         CHUNKS=scores.window < 0,
@@ -132,7 +146,7 @@ def prefill(
     batch, hq, tokens = q.shape[:3]
     out = torch.empty((batch, tokens, hq, sizes.DV), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, hq, tokens), dtype=torch.float32, device=q.device)
-    v_log_scale, inverse, clean = _value_factors(unpacked, spec.window.block)
+    bias, v_factor, clean = _of_values(unpacked, spec, scores)
     k_scale = unpacked.bias if unpacked.k_scale is None else unpacked.k_scale
     sinks = lse if scores.sinks is None else scores.sinks
     extra = tuple(
@@ -142,8 +156,8 @@ def prefill(
     cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
     launch(
         attend, (batch * hq * -(-tokens // sizes.BM),),
-        q, *q.stride()[:3], unpacked.k, k_scale, unpacked.v, v_log_scale, inverse, clean, unpacked.pos, unpacked.rows,
-        sinks, extra, out, lse, tokens, unpacked.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
+        q, *q.stride()[:3], unpacked.k, k_scale, unpacked.v, bias, v_factor, clean, unpacked.pos, unpacked.rows, sinks,
+        extra, out, lse, tokens, unpacked.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
         num_warps=config.warps * max(1, sizes.BM // 64), num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

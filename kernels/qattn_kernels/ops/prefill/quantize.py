@@ -10,8 +10,10 @@ from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.int_group.jit import shared
 from qattn_kernels.jit.math import SMALLEST_NORMAL, broken, round_even, short_scale
 from qattn_kernels.jit.rows import load_row
+from qattn_kernels.launch.constants import WIDEST_TILE
 
 TILE = tl.constexpr(64)
+REACH = tl.constexpr(WIDEST_TILE)
 FIELDS = tl.constexpr(4)  # of `stats_kernel`
 FAR = tl.constexpr(1073741824.0)  # behind all slots
 
@@ -167,7 +169,7 @@ def codes_kernel(KEYS, VALUES, BIAS, ROWS, heads, N, LEVELS: tl.constexpr, GROUP
     `[B, H, N]`. None where the one or the other has codes already."""
     head, side = tl.program_id(1), tl.program_id(2)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    if tl.program_id(0) * TILE < _end(ROWS, head // heads, BLOCK):
+    if tl.program_id(0) * TILE < tl.cdiv(_end(ROWS, head // heads, BLOCK), REACH) * REACH:
         if KEYS is not None:
             if side == 0:
                 _write_keys(KEYS, BIAS, head, heads, n, N, LEVELS, GROUP, SMOOTH_K, D, DP)

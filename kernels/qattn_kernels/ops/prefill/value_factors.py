@@ -8,7 +8,10 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.rows import load_row
+from qattn_kernels.launch.constants import WIDEST_TILE
 from qattn_kernels.ops.prefill.weights import NO_SCALE
+
+REACH = tl.constexpr(WIDEST_TILE)
 
 
 class Factors(NamedTuple):
@@ -30,10 +33,10 @@ class Factors(NamedTuple):
 
 @triton.jit
 def write_factors(F, row, head, N, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Those of one row and head, `STEP` slots at a time."""
+    """Those of one row and head, `STEP` slots at a time, as far as a prefill's last tile may reach."""
     base = head.to(tl.int64) * N
-    end = (row.closed * BLOCK + row.length - row.open_start + row.count + BLOCK - 1) // BLOCK * BLOCK
-    masked = end
+    masked = row.closed * BLOCK + row.length - row.open_start + row.count
+    end = tl.cdiv(masked, REACH) * REACH
     for start in range(0, end, STEP):
         n = start + tl.arange(0, STEP)
         b = tl.load(F.bias + base + n, mask=n < end, other=0.0)

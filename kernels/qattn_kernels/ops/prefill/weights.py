@@ -5,8 +5,8 @@ What the functions take:
 - `x` `[BM, BN]`: the products. Integer sums come as floats `ROUNDER + sum`; the multiply-add that scales them takes
   `ROUNDER` off. `unit`: what 1 of a product is worth in log2 units, one for all queries, or `[BM]` (`row_weights`,
   `group_weights`).
-- `head`: the `kernel.HeadKV`. Its `v_log_scale` is the logarithm of a value's scale, -inf where the slot is masked, and
-  `inverse` is 1 / that scale.
+- `head`: the `kernel.HeadKV`. Its `bias` is -inf where the slot is masked, else the logarithm of the value's scale, and
+  `v_factor` is 1 / that scale; for `row_weights` 0 and the scale itself.
 - `sums`: the `kernel.Sums` before the tile; its maxima start at `NOTHING`, which is finite.
 - `C`: a `launch.constants.PrefillSizes`.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.math import LOG2E, ROUNDER, exp2_sas, short_scale
+from qattn_kernels.jit.math import LOG2E, ROUNDER, exp2_sas, short_scale, sum_of_raised
 
 NEGATIVE = tl.constexpr(float("-inf"))
 LEVELS = tl.constexpr(127.0)  # of weights: all there are, which errs less than the 119 of what is stored
@@ -54,11 +54,11 @@ def block_weights(x, unit, sums, head, n0, threshold, BN: tl.constexpr, C: tl.co
     The terms with `ROUNDER` are large, so that their difference errs by up to one unit of a sum. Scores are taken from
     one unit above the largest: a weight beyond 127 would come out as a negative 8-bit integer."""
     PARTS: tl.constexpr = (BN + C.BLOCK - 1) // C.BLOCK
-    k_scale, v_log_scale, inverse, top, peak = head.k_scale, head.v_log_scale, head.inverse, sums.m, sums.peak
+    top, peak = sums.m, sums.peak
     block = n0 + tl.arange(0, PARTS) * C.BLOCK
-    r = tl.load(inverse + block)[None, :]
-    a = tl.load(k_scale + block)[None, :] * unit
-    b = tl.load(v_log_scale + block)[None, :] - a * ROUNDER
+    r = tl.load(head.v_factor + block)[None, :]
+    a = tl.load(head.k_scale + block)[None, :] * unit
+    b = tl.load(head.bias + block)[None, :] - a * ROUNDER
     x = x.reshape(C.BM, PARTS, BN // PARTS)
     best = tl.max(x, 2) * a + b
     here = tl.max(best, 1) + tl.max(a, 1)
@@ -78,17 +78,16 @@ def token_scores(x, unit, head, n, cap, k_mean_scores, C: tl.constexpr):
 
     Queries with scales of their own have `x` multiplied by them already, without `ROUNDER`. `k_mean_scores` `[BM]`:
     what keys around their mean lack, which a softmax alone would not miss."""
-    k_scale, v_log_scale, inverse, shift = head.k_scale, head.v_log_scale, head.inverse, head.shift
-    b = tl.load(v_log_scale + n)
+    b = tl.load(head.bias + n)
     r = tl.full([x.shape[1]], 1.0, tl.float32)
     a = r * unit
-    if C.K_CODES:  # a slot that nobody sees may have any scale
-        a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n) * unit)
+    if C.K_CODES:
+        a = tl.load(head.k_scale + n) * unit
     if C.V_CODES:
-        r = tl.load(inverse + n)
+        r = tl.load(head.v_factor + n)
     low = a * (-ROUNDER if C.K_INT8 and C.Q_GROUP == "block" else 0.0)
     if C.SMOOTH_Q != "none":
-        low += tl.load(shift + n) * factor(cap, C)
+        low += tl.load(head.shift + n) * factor(cap, C)
     if C.SOFTCAP:  # `unit` makes this the exponent of its tanh
         y = x * a[None, :] + low[None, :]
         if C.SMOOTH_K:
@@ -100,25 +99,23 @@ def token_scores(x, unit, head, n, cap, k_mean_scores, C: tl.constexpr):
 
 
 @triton.jit
-def row_weights(x, unit, sums, head, n, see, BN: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):
+def row_weights(x, unit, sums, head, n0, order, see, BN: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):
     """Weights of a tile from its integer sums `x` where keys have scales of their own: scores stay in units of their
     query until the exponent, where its scale costs nothing. FP8 weights are against the running maximum, times
     `LARGEST`; INT8 ones against the tile's own, times their values' scale, which blocks have. `C.RAISED`: these come
     with `ROUNDER` added, which rounds them and leaves each in the low byte of its float, and the mass is of the rounded
     ones, but where a block's values are so small beside another's that nothing would be left of its weights."""
-    k_scale, v_log_scale, shift, top, peak = head.k_scale, head.v_log_scale, head.shift, sums.m, sums.peak
     PARTS: tl.constexpr = BN // min(BN, C.BLOCK)
-    b = tl.load(v_log_scale + n)
-    a = tl.where(b == NEGATIVE, 0.0, tl.load(k_scale + n))
+    top, peak, n = sums.m, sums.peak, n0 + order
+    mask, a = tl.load(head.bias + n), tl.load(head.k_scale + n)
     if C.Q_LEVELS < LEVELS:  # sums of 4-bit codes are small: `a * ROUNDER` must be exact
         a = short_scale(a)
-    mask = tl.where(b == NEGATIVE, NEGATIVE, 0.0)
     if C.PLAIN:  # the interpreter rounds the product before it is summed
         s = (x - ROUNDER) * a[None, :] + mask[None, :]
     else:
         s = x * a[None, :] + (mask - a * ROUNDER)[None, :]
     if C.SMOOTH_Q != "none":
-        s = s * unit[:, None] + (tl.load(shift + n) * LOG2E)[None, :]
+        s = s * unit[:, None] + (tl.load(head.shift + n) * LOG2E)[None, :]
         unit = tl.full([C.BM], 1.0, tl.float32)
     if MASK:
         s = tl.where(see, s, NEGATIVE)
@@ -128,7 +125,8 @@ def row_weights(x, unit, sums, head, n, see, BN: tl.constexpr, MASK: tl.constexp
         p = tl.exp2(s * unit[:, None] - (new - LOG2_LARGEST)[:, None])
         mass = tl.sum(p, 1)
     else:
-        log_scale = tl.max(tl.reshape(b, (PARTS, BN // PARTS)), 1)  # of a block's values
+        v_scale = tl.maximum(tl.load(head.v_factor + n0 + tl.arange(0, PARTS) * C.BLOCK), NO_SCALE)
+        log_scale = tl.log2(v_scale)
         s = tl.reshape(s, (C.BM, PARTS, BN // PARTS))
         here = tl.max(tl.max(s, 2) * unit[:, None] + log_scale[None, :], 1)
         new = tl.maximum(top, here)
@@ -138,9 +136,8 @@ def row_weights(x, unit, sums, head, n, see, BN: tl.constexpr, MASK: tl.constexp
         if C.RAISED:
             p += ROUNDER
             small = log_scale < tl.max(log_scale, 0) - SMALL_VALUES
-            masses = tl.where(small[None, :], masses, tl.sum(p - ROUNDER, 2))
-        inverse = tl.where(log_scale == NEGATIVE, 0.0, tl.exp2(-log_scale))
-        mass = tl.sum(masses * inverse[None, :], 1)
+            masses = tl.where(small[None, :], masses, sum_of_raised(p, 2))
+        mass = tl.sum(masses * (1.0 / v_scale)[None, :], 1)
         p = tl.reshape(p, (C.BM, BN))
     return p, mass, here, new, peak
 
@@ -161,11 +158,11 @@ def group_weights(x, unit, sums, head, n0, BN: tl.constexpr, C: tl.constexpr):
         dims of `y`          4 |   2 | 2 |    2 | 2     behind queries and parts of 64
         bits of a group        | low |   | high |
     """
-    k_scale, top, peak = head.k_scale, sums.m, sums.peak
+    top, peak = sums.m, sums.peak
     PARTS: tl.constexpr = BN // 64
     part, two = tl.arange(0, PARTS) * 64, tl.arange(0, 2) * 2
     group = part[:, None, None] + two[None, :, None] + 2 * two[None, None, :]  # the first token of each
-    a = short_scale(tl.load(k_scale + n0 + group)[None, :, :, :] * unit[:, None, None, None])
+    a = short_scale(tl.load(head.k_scale + n0 + group)[None, :, :, :] * unit[:, None, None, None])
     y = tl.reshape(x, (C.BM, PARTS, 4, 2, 2, 2, 2))  # bits 5 and 4, 3, 2, 1, 0 of the column
     most = tl.max(tl.max(y, 6), 2)
     best = most * a[:, :, :, None, :] - (a * ROUNDER)[:, :, :, None, :]
