@@ -59,14 +59,14 @@ def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, RO
 @triton.jit
 def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr,
                 first=0):  # fmt: skip
-    """int32 codes `[BLOCK, n]` of block `at`, of all channels or of `n` from `first` on, packed: `[bytes, D]` of keys,
+    """`code_bits` `[BLOCK, n]` of block `at`, of all channels or of `n` from `first` on, packed: `[bytes, D]` of keys,
     `[D, bytes]` of values. 3 bits are the lower two and, behind those, the highest. `SHUFFLED`: halves of bytes in the
     order of `CodebookFormat.shuffle`."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     d = first + tl.arange(0, code.shape[1])
     if BITS == 3:
         _write_plane(codes, code & 3, at, d, 2, 0, ROWS, SHUFFLED, VALUES, C)
-        _write_plane(codes, code >> 2, at, d, 1, C.BLOCK // 4, ROWS, SHUFFLED, VALUES, C)
+        _write_plane(codes, (code >> 2) & 1, at, d, 1, C.BLOCK // 4, ROWS, SHUFFLED, VALUES, C)
     else:
         _write_plane(codes, code & (2**BITS - 1), at, d, BITS, 0, ROWS, SHUFFLED, VALUES, C)
 

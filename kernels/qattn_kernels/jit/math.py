@@ -108,6 +108,19 @@ def short_scale(scale):
 
 
 @triton.jit
+def code_bits(x):
+    """int32 with an fp32 `x`, |x| < 2^21, rounded to the nearest integer, ties to even, in its low bits, of which
+    packing takes as many as a code has; behind those stand `ROUNDER`'s. A conversion takes eight times as long."""
+    return (x + ROUNDER).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def whole_number(x):
+    """int32 of a whole number, |x| < 2^21."""
+    return code_bits(x) - ROUNDER_BITS
+
+
+@triton.jit
 def to_codes(raised):
     """int8 of integers raised by `ROUNDER`: they stand in the low bytes."""
     return raised.to(tl.int32, bitcast=True).to(tl.int8)

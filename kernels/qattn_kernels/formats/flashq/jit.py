@@ -13,7 +13,7 @@ from qattn_kernels.formats.head_bits import ALL, LISTED, NONE, RANKED, number, u
 from qattn_kernels.formats.int8.jit import quantize, token_values
 from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
-from qattn_kernels.jit.math import divide_whole, range_of_channels, round_even
+from qattn_kernels.jit.math import code_bits, divide_whole, range_of_channels, round_even, whole_number
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_neighbours
 
 
@@ -165,16 +165,17 @@ def _store_ranges(S, at, channel_scale, zero_point, C: tl.constexpr):
 
 @triton.jit
 def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr, C: tl.constexpr):
-    """Codes from 0 to `levels` of `X1` `[BLOCK, DP]` of block `at`, whose steps and zero points are stored."""
+    """`code_bits` of codes from 0 to `levels` of `X1` `[BLOCK, DP]` of block `at`, whose steps and zero points are
+    stored."""
     low, high = range_of_channels(code, keep)
     some = low <= high  # not if no token is kept
-    low, high = tl.where(some, low, 0.0).to(tl.int32), tl.where(some, high, 0.0).to(tl.int32)
+    low, high = whole_number(tl.where(some, low, 0.0)), whole_number(tl.where(some, high, 0.0))
     channel_scale = _channel_scale(high - low, narrow, LOW, CLIP)
     zero_point = low + ((high - low - channel_scale * levels) >> 1)
     _store_ranges(S, at, channel_scale, zero_point, C)
     zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
-    coded = round_even(divide_whole(code - zero_point[None, :], channel_scale[None, :]))
-    return tl.clamp(coded, 0.0, levels.to(tl.float32)).to(tl.int32)
+    coded = divide_whole(code - zero_point[None, :], channel_scale[None, :])
+    return code_bits(tl.clamp(coded, 0.0, levels.to(tl.float32)))
 
 
 @triton.jit
@@ -193,7 +194,7 @@ def put_codes(S, code, keep, b, h, index, NB, place, VALUES: tl.constexpr, C: tl
                 write_codes(S.codes4, coded, home, 4, False, VALUES, C)
         else:
             _store_ranges(S, at, tl.full([C.DP], 1, tl.int8), tl.full([C.DP], 0, tl.int8), C)
-            write_codes(S.codes8, code.to(tl.int32), home, 8, False, VALUES, C)
+            write_codes(S.codes8, code_bits(code), home, 8, False, VALUES, C)
     else:
         coded = _second_stage(S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, C)
         if AGED or LOW != ALL:

@@ -8,6 +8,7 @@ import triton.language as tl
 from qattn_kernels.formats.int8.jit import quantize
 from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
+from qattn_kernels.jit.math import code_bits
 from qattn_kernels.jit.tile_order import to_token_order
 
 LEVELS = tl.constexpr(7)
@@ -22,7 +23,7 @@ def quantize_tokens(x):
 @triton.jit
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     at = (b * C.H + h).to(tl.int64) * NB + index
-    write_codes(S.codes, code.to(tl.int32) + OFFSET, at, 4, False, False, C)
+    write_codes(S.codes, code_bits(code + OFFSET), at, 4, False, False, C)
     tl.store(S.scale + at * C.BLOCK + t, scale)
 
 

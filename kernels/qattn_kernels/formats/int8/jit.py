@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.contract import JitFormat
-from qattn_kernels.jit.math import SMALLEST_NORMAL, TINY, divide, inverse_of, round_even
+from qattn_kernels.jit.math import SMALLEST_NORMAL, TINY, divide, float_to_int8, inverse_of, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave, to_token_order, token_order
 
@@ -76,7 +76,7 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     """Tokens `t` of a block in their final form, where `write` holds."""
     at = (b * C.H + h).to(tl.int64) * NB + index
     inside = tl.arange(0, C.DP) < C.D
-    tl.store(addresses(S.codes, at, t, VALUES, C), code.to(tl.int8), mask=write[:, None] & inside[None, :])
+    tl.store(addresses(S.codes, at, t, VALUES, C), float_to_int8(code), mask=write[:, None] & inside[None, :])
     tl.store(S.scale + at * C.BLOCK + t, scale, mask=write)
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.int8.jit import LEVELS, addresses, quantize_to
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
+from qattn_kernels.jit.math import float_to_int8
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave
 
@@ -35,7 +36,7 @@ def block_form(code, scale, keep):
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     at = (b * C.H + h).to(tl.int64) * NB + index
     inside = tl.arange(0, C.DP) < C.D
-    tl.store(addresses(S.codes, at, t, True, C), code.to(tl.int8), mask=inside[None, :])
+    tl.store(addresses(S.codes, at, t, True, C), float_to_int8(code), mask=inside[None, :])
     tl.store(S.scale + at, tl.max(scale, 0))
 
 

@@ -11,6 +11,7 @@ from qattn_kernels.formats.int4.jit import OFFSET
 from qattn_kernels.formats.int8.jit import addresses, quantize_to, token_values
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
+from qattn_kernels.jit.math import code_bits, float_to_int8
 from qattn_kernels.jit.split_int8 import dot_split, join_split
 from qattn_kernels.jit.tile_order import token_order
 
@@ -64,9 +65,9 @@ def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.const
     coded, scale = quantize_to(code, top, 127 if BITS == 8 else 7)
     if BITS == 8:
         inside = tl.arange(0, C.DP) < C.D
-        tl.store(addresses(S.codes, at, t, VALUES, C), coded.to(tl.int8), mask=inside[None, :])
+        tl.store(addresses(S.codes, at, t, VALUES, C), float_to_int8(coded), mask=inside[None, :])
     else:
-        write_codes(S.codes, coded.to(tl.int32) + OFFSET, at, 4, False, VALUES, C)
+        write_codes(S.codes, code_bits(coded + OFFSET), at, 4, False, VALUES, C)
     tl.store(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP), scale)  # all of a group write the same
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block, to_half
 from qattn_kernels.formats.codebook import half_offsets
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
-from qattn_kernels.jit.math import divide, round_even
+from qattn_kernels.jit.math import code_bits, divide
 
 UNIT_4 = tl.constexpr(1 / 16)  # see `half_offsets`
 UNIT_8 = tl.constexpr(1.0)
@@ -16,7 +16,7 @@ UNIT_8 = tl.constexpr(1.0)
 
 @triton.jit
 def encode(x, BITS: tl.constexpr):
-    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and their fp16 scales; needs `enable_fp_fusion=False`."""
+    """`code_bits` of fp32 groups `[BLOCK, groups, GROUP]` and their fp16 scales; needs `enable_fp_fusion=False`."""
     low, high = tl.min(x, 2), tl.max(x, 2)
     if BITS == 8:
         top = tl.maximum(high, -low)
@@ -26,9 +26,9 @@ def encode(x, BITS: tl.constexpr):
     whole = scale.to(tl.float32)[:, :, None]
     y = tl.where(whole == 0.0, 0.0, divide(x, tl.where(whole == 0.0, 1.0, whole)))
     if BITS == 8:
-        return tl.clamp(round_even(tl.clamp(y, -128.0, 128.0)), -127.0, 127.0).to(tl.int32), scale
+        return code_bits(tl.clamp(y, -127.0, 127.0)), scale
     else:
-        return tl.clamp(tl.floor(y + 8.5), 0.0, 15.0).to(tl.int32), scale
+        return code_bits(tl.clamp(tl.floor(y + 8.5), 0.0, 15.0)), scale
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.jit.math import float_to_int8
 from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
 from qattn_kernels.jit.tokens import chosen_bits, new_tokens, new_tokens_of, row_before, with_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
@@ -51,10 +52,10 @@ def store_unpacked(side, x, scale, bh, slot, VALUES: tl.constexpr, C: tl.constex
     if side.x.dtype.element_ty == tl.int8:
         if VALUES:
             where = base + d[:, None].to(tl.int64) * slots + slot[None, :]
-            tl.store(where, tl.trans(x.to(tl.int8)), mask=inside[:, None])
+            tl.store(where, tl.trans(float_to_int8(x)), mask=inside[:, None])
         else:
             where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
-            tl.store(where, x.to(tl.int8), mask=inside[None, :])
+            tl.store(where, float_to_int8(x), mask=inside[None, :])
         tl.store(side.scale + bh.to(tl.int64) * slots + slot, scale)
     else:
         where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.int_group.jit import shared
-from qattn_kernels.jit.math import SMALLEST_NORMAL, broken, round_even, short_scale
+from qattn_kernels.jit.math import SMALLEST_NORMAL, broken, float_to_int8, short_scale
 from qattn_kernels.jit.rows import load_row
 from qattn_kernels.launch.constants import WIDEST_TILE
 
@@ -133,9 +133,8 @@ def _write_keys(KEYS, BIAS, head, heads, n, N, LEVELS: tl.constexpr, GROUP: tl.c
     x = _load_tile(K, strides, BIAS, MEAN, head, heads, n, N, SMOOTH, D, DP)
     scale = shared(tl.max(tl.abs(x), 1), GROUP) * (1.0 / LEVELS)
     scale = short_scale(tl.where(scale < SMALLEST_NORMAL, 0.0, scale))
-    code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
-    code = tl.clamp(code, -1.0 * LEVELS, 1.0 * LEVELS)
-    tl.store(CODES + at[:, None] * D + d[None, :], code.to(tl.int8), mask=(d < D)[None, :])
+    code = tl.clamp(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None], -1.0 * LEVELS, 1.0 * LEVELS)
+    tl.store(CODES + at[:, None] * D + d[None, :], float_to_int8(code), mask=(d < D)[None, :])
     tl.store(SCALES + at, scale)
 
 
@@ -154,8 +153,8 @@ def _write_values(VALUES, BIAS, head, heads, n, N, FP8: tl.constexpr, SMOOTH: tl
     else:
         scale = tl.max(tl.abs(x), 1) * (1.0 / 127.0)
         scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
-        code = round_even(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
-        tl.store(where, tl.trans(code.to(tl.int8)), mask=(d < D)[:, None])
+        code = float_to_int8(x * (1.0 / tl.where(scale == 0.0, 1.0, scale))[:, None])
+        tl.store(where, tl.trans(code), mask=(d < D)[:, None])
         tl.store(SCALES + head.to(tl.int64) * N + n, scale)
 
 
