@@ -18,7 +18,7 @@ from qattn_kernels.formats.kivi.small_groups import largest_query, tile_scores, 
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.formats.planes import half_order, in_half_order
-from qattn_kernels.jit.math import TINY, code_bits, divide, inverse_of, range_of_channels, round_even
+from qattn_kernels.jit.math import TINY, divide, inverse_of, range_of_channels, round_even
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
 from qattn_kernels.jit.tile_order import deinterleave, stack, to_token_order, unstack, unstrided
 
@@ -52,11 +52,11 @@ def _asymmetric(low, high, BITS: tl.constexpr, CLIP: tl.constexpr):
 
 @triton.jit
 def _encode(x, scale, zero_point, BITS: tl.constexpr):
-    """`code_bits` of the codes of fp32 `x`, from the scale and zero point in fp16; 0 where the scale is 0."""
+    """int32 codes of fp32 `x`, from the scale and zero point in fp16; 0 where the scale is 0."""
     scale, zero_point = scale.to(tl.float32), zero_point.to(tl.float32)
     x = tl.clamp(x - zero_point, -FARTHEST, FARTHEST)
-    code = tl.clamp(divide(x, tl.where(scale == 0.0, 1.0, scale)), 0.0, 2.0**BITS - 1)
-    return code_bits(tl.where(scale == 0.0, 0.0, code))
+    code = round_even(tl.clamp(divide(x, tl.where(scale == 0.0, 1.0, scale)), 0.0, 2.0**BITS - 1))
+    return tl.where(scale == 0.0, 0.0, code).to(tl.int32)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def _put_compensated(S, x, step, zero_point, at, h, BITS: tl.constexpr, C: tl.co
         spread = tl.broadcast_to(error[:, None, :], (C.BLOCK, C.DP // TOGETHER, TOGETHER))
         here = (d >= first) & (d < first + TOGETHER)
         left = tl.where(here[None, :], tl.reshape(spread, left.shape), left)  # in place of what was left
-        write_codes(S.codes, code_bits(code), at, BITS, False, False, C, first)
+        write_codes(S.codes, code.to(tl.int32), at, BITS, False, False, C, first)
 
 
 @triton.jit
