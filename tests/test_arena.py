@@ -1,7 +1,9 @@
-"""Arenas that are zeroed together at the end of their allocation."""
+"""Arenas that are zeroed together when their allocation ends, and specs, by which what is known of them is found."""
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -65,3 +67,12 @@ def test_constants_stay_in_arenas_that_are_zeroed_together():
     with arena.zeroed_together():
         layer.lazy_initialization(keys, keys)
     assert torch.equal(layer.state["k.compensation"], layer.constants["k.compensation"])
+
+
+def test_layers_alike_share_a_spec_whose_pickle_has_no_hash():
+    """A hash of strings is another one in another process."""
+    specs = patch(tiny_llama(), method="turbo")._qattn.specs
+    assert len(specs) > 1 and all(spec is specs[0] for spec in specs)
+    loaded = [pickle.loads(pickle.dumps(spec)) for spec in (specs[0], dataclasses.replace(specs[0]))]
+    assert [set(vars(spec)) for spec in loaded] == [{field.name for field in dataclasses.fields(specs[0])}] * 2
+    assert loaded[0] == loaded[1] == specs[0] and hash(loaded[0]) == hash(specs[0])

@@ -59,9 +59,9 @@ def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, RO
 @triton.jit
 def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr,
                 first=0):  # fmt: skip
-    """int32 codes `[BLOCK, n]`, or their `code_bits`, of block `at`, of all channels or of `n` from `first` on, packed: `[bytes, D]` of keys,
-    `[D, bytes]` of values. 3 bits are the lower two and, behind those, the highest. `SHUFFLED`: halves of bytes in the
-    order of `CodebookFormat.shuffle`."""
+    """int32 codes `[BLOCK, n]`, or their `code_bits`, of block `at`, of all channels or of `n` from `first` on, packed:
+    `[bytes, D]` of keys, `[D, bytes]` of values. 3 bits are the lower two and, behind those, the highest. `SHUFFLED`:
+    halves of bytes in the order of `CodebookFormat.shuffle`."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     d = first + tl.arange(0, code.shape[1])
     if BITS == 3:
