@@ -11,9 +11,11 @@ import torch
 from helpers import DEVICE
 
 from qattn_hf.methods import get_method
+from qattn_kernels.launch.tuned import Prefill
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.step.stock_cache import attend_over
+from qattn_kernels.ops.prefill import launch
+from qattn_kernels.step.stock_cache import _rows, _unpacked, attend_over
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
@@ -90,6 +92,20 @@ def test_kernels_against_fp64(settings, scores):
     fused = attend_over(q, *held, mask, torch.tensor(offset), spec_of("triton", **settings), scores)
     for i in range(2):
         assert noise(fused[i], want[i]) < 2 * noise(plain[i], want[i]) + 1e-4
+
+
+def test_last_tiles_may_reach_behind_the_last_block_of_codes(monkeypatch):
+    """As a table of launches may say: of 150 slots the last tile of 128 ends 64 behind the third block. It lies within
+    the tensors, and FP8 there must be numbers, weighed by nothing; the interpreter knows no NaN in FP8."""
+    q, k, v, key_mask = inputs(70, 150)
+    rows = _rows(key_mask, torch.full((2,), 80, device=DEVICE), 70)
+    unpacked = _unpacked(k, v, key_mask, rows, spec_of("triton"))
+    assert unpacked.bias.shape[2] == unpacked.pos.shape[1] == 256
+    results = []
+    for tail in (64, 128):
+        monkeypatch.setattr(launch, "_config", lambda *_, tail=tail: Prefill(128, tail, 4, 2))
+        results.append(attend_over(q, k, v, key_mask, 80, spec_of("triton"), Scores(64**-0.5))[0])
+    assert noise(*results) < 0.02  # weights are of other maxima, and have four bits in FP8
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
