@@ -10,7 +10,7 @@ import torch
 from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.handle import Written
-from qattn_kernels.layer.arena import Layout, empty_arena, rewritten_bytes, view_of, views
+from qattn_kernels.layer.arena import Layout, Outline, empty_arena, empty_bytes, outline, view_of, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State
 
@@ -97,9 +97,14 @@ class ArenaHolder:
 
     keys = values = property(_no_tensor, _take_no_tensor)  # else a tensor put there would be kept and never read
 
-    def empty(self, layout: Layout, device: torch.device, at_once: bool = True) -> torch.Tensor:
-        """An arena of this layout whose rows have seen nothing. `at_once`: see `empty_arena`."""
-        return self._with_constants(empty_arena(layout, device, at_once or bool(self.constants)), layout)
+    def empty(self, layout: Layout, device: torch.device) -> torch.Tensor:
+        """An arena of this layout whose rows have seen nothing."""
+        return self._with_constants(empty_arena(layout, device), layout)
+
+    def _allocate(self, known: Outline, device: torch.device) -> None:
+        """Take an empty arena, of the present geometry and spec, which is zeroed when all of `zeroed_together` are."""
+        arena = empty_bytes(known.n_bytes, device, at_once=bool(self.constants))
+        self._adopt(self._with_constants(arena, known.layout), known)
 
     def clear(self) -> None:
         """Let all rows hold no tokens, in place."""
@@ -129,12 +134,12 @@ class ArenaHolder:
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
             self._adopt(self.arena.clone())
 
-    def _adopt(self, arena: torch.Tensor) -> None:
+    def _adopt(self, arena: torch.Tensor, known: Outline | None = None) -> None:
         """Take an arena of the present geometry and spec: mark its address as static for compiled steps, and count the
         move for captured ones."""
-        layout = Layout(self.geometry, self.spec)
-        self.arena, self._state, self._layout = arena, None, layout.encode()
-        self._rewritten = rewritten_bytes(layout)
+        known = known or outline(Layout(self.geometry, self.spec))
+        self.arena, self._state, self._layout = arena, None, known.text
+        self._rewritten = known.rewritten
         self.moves += 1
         self.borrowed = False
         if not torch.compiler.is_compiling():

@@ -17,7 +17,7 @@ from qattn_hf.errors import CapacityError, UnsupportedError
 from qattn_hf.handle import Handle, Written
 from qattn_hf.kv_sharing import attend_again
 from qattn_hf.layer_kinds import window_of
-from qattn_kernels.layer.arena import Layout, columns_seen
+from qattn_kernels.layer.arena import Layout, Outline, columns_seen, outline
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
@@ -27,9 +27,26 @@ from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly, needs_dispatch
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa
 
-# every layer of every new cache asks for these
-_geometry = lru_cache(maxsize=1024)(Geometry)
-_unsupported = lru_cache(maxsize=1024)(unsupported)
+_geometry = lru_cache(maxsize=1024)(Geometry)  # every layer of every new cache asks for one, twice
+
+
+@lru_cache(maxsize=1024)
+def _checked(geometry: Geometry, spec: LayerSpec) -> Outline:
+    """The outline of a new layer.
+
+    Raises:
+        UnsupportedError: a shape that the recipe does not fit.
+    """
+    low = max(spec.k.least_heads, spec.v.least_heads)
+    if low > geometry.heads:
+        raise UnsupportedError(
+            f"the recipe gives {low} heads of a layer 2 bits, but the layer has {geometry.heads} KV heads: "
+            "use bits=4 or bits=2"
+        )
+    reason = unsupported(spec, geometry.heads, geometry.k_dim, geometry.v_dim) if spec.impl == "triton" else None
+    if reason is not None:
+        raise UnsupportedError(f"this layer was meant for Triton kernels, but {reason}: use impl='reference'")
+    return outline(Layout(geometry, spec))
 
 
 class QAttnLayer(ArenaHolder, CacheLayerMixin):
@@ -84,20 +101,9 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """
         device = key_states.device
         self._check_device(device)
-        heads = key_states.shape[1]
-        low = max(self.spec.k.least_heads, self.spec.v.least_heads)
-        if low > heads:
-            raise UnsupportedError(
-                f"the recipe gives {low} heads of a layer 2 bits, but the layer has {heads} KV heads: "
-                "use bits=4 or bits=2"
-            )
-        k_dim, v_dim = key_states.shape[-1], value_states.shape[-1]
-        reason = _unsupported(self.spec, heads, k_dim, v_dim) if self.spec.impl == "triton" else None
-        if reason is not None:
-            raise UnsupportedError(f"this layer was meant for Triton kernels, but {reason}: use impl='reference'")
-        self.geometry = self.geometry_of(key_states, value_states)
-        self.dtype, self.device = key_states.dtype, device
-        self._adopt(self.empty(Layout(self.geometry, self.spec), device, at_once=False))
+        known = _checked(self.geometry_of(key_states, value_states), self.spec)
+        self.geometry, self.dtype, self.device = known.layout.geometry, key_states.dtype, device
+        self._allocate(known, device)
         self.is_initialized = True
 
     def stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,8 +63,6 @@ def patch(
     chosen = find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
-    alike: dict[LayerSpec | ModelLayerSpec, LayerSpec | ModelLayerSpec] = {}
-    specs = [alike.setdefault(spec, spec) for spec in specs]  # equal ones are found at once where they are one object
     own = own_states(specs)
     if not chosen.settings.packs():
         check_full(model)

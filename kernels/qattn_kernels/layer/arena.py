@@ -82,6 +82,26 @@ def rewritten_bytes(layout: Layout) -> int:
     return min(begin for name, (begin, tensor) in places(layout)[0].items() if _stays(name, tensor))
 
 
+class Outline(NamedTuple):
+    """What a layer keeps of its layout, in one look-up: that hashes the spec, which takes the host a microsecond.
+
+    Attributes:
+        layout: itself. text: `Layout.encode()`.
+        n_bytes: of the arena. rewritten: of these, those at its beginning that calls rewrite (`rewritten_bytes`).
+    """
+
+    layout: Layout
+    text: str
+    n_bytes: int
+    rewritten: int
+
+
+@lru_cache(maxsize=1024)
+def outline(layout: Layout) -> Outline:
+    """The outline of a layout."""
+    return Outline(layout, layout.encode(), places(layout)[1], rewritten_bytes(layout))
+
+
 def columns_seen(arena: torch.Tensor) -> torch.Tensor:
     """The state tensor of this name, which begins every arena: 0-d int64."""
     return arena[:8].view(torch.int64).view(())
@@ -92,11 +112,11 @@ _later = threading.local()  # arenas that `zeroed_together` is to zero
 
 @contextmanager
 def zeroed_together() -> Iterator[None]:
-    """Context at whose end all arenas are zeroed that `empty_arena` made in it, by one kernel: a launch for each takes
+    """Context at whose end all arenas are zeroed that `empty_bytes` made in it, by one kernel: a launch for each takes
     the host longer."""
     arenas: list[torch.Tensor] = []
     _later.arenas = arenas
-    with torch.inference_mode(False):  # see `empty_arena`
+    with torch.inference_mode(False):  # see `empty_bytes`
         try:
             yield
         finally:
@@ -105,10 +125,14 @@ def zeroed_together() -> Iterator[None]:
                 torch._foreach_zero_([arena.view(torch.int64) for arena in arenas])
 
 
-def empty_arena(layout: Layout, device: torch.device, at_once: bool = True) -> torch.Tensor:
-    """uint8 zeros: the state of rows that have seen nothing, without constants. Unless `at_once`, they may be zeros at
-    the end of `zeroed_together` only."""
-    later, n_bytes = getattr(_later, "arenas", None), places(layout)[1]
+def empty_arena(layout: Layout, device: torch.device) -> torch.Tensor:
+    """uint8 zeros: the state of rows that have seen nothing, without constants."""
+    return empty_bytes(places(layout)[1], device, True)
+
+
+def empty_bytes(n_bytes: int, device: torch.device, at_once: bool) -> torch.Tensor:
+    """An arena of so many bytes. Unless `at_once`, they may be zeros at the end of `zeroed_together` only."""
+    later = getattr(_later, "arenas", None)
     if not at_once and later is not None:
         later.append(torch.empty(n_bytes, dtype=torch.uint8, device=device))
         return later[-1]

@@ -93,17 +93,6 @@ class LayerSpec:
     impl: str = "reference"
     latent: bool = False
 
-    def __hash__(self) -> int:
-        """Worked out once: every layer of every new cache asks for what was found for its spec before."""
-        own = self.__dict__
-        if "_hash" not in own:
-            own["_hash"] = hash(tuple([own[f.name] for f in dataclasses.fields(self)]))
-        return own["_hash"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the hash: strings have another one in another process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
-
     def encode(self) -> str:
         """One line of JSON that `decode_spec` reads back: operators take text where they cannot take objects."""
 
