@@ -169,7 +169,7 @@ def _larger(a, b):
 @triton.jit
 def largest(x):
     """The largest magnitude in each row of fp32 `[n, d]`, infinite or NaN where a number is not finite."""
-    if INTERPRETED:  # which takes an hour over a maximum of our own
+    if INTERPRETED:  # which goes through the numbers of a reduction of our own one by one, in Python
         return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
     else:
         return tl.reduce(tl.abs(x), 1, _larger)

@@ -208,9 +208,9 @@ def _queries(q, stride, column, real, inside, lse, scale, cap, k_mean, q_mean, C
     if C.SMOOTH_K:
         mean = tl.load(k_mean + d, mask=d < C.D, other=0.0)
         k_mean_scores = tl.sum(x.to(tl.float32) * mean[None, :], 1) * (scale * to_log2)
-    # NaN where a number is not finite, else 0. By products: comparing all numbers takes so many integer instructions
-    # that ptxas moves registers by multiplications, in the main loop too, and an INT8 prefill was 5 % slower on an
-    # H200
+    # NaN where a number is not finite, else 0; of INT8 queries by the maximum that their scale takes anyway. Not by
+    # comparisons: those of all numbers take so many integer instructions that ptxas moves registers by
+    # multiplications, in the main loop too, and an INT8 prefill was 5 % slower on an H200
     if not C.K_INT8:
         tl.store(lse, tl.sum(x.to(tl.float32) * 0.0, 1), mask=inside)
     else:
