@@ -129,7 +129,7 @@ def to_codes(raised):
 @triton.jit
 def float_to_int8(x):
     """Round an fp32 in [-127, 127] to int8, ties to even."""
-    return to_codes(x + ROUNDER)
+    return code_bits(x).to(tl.int8)
 
 
 @triton.jit
@@ -156,9 +156,15 @@ def exp2_sas(x, threshold):
 
 
 @triton.jit
+def _magnitudes(x):
+    """Of fp32; a maximum would drop a NaN, so that counts as infinity."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
 def broken(x, axis: tl.constexpr):
-    """Which vectors of fp32 `x` are not finite. A maximum would drop a NaN, so that counts as infinity."""
-    return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis) > 3.4028234663852886e38
+    """Which vectors of fp32 `x` are not finite."""
+    return tl.max(_magnitudes(x), axis) > 3.4028234663852886e38
 
 
 @triton.jit
@@ -170,6 +176,6 @@ def _larger(a, b):
 def largest(x):
     """The largest magnitude in each row of fp32 `[n, d]`, infinite or NaN where a number is not finite."""
     if INTERPRETED:  # which goes through the numbers of a reduction of our own one by one, in Python
-        return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+        return tl.max(_magnitudes(x), 1)
     else:
         return tl.reduce(tl.abs(x), 1, _larger)

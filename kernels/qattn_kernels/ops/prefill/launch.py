@@ -72,10 +72,11 @@ def _of_values(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> tuple[t
 
 
 def _tail(config: Prefill, block: int, rounded_once: bool) -> int:
-    """Slots of a tile where positions are compared: whole blocks, and one of 32, of which two took `kivi` 7 % longer.
+    """Slots of a tile where positions are compared: whole blocks, but of 32 slots one, since two took `kivi` 7 % longer
+    (`speed-tails-kivi.json`).
 
-    `rounded_once`: INT8 weights come rounded. Against the largest of so many slots fewer levels are left to the others,
-    and behind 4-bit keys of `int_flash` that was two fifths of the error of calls of 64 tokens.
+    `rounded_once`: INT8 weights come rounded (`row_weights`). Against the largest of more slots fewer levels are left
+    to the others: with tiles of 128 `int_flash:bits=4` failed `test_every_call_of_a_trained_model`.
     """
     return min(config.tail, 64 if rounded_once else config.tail, block if block < 64 else 2 * block)
 

@@ -10,10 +10,9 @@ from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.int_group.jit import shared
 from qattn_kernels.jit.math import SMALLEST_NORMAL, broken, float_to_int8, short_scale
 from qattn_kernels.jit.rows import load_row
-from qattn_kernels.launch.constants import WIDEST_TILE
+from qattn_kernels.ops.prefill.value_factors import REACH
 
 TILE = tl.constexpr(64)
-REACH = tl.constexpr(WIDEST_TILE)
 FIELDS = tl.constexpr(4)  # of `stats_kernel`
 FAR = tl.constexpr(1073741824.0)  # behind all slots
 

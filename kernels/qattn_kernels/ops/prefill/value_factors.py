@@ -11,7 +11,7 @@ from qattn_kernels.jit.rows import load_row
 from qattn_kernels.launch.constants import WIDEST_TILE
 from qattn_kernels.ops.prefill.weights import NO_SCALE
 
-REACH = tl.constexpr(WIDEST_TILE)
+REACH = tl.constexpr(WIDEST_TILE)  # as far as this, in whole tiles, slots hold numbers behind a row's end
 
 
 class Factors(NamedTuple):
