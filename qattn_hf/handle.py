@@ -17,7 +17,8 @@ class Written(NamedTuple):
         arena: uint8, the state with the call's tokens: the layer's own, or a copy. blocks: of its capacity.
         past: an upper bound of the blocks that any row had closed before the call.
         before: uint8, the beginning of `arena` as it was before the call, as much as calls rewrite.
-        by_sdpa: the call was a prompt without padding, of an empty cache, that PyTorch's SDPA attended to.
+        by_sdpa: PyTorch's SDPA attended to the keys and values as the model made them: those of a prompt without
+            padding, of an empty cache.
     """
 
     arena: torch.Tensor

@@ -25,7 +25,7 @@ from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
 from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly, needs_dispatch
-from qattn_kernels.step.prompt import attend_prompt, by_sdpa
+from qattn_kernels.step.prompt import attend_prompt, by_sdpa, sees_raw
 
 _geometry = lru_cache(maxsize=1024)(Geometry)  # every layer of every new cache asks for one, twice
 
@@ -224,7 +224,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         result: tuple[torch.Tensor, torch.Tensor | None]
         with self.writing(tokens):
             sdpa = unpadded and past == 0 and by_sdpa(query, key, value, self.spec, scores)
-            handle.written = self.written(past, sdpa)
+            handle.written = self.written(past, sdpa and sees_raw(self.spec))
             if sdpa:
                 prompt = attend_prompt(query, key, value, span, self.state, self.spec, scores)
                 result, prompt_by = (prompt, None), "sdpa"

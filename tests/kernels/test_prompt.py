@@ -51,10 +51,10 @@ def any_length(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prompt, "WORTH", 0)
 
 
-def test_it_serves_what_prompts_do_not_quantize():
-    found = {case[0] for case in cases() if served(case)}
-    assert found >= {"none", "kivi", "sinkq", "turboquant"}
-    assert not found & {"turbo", "int8", "fp8", "int_flash"}  # which attend to codes of new tokens
+def test_it_serves_prompts_in_the_models_precision():
+    assert all(served((name, {})) for name in ("none", "kivi", "sinkq", "turboquant", "fp8", "nf4"))
+    for name in ("turbo", "int8", "int_flash"):  # which multiply codes
+        assert not served((name, {})) and served((name, {"prefill_compute": "model"}))
     for settings in ({"softmax": "sas"}, {"prefill_compute": "int8"}):
         assert not served(("kivi", settings))
     x = torch.empty(1, 2, TOKENS, 64, device=DEVICE, dtype=DTYPE)
@@ -85,10 +85,11 @@ def test_the_cache_is_that_of_kernels_and_the_output_right(case: Case):
     ("case", "wrong"),
     [
         (("kivi", {}), math.nan),
+        (("turbo", {"prefill_compute": "model", "rotate_k": "hadamard", "rotate_v": "hadamard"}), math.nan),
         (("sinkq", {"group_size": 32, "residual_length": 0, "sink_skip_layers": 0, "rotate_k": "hadamard"}), math.nan),
         pytest.param(("turboquant", {}), math.inf, marks=pytest.mark.slow),
     ],
-    ids=["kivi-nan", "sinkq-nan", "turboquant-inf"],
+    ids=["kivi-nan", "turbo-nan", "sinkq-nan", "turboquant-inf"],
 )
 def test_a_token_that_is_not_finite_stays_masked(case: Case, wrong: float):
     q, k, v = inputs(1, TOKENS)

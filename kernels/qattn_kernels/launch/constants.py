@@ -50,6 +50,7 @@ class Sizes(NamedTuple):
         K_BITS, V_BITS: of a code where all heads have as many. K_CLIP, V_CLIP: sixteenths of half a step by which the
             outer codes of 2 bits lie inside of their range. K_AGED, V_AGED: a row's first blocks have half of that.
         K_COMPENSATES: errors of a key's channels make up for one another.
+        K_INTEGER, V_INTEGER: tokens have integer codes with a scale, else numbers.
         K_CHANNELS, V_CHANNELS: of a token that share a scale, in formats where not all do, else 0.
         K_GROUP: which tokens' keys share a scale. SMOOTH_K: keys are coded around a mean.
         V_STRIDED: every eighth token of a block of values stands side by side in packed codes (`KiviFormat.strided`).
@@ -91,6 +92,8 @@ class Sizes(NamedTuple):
     V_AGED: bool
     K_COMPENSATES: bool
     V_STRIDED: bool
+    K_INTEGER: bool
+    V_INTEGER: bool
     K_CHANNELS: int
     V_CHANNELS: int
     K_GROUP: str
@@ -127,10 +130,10 @@ class PrefillSizes(NamedTuple):
         BM: queries of a program. BN: slots of a tile of the main loop. TAIL: of the others. STAGES: of their pipelines.
     Unpacked keys and values:
         BLOCK: slots of a block. BLOCK_SCALES: the slots of a closed block share scales, in groups of K.
-        K_CODES, V_CODES: keys, values are INT8 there. V_FP8: values are FP8, there and in the product.
+        K_INT8, V_INT8: keys, values are INT8, there and in the product. V_FP8: values are FP8.
     Products:
-        K_INT8, V_INT8: in INT8. Q_LEVELS: largest code of a query. Q_GROUP: which queries share a scale (`groups`;
-            `block` is the program's own).
+        Q_LEVELS: largest code of a query. Q_GROUP: which queries share a scale (`groups`; `block` is the program's
+            own).
         BY_ROW: scores may stay in units of their query (`row_weights`). RAISED: INT8 weights are rounded at once there.
     Means that were subtracted:
         SMOOTH_K: of keys. SMOOTH_Q: of which queries (`smooth_q`). SMOOTH_V: of values.
@@ -153,8 +156,6 @@ class PrefillSizes(NamedTuple):
     STAGES: int
     BLOCK: int
     BLOCK_SCALES: bool
-    K_CODES: bool
-    V_CODES: bool
     V_FP8: bool
     K_INT8: bool
     V_INT8: bool
@@ -183,6 +184,7 @@ def _of_side(side: str, fmt: Format, heads: int, dim: int) -> dict[str, Any]:
     core = fmt.core
     found = {"LOW": int(core.low_kind(heads)), "BITS": core.kernel_bits(heads), "CLIP": int(16 * core.kernel_clip())}
     found |= {"AGED": core.ages, "RANK": core.rank_kind(heads), "CHANNELS": fmt.channel_group(dim)}
+    found["INTEGER"] = fmt.integer
     return {f"{side}_{name}": value for name, value in found.items()}
 
 

@@ -1,7 +1,8 @@
 """A whole prompt in the model's precision: kernels write the cache, PyTorch's SDPA attends.
 
-No kernel here reaches cuDNN's attention in bf16, and where nothing is quantized before a block closes it computes the
-same: causal attention of a prompt without padding, whose cache was empty.
+No kernel here reaches cuDNN's attention in bf16, and for a prompt without padding, whose cache was empty, it computes
+the same: causal attention to new tokens as the model made them, where nothing is quantized before a block closes, else
+to the unpacked keys and values that the kernels leave behind.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ def by_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: L
     Args:
         query: `[B, Hq, T, D]`. key, value: `[B, Hkv, T, D]`: a prompt without padding, of an empty cache.
     """
-    compute = spec.compute
-    exact = compute.prefill == "model" and compute.softmax == "exact" and spec.k.exact_prompts and spec.v.exact_prompts
+    exact = spec.compute.prefill == "model" and spec.compute.softmax == "exact"
     plain = not scores.softcap and not scores.window and scores.sinks is None
     alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape and not spec.latent
     worth = query.shape[0] * query.shape[2] ** 2 >= WORTH
     return spec.impl == "triton" and exact and plain and alike and worth and _fast(query, key, value)
+
+
+def sees_raw(spec: LayerSpec) -> bool:
+    """Whether such a prompt attends to keys and values as the model made them."""
+    return spec.k.exact_prompts and spec.v.exact_prompts
 
 
 def _fast(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -68,23 +73,72 @@ def attend_prompt(
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    from qattn_kernels.ops.append.launch import append_long, empty_unpacked  # which loads Triton when it is first used
-    from qattn_kernels.ops.prefill.launch import prefill
-    from qattn_kernels.ops.rotate import launch as rotation
+    attend = _to_raw if sees_raw(spec) else _to_unpacked
+    with torch.cuda.device_of(query):
+        return attend(query, key, value, span, state, spec, scores)
 
-    def by_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=True)
+
+def _to_raw(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+) -> torch.Tensor:
+    """`attend_prompt` to keys and values as the model made them."""
+    from qattn_kernels.ops.append.launch import append_long, empty_unpacked  # which loads Triton when it is first used
+    from qattn_kernels.ops.rotate.launch import rotate
 
     def by_kernels(call: Call, unpacked: UnpackedKV) -> torch.Tensor:
         state["nonfinite"].zero_()  # the cache was empty, and they are counted again
         append_long(call, unpacked := empty_unpacked(call, 0))
-        q, *_ = rotated(query, key, value, spec.compute, rotation.rotate)
-        out, _ = prefill(q, unpacked, spec, scores)
-        return out if spec.compute.rotate_v == "none" else rotation.rotate([out], back=True)[0]
+        turned, *_ = rotated(query, key, value, spec.compute, rotate)
+        return _by_kernels(turned, unpacked, spec, scores)
 
-    with torch.cuda.device_of(query):
-        k, v = stored(key, value, spec.compute, rotation.rotate)
-        return write_and_attend((query, k, v, span, state, spec, scores), None, by_sdpa, by_kernels)
+    k, v = stored(key, value, spec.compute, rotate)
+    return write_and_attend((query, k, v, span, state, spec, scores), None, lambda _: _causal(query, key, value, scores), by_kernels)
+
+
+def _to_unpacked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    span: torch.Tensor,
+    state: State,
+    spec: LayerSpec,
+    scores: Scores,
+) -> torch.Tensor:
+    """`attend_prompt` to the unpacked keys and values that kernels leave behind."""
+    from qattn_kernels.ops.rotate.launch import rotate
+
+    query, key, value = rotated(query, key, value, spec.compute, rotate)
+
+    def by_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
+        k, v = (x[:, :, : query.shape[2]] for x in (unpacked.k, unpacked.v))
+        return _rotated_back(_causal(query, k, v, scores), spec)
+
+    def by_kernels(call: Call, unpacked: UnpackedKV) -> torch.Tensor:
+        return _by_kernels(query, unpacked, spec, scores)
+
+    return write_and_attend((query, key, value, span, state, spec, scores), 0, by_sdpa, by_kernels)
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=True)
+
+
+def _by_kernels(query: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> torch.Tensor:
+    from qattn_kernels.ops.prefill.launch import prefill
+
+    return _rotated_back(prefill(query, unpacked, spec, scores)[0], spec)
+
+
+def _rotated_back(out: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    from qattn_kernels.ops.rotate.launch import rotate
+
+    return out if spec.compute.rotate_v == "none" else rotate([out], back=True)[0]
 
 
 def write_and_attend(

@@ -125,7 +125,7 @@ def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
 
 def empty_unpacked(call: Call, past: int | None) -> UnpackedKV:
     """Room for `past` blocks and the open span of the call; nothing in it is initialised. None: no room, where nobody
-    will read them."""
+    will read them. Codes stay codes where the call multiplies codes, or the attention is latent."""
     size, spec, slots = call.sizes, call.spec, 0
     if past is not None:
         slots = (min(past, call.blocks) + open_span_blocks(spec.window, call.tokens)) * size.BLOCK + WIDEST_TILE
@@ -139,9 +139,10 @@ def empty_unpacked(call: Call, past: int | None) -> UnpackedKV:
             return empty((*shape, dim), call.key.dtype), None
         return empty((*shape[:2], dim, slots) if transposed else (*shape, dim), torch.int8), empty(shape)
 
-    k, v = side(spec.k.integer, size.D, False), side(spec.v.integer, size.V.D, True)
+    codes = spec.compute.prefill == "int8" or spec.latent
+    k, v = side(codes and spec.k.integer, size.D, False), side(codes and spec.v.integer, size.V.D, True)
     pos = empty((call.batch, slots), torch.int32)
-    k_mean = call.call_mean if size.SMOOTH_K and spec.k.integer else None
+    k_mean = call.call_mean if size.SMOOTH_K and k[1] is not None else None
     return UnpackedKV(*k, *v, bias=empty(shape), pos=pos, rows=call.rows, k_mean=k_mean)
 
 

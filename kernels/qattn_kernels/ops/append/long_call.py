@@ -44,9 +44,9 @@ def any_slots(slots, C: tl.constexpr):
 
 
 @triton.jit
-def store_unpacked(side, x, scale, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
-    """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`. Of those in the model's
-    precision there may be no slots."""
+def store_unpacked(side, x, scale, mean, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
+    """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`. In the model's precision
+    codes are dequantized, around `mean` `[DP]` unless that is None, and there may be no slots."""
     d, slots = tl.arange(0, C.DP), side.slots
     base, inside = side.x + bh.to(tl.int64) * slots * C.D, d < C.D
     if side.x.dtype.element_ty == tl.int8:
@@ -58,6 +58,10 @@ def store_unpacked(side, x, scale, bh, slot, VALUES: tl.constexpr, C: tl.constex
             tl.store(where, float_to_int8(x), mask=inside[None, :])
         tl.store(side.scale + bh.to(tl.int64) * slots + slot, scale)
     else:
+        if C.V_INTEGER if VALUES else C.K_INTEGER:
+            x = x.to(tl.float32) * scale[:, None]
+        if mean is not None:
+            x += mean[None, :]
         where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
         tl.store(where, x.to(side.x.dtype.element_ty), mask=inside[None, :] & any_slots(slots, C)[:, None])
 
@@ -71,6 +75,7 @@ def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, OLD: tl.constexpr, 
     b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.home.capacity, tokens.keep
     t = tl.arange(0, C.BLOCK)
     code, scale = codec.quantize_tokens(x)
+    around = None
     if C.RING > 0:
         if OLD:
             code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, VALUES, C)
@@ -82,8 +87,8 @@ def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, OLD: tl.constexpr, 
             if block.closes:
                 place = codec.place(S, b, h, index == 0, VALUES, C)
                 codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-            if unpacked.x.dtype.element_ty == tl.int8:
-                code, scale = kept, kept_scale
+            if C.K_INTEGER:
+                code, scale, around = kept, kept_scale, mean
         elif block.closes:
             place = codec.place(S, b, h, index == 0, VALUES, C)
             if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
@@ -94,7 +99,7 @@ def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, OLD: tl.constexpr, 
             else:
                 code, scale = codec.block_form(code, scale, keep)
                 codec.put(S, code, scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-        elif (unpacked.x.dtype.element_ty == tl.int8) and (S.ring.dtype.element_ty != tl.int8):
+        elif (C.V_INTEGER if VALUES else C.K_INTEGER) and (S.ring.dtype.element_ty != tl.int8):
             code, scale = codec.block_form(code, scale, keep)  # open tokens have no codes of their own: as if it closed
     else:
         fresh = tl.full([C.BLOCK], True, tl.int1)  # which leaves stores of many tokens at once whole
@@ -107,7 +112,7 @@ def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, OLD: tl.constexpr, 
             before, before_scale = codec.get(S, b, h, tl.minimum(index, capacity - 1), capacity, h, VALUES, C)
             code = tl.where(tokens.old[:, None], before.to(tl.float32), code)
             scale = tl.where(tokens.old, before_scale, scale)
-    store_unpacked(unpacked, code, scale, bh, tokens.slot, VALUES, C)
+    store_unpacked(unpacked, code, scale, around, bh, tokens.slot, VALUES, C)
 
 
 @triton.jit

@@ -30,8 +30,9 @@ def unpack_past_kernel(STATE, DROPPED, BLOCK_POS, BLOCK_LEN, K, V, K_MEAN, UNPAC
         k, k_scale = K_GET(K, b, h, index, NB, k_place, False, C)
         V_C: tl.constexpr = C.V
         v, v_scale = V_GET(V, b, h, index, NB, v_place, True, V_C)
-        if C.SMOOTH_K and (unpacked.k.dtype.element_ty != tl.int8):
+        mean = None
+        if C.SMOOTH_K:
             d = tl.arange(0, C.DP)
-            k += tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)[None, :]
-        store_unpacked(UnpackedSide(unpacked.k, unpacked.k_scale, slots), k, k_scale, bh, slot, False, C)
-        store_unpacked(UnpackedSide(unpacked.v, unpacked.v_scale, slots), v, v_scale, bh, slot, True, V_C)
+            mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+        store_unpacked(UnpackedSide(unpacked.k, unpacked.k_scale, slots), k, k_scale, mean, bh, slot, False, C)
+        store_unpacked(UnpackedSide(unpacked.v, unpacked.v_scale, slots), v, v_scale, None, bh, slot, True, V_C)

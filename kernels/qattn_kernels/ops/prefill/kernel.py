@@ -116,7 +116,7 @@ def _load_keys(k, n0, i, C: tl.constexpr):
 def _load_values(v, n0, i, N, C: tl.constexpr):
     """`[BN, DVP]`: slots `n0 + i`."""
     d = tl.arange(0, C.DVP)
-    if C.V_CODES or C.V_FP8:
+    if C.V_INT8 or C.V_FP8:
         at = v + n0 + (d[:, None] * N + i[None, :])
         # channels behind the last are summed apart and never stored; the interpreter has no FP8 zero for them
         return tl.trans(tl.load(at) if C.DV == C.DVP else tl.load(at, mask=d[:, None] < C.DV))
@@ -189,8 +189,7 @@ def _tile(queries, sums, head, n0, N, cap, threshold, BN: tl.constexpr, BLOCKS: 
             products = tl.dot(_token_order(p.to(tl.float8e4nv)), values, max_num_imprecise_acc=BN)
         acc = sums.acc * alpha[:, None] + products
     else:
-        p = p.to(q.dtype) if C.V_CODES else p.to(values.dtype)
-        acc = sums.acc * alpha[:, None] + _product(p, values, C)
+        acc = sums.acc * alpha[:, None] + _product(p.to(values.dtype), values, C)
     return Sums(acc, sums.l * alpha + mass, new, peak)
 
 

@@ -31,15 +31,12 @@ def _config(q: torch.Tensor, kind: str | None, width: int) -> Prefill:
 
 def _plain(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> bool:
     """Whether INT8 products of keys go into an exact softmax as they are."""
-    integer = unpacked.k_scale is not None and spec.compute.prefill == "int8"
-    return integer and not scores.softcap and spec.compute.softmax == "exact"
+    return unpacked.k_scale is not None and not scores.softcap and spec.compute.softmax == "exact"
 
 
 def _by_row(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> bool:
     """Whether scores stay in units of their query until the exponent."""
-    coded = unpacked.v_channel is not None or (
-        unpacked.v_scale is not None and spec.compute.pv == "int8" and spec.v.row_weights
-    )
+    coded = unpacked.v_channel is not None or (unpacked.v_scale is not None and spec.v.row_weights)
     return coded and _plain(unpacked, spec, scores)
 
 
@@ -85,10 +82,8 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
     """What a call is compiled for, and how it is launched."""
     compute, block = spec.compute, spec.window.block
     hq, dim, heads = q.shape[1], q.shape[3], unpacked.k.shape[1]
-    k_codes, v_codes = unpacked.k_scale is not None, unpacked.v_scale is not None
-    k_int8 = k_codes and compute.prefill == "int8"
-    v_int8, v_fp8 = v_codes and compute.prefill == compute.pv == "int8", unpacked.v_channel is not None
-    dim_v = unpacked.v.shape[2] if v_codes or v_fp8 else unpacked.v.shape[3]
+    k_int8, v_int8, v_fp8 = (x is not None for x in (unpacked.k_scale, unpacked.v_scale, unpacked.v_channel))
+    dim_v = unpacked.v.shape[2] if v_int8 or v_fp8 else unpacked.v.shape[3]
     dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
     config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
     grouped = _plain(unpacked, spec, scores) and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
@@ -106,8 +101,6 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
         DVP=dvp,
         BLOCK=block,
         BLOCK_SCALES=grouped if v_fp8 else by_block and k_int8 and v_int8 and not scores.softcap,
-        K_CODES=k_codes,
-        V_CODES=v_codes,
         K_INT8=k_int8,
         V_INT8=v_int8,
         Q_LEVELS=float(compute.qk_levels),
@@ -133,8 +126,7 @@ def prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a long call over its unpacked keys and values; `ops/prefill/reference.py` is the specification.
 
-    INT8 codes are multiplied as integers if `spec.compute.prefill` is `int8`; what the unpacked keys and values have in
-    the model's dtype always in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which
+    INT8 codes are multiplied as integers; what the unpacked keys and values have in the model's dtype in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which
     are not the reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels whatever `spec.compute`
     says, and `round_sum` acts where the softmax is exact and nothing is capped; elsewhere row sums are of what was
     rounded.

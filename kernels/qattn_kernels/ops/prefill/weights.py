@@ -81,9 +81,9 @@ def token_scores(x, unit, head, n, cap, k_mean_scores, C: tl.constexpr):
     b = tl.load(head.bias + n)
     r = tl.full([x.shape[1]], 1.0, tl.float32)
     a = r * unit
-    if C.K_CODES:
+    if C.K_INT8:
         a = tl.load(head.k_scale + n) * unit
-    if C.V_CODES:
+    if C.V_INT8:
         r = tl.load(head.v_factor + n)
     low = a * (-ROUNDER if C.K_INT8 and C.Q_GROUP == "block" else 0.0)
     if C.SMOOTH_Q != "none":
@@ -191,4 +191,4 @@ def token_weights(s, r, sums, threshold, C: tl.constexpr):
         peak = tl.maximum(peak, tl.max(s + bare, 1))
         cut = (peak + threshold - base)[:, None] - bare
     p = exponentials(s - base[:, None], cut, C)
-    return p, tl.sum(p * r[None, :] if C.V_CODES else p, 1), here, new, peak
+    return p, tl.sum(p * r[None, :] if C.V_INT8 else p, 1), here, new, peak
