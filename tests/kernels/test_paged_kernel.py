@@ -21,7 +21,7 @@ CASES: list[Case] = [
     ("turbo", {}), ("turbo", {"bits": 2}), ("int8", {}), ("sage2", {}), ("kivi", {"bits": 4}), ("turboquant", {}),
     ("nf4", {}), ("none", {}),
 ]  # fmt: skip
-LENGTHS = (70, 127, 191, 5)  # of rows before their steps: the second and third close a block with the first one
+LENGTHS = (70, 63, 127, 5)  # of rows before their steps: the second and third close a block with the first one
 PAGES, DIM = 40, 64
 
 

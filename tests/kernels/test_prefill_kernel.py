@@ -119,14 +119,16 @@ def tiles_of(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[Tiles, torch
     return Tiles(*map(side, (k, v), case.forms), pos, since, torch.full_like(since, FOREVER), keep), fields
 
 
-def unpacked_of(case: Case, tiles: Tiles, fields: torch.Tensor) -> UnpackedKV:
-    """The same as unpacked keys and values, their unseen slots full of numbers that must not matter."""
+def unpacked_of(case: Case, tiles: Tiles, fields: torch.Tensor, compute: str = "int8") -> UnpackedKV:
+    """The same as unpacked keys and values for a prefill in that arithmetic, their unseen slots full of numbers that
+    must not matter."""
     dead = ~tiles.keep
 
     def side(x: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
-        codes = x.x if x.scale is not None else x.x.to(case.dtype)
+        coded = x.scale is not None and compute == "int8"
+        codes = x.x if coded else x.dequantize().to(case.dtype)
         codes = torch.where(dead[..., None], 101, codes).to(codes.dtype).flatten(2, 3)
-        return codes, None if x.scale is None else torch.where(dead, 1e30, x.scale).flatten(2, 3).to(DEVICE)
+        return codes, torch.where(dead, 1e30, x.scales).flatten(2, 3).to(DEVICE) if coded else None
 
     (k, k_scale), (v, v_scale) = side(tiles.k), side(tiles.v)
     v = v if v_scale is None else v.transpose(2, 3).contiguous()
@@ -174,7 +176,8 @@ def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **comp
 
     on_device = scores._replace(sinks=None if scores.sinks is None else scores.sinks.to(DEVICE))
     wide = q.to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # strides as a model's projection leaves them
-    out, lse = (x.cpu() for x in prefill(wide.to(DEVICE), unpacked_of(case, tiles, fields), spec, on_device))
+    unpacked = unpacked_of(case, tiles, fields, spec.compute.prefill)
+    out, lse = (x.cpu() for x in prefill(wide.to(DEVICE), unpacked, spec, on_device))
     assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous()
     # a unit of an integer sum is a thousandth of a large score; rounded weights are off by 0.29 / 127 each, and each in
     # its own way where tiles differ: 200 of them by 0.03, of which three times is allowed

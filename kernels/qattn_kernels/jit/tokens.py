@@ -11,24 +11,37 @@ from qattn_kernels.layout import Row, RowState
 
 
 @triton.jit
-def _load_new(X, strides, b, h, fresh, new, first, C: tl.constexpr):
-    """fp32 `[BLOCK, DP]`, zeros where `new` is false; rotated where kernels rotate."""
+def load_new(X, strides, b, h, fresh, new, first, C: tl.constexpr):
+    """`[BLOCK, DP]` as the model made them, zeros where `new` is false."""
     d = tl.arange(0, C.DP)
     column = tl.where(new, first + fresh, 0).to(tl.int64)
     at = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + column * strides[2]
-    x = tl.load(X + at[:, None] + d[None, :], mask=new[:, None] & (d < C.D)[None, :], other=0.0)
+    return tl.load(X + at[:, None] + d[None, :], mask=new[:, None] & (d < C.D)[None, :], other=0.0)
+
+
+@triton.jit
+def _rotated(x, C: tl.constexpr):
+    """fp32, rotated where kernels rotate: as the model's dtype rounds it."""
     if C.ROTATION is not None:
         R: tl.constexpr = C.ROTATION
-        x = rotate_rows(x.to(tl.float32), False, R).to(X.dtype.element_ty)
+        x = rotate_rows(x.to(tl.float32), False, R).to(x.dtype)
     return x.to(tl.float32)
 
 
 @triton.jit
 def new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, C: tl.constexpr):
     """New keys and values, zeros where either is not finite, and where that is so."""
-    k = _load_new(KEY, k_strides, b, h, fresh, new, first, C)
+    k = load_new(KEY, k_strides, b, h, fresh, new, first, C)
     V_C: tl.constexpr = C.V
-    v = _load_new(VALUE, v_strides, b, h, fresh, new, first, V_C)
+    v = load_new(VALUE, v_strides, b, h, fresh, new, first, V_C)
+    return checked_tokens(k, v, new, C)
+
+
+@triton.jit
+def checked_tokens(k, v, new, C: tl.constexpr):
+    """`new_tokens` of what `load_new` read of both."""
+    V_C: tl.constexpr = C.V
+    k, v = _rotated(k, C), _rotated(v, V_C)
     bad = new & (broken(k, 1) | broken(v, 1))
     return tl.where(bad[:, None], 0.0, k), tl.where(bad[:, None], 0.0, v), bad
 
@@ -39,11 +52,11 @@ def new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, VAL
     at once would not stay in registers."""
     V_C: tl.constexpr = C.V
     if VALUES:
-        bad = broken(_load_new(KEY, k_strides, b, h, fresh, new, first, C), 1)
-        x = _load_new(VALUE, v_strides, b, h, fresh, new, first, V_C)
+        bad = broken(_rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), C), 1)
+        x = _rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), V_C)
     else:
-        bad = broken(_load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), 1)
-        x = _load_new(KEY, k_strides, b, h, fresh, new, first, C)
+        bad = broken(_rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), V_C), 1)
+        x = _rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), C)
     bad = new & (bad | broken(x, 1))
     return tl.where(bad[:, None], 0.0, x), bad
 

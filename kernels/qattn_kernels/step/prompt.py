@@ -97,8 +97,11 @@ def _to_raw(
         turned, *_ = rotated(query, key, value, spec.compute, rotate)
         return _by_kernels(turned, unpacked, spec, scores)
 
+    def by_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
+        return _causal(query, key, value, scores)
+
     k, v = stored(key, value, spec.compute, rotate)
-    return write_and_attend((query, k, v, span, state, spec, scores), None, lambda _: _causal(query, key, value, scores), by_kernels)
+    return write_and_attend((query, k, v, span, state, spec, scores), None, by_sdpa, by_kernels)
 
 
 def _to_unpacked(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, block_at, first_block, slot_bits, store_row
-from qattn_kernels.jit.tokens import from_ring, new_tokens, ring_codes, row_before
+from qattn_kernels.jit.tokens import checked_tokens, from_ring, load_new, new_tokens, ring_codes, row_before
 from qattn_kernels.layout import RowState
 from qattn_kernels.ops.append.ranking import ranked_place
 from qattn_kernels.ops.append.smooth import dequantize, mean_key, minus_mean
@@ -191,6 +191,20 @@ def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
         tl.atomic_add(NONFINITE + bh, worse)
 
 
+@triton.jit
+def _early_token(KEY, VALUE, k_strides, v_strides, b, h, NEW: tl.constexpr, ROTATES: tl.constexpr, C: tl.constexpr):
+    """`new_tokens` of a step before its row is known; what has to be rotated as `load_new` reads it, since programs
+    without the token would take as long over that as the one that has it."""
+    only = tl.arange(0, NEW)
+    V_C: tl.constexpr = C.V
+    k = load_new(KEY, k_strides, b, h, only, only == 0, 0, C)
+    v = load_new(VALUE, v_strides, b, h, only, only == 0, 0, V_C)
+    if ROTATES:
+        return k, v, only < 0
+    else:
+        return checked_tokens(k, v, only == 0, C)
+
+
 @triton.jit(do_not_specialize=["span_stride", "NB", "T", "parts"])
 def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
                  K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED, ROWS, PAGES, NB, QUERIES, T, parts,
@@ -209,9 +223,10 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
     j, part = i // parts, i % parts
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     longest = tl.load(RowState(*STATE).longest + b)
+    V_C: tl.constexpr = C.V
+    ROTATES: tl.constexpr = C.ROTATION is not None or V_C.ROTATION is not None
     if EARLY:  # the token comes while the row does, which says whether it is one
-        only = tl.arange(0, NEW)
-        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, only, only == 0, 0, C)
+        early_k, early_v, bad = _early_token(KEY, VALUE, k_strides, v_strides, b, h, NEW, ROTATES, C)
     length, closed, open_start, closing, first, count = row
     start, index, bh = open_start + j * C.BLOCK, closed + j, b * C.H + h
     used = (start < length + count) & (index < NB)  # never behind the arenas
@@ -222,8 +237,10 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
     if used & (closes | (start + C.BLOCK > length)):  # else nothing of it changes
         pos = tl.maximum(length, start) + tl.arange(0, NEW)
         new = pos < tl.minimum(length + count, start + C.BLOCK)
-        if EARLY:
-            bad = bad & new
+        if EARLY and ROTATES:
+            k, v, bad = checked_tokens(early_k, early_v, new, C)
+        elif EARLY:
+            k, v, bad = early_k, early_v, bad & new
         else:
             k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
         flags = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
@@ -244,7 +261,6 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             _short_side(K, K_MEAN, k, pos, new, bad, stale, source, block,
                         Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, None), False, C, C)  # fmt: skip
         if part == parts - 1:
-            V_C: tl.constexpr = C.V
             _short_side(V, K_MEAN, v, pos, new, bad, stale, source, block,
                         Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, None), True, V_C, C)  # fmt: skip
     if C.ROTATION is not None:

@@ -67,10 +67,8 @@ def append(call: Call) -> None:
         # Else the others wait for the registers of few, most of which only closing needs. With smoothed keys that would
         # gain little, by one kernel more of those that a first call waits for.
         options.setdefault("maxnreg", 128)
-    # Where a row's open tokens lie in several blocks, most programs have no token: those would only wait for it. Nor do
-    # rotated ones come early, for which that was slower.
-    early = call.tokens == 1 and not (rotates or call.sizes.V.ROTATION)
-    early = early and (blocks == 1 or parts * blocks * rows <= AT_ONCE)
+    # Where a row's open tokens lie in several blocks, most programs have no token: those would only wait for it.
+    early = call.tokens == 1 and (blocks == 1 or parts * blocks * rows <= AT_ONCE)
     queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),

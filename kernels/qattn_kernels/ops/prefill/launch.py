@@ -126,10 +126,10 @@ def prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a long call over its unpacked keys and values; `ops/prefill/reference.py` is the specification.
 
-    INT8 codes are multiplied as integers; what the unpacked keys and values have in the model's dtype in the query's. A cut by `sas_threshold` is against the maximum of the tiles so far, which
-    are not the reference's. `p_scale: tile` is the reference's alone. Weights have 127 levels whatever `spec.compute`
-    says, and `round_sum` acts where the softmax is exact and nothing is capped; elsewhere row sums are of what was
-    rounded.
+    INT8 codes are multiplied as integers; what the unpacked keys and values have in the model's dtype in the query's. A
+    cut by `sas_threshold` is against the maximum of the tiles so far, which are not the reference's. `p_scale: tile` is
+    the reference's alone. Weights have 127 levels whatever `spec.compute` says, and `round_sum` acts where the softmax
+    is exact and nothing is capped; elsewhere row sums are of what was rounded.
 
     Args:
         q: `[B, Hq, T, D]`, bf16, fp16 or fp32, columns as the model made them; `unpacked.rows` says which are real.
