@@ -12,12 +12,14 @@ TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_H
 PYTEST   = -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-slow test-all test-oldest lint format clean
+.PHONY: help setup setup-oldest demo docs test test-slow test-all test-oldest lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## Create the environment in .venv (the other targets do it by themselves)
+
+setup-oldest: $(OLDEST)/.ready ## Create that with the oldest supported transformers, in .venv-5.17
 
 demo: $(VENV)/.ready ## Answer the same prompts in full precision and through a packed cache (ARGS="--method int8")
 	@$(VENV)/bin/qattn demo $(ARGS)

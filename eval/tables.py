@@ -162,6 +162,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "programs-speed": partial(before_after_table, record="speed-before-after-programs"),
     "registers-speed": partial(before_after_table, record="speed-before-after-append"),
     "prompts-speed": partial(before_after_table, record="speed-before-after-long"),
+    "unpacked-speed": partial(before_after_table, record="speed-before-after-unpacked"),
     "tails-speed": partial(before_after_table, record="speed-before-after-tails"),
     "groups-speed": partial(before_after_table, record="speed-before-after-groups"),
     "tiles-speed": partial(before_after_table, record="speed-before-after-tiles"),

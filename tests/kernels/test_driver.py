@@ -135,10 +135,11 @@ def test_profilers_see_launches(monkeypatch):
 def test_all_launches_of_steps_and_prompts_are_direct_in_any_thread(monkeypatch):
     monkeypatch.setattr(plan, "_plans", {})
     layer, results = QAttnLayer(replace(make_layer(("turbo", {})).spec, impl="triton"), 256), []
+    device = torch.empty(0, device=DEVICE).device  # of this thread: another one begins with the first GPU
 
     def call(tokens: int) -> None:
-        q, k, v = (torch.ones(1, heads, tokens, 64, device=DEVICE, dtype=torch.bfloat16) for heads in (4, 2, 2))
-        span = torch.tensor([[0, tokens]], dtype=torch.int32, device=DEVICE)
+        q, k, v = (torch.ones(1, heads, tokens, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        span = torch.tensor([[0, tokens]], dtype=torch.int32, device=device)
         results.append(layer.attend(q, layer.update(k, v)[0], span, Scores(0.125))[0])
 
     call(40)
