@@ -11,7 +11,7 @@ class UnpackedKV(NamedTuple):
     """Slots `N` are those of the arenas: the token at row position `p >= open_start` lies in slot
     `closed * block + p - open_start`, the packed past before it.
 
-    `k`: INT8 `[B, Hkv, N, Dk]` with fp32 `k_scale` `[B, Hkv, N]` where the call multiplies codes, else the model's dtype
+    `k`: INT8 `[B, Hkv, N, Dk]` with fp32 `k_scale` `[B, Hkv, N]` if the call multiplies codes, else the model's dtype
     with None.
     `v`: INT8 TRANSPOSED `[B, Hkv, Dv, N]` with fp32 `v_scale` `[B, Hkv, N]`, or the model's dtype `[B, Hkv, N, Dv]`.
     `bias`: fp32 `[B, Hkv, N]`, added to every score: 0, or -inf for slots that hold no token or a masked one.
