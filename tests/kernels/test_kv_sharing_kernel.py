@@ -62,3 +62,16 @@ def test_readers_of_a_prompt_that_sdpa_computes(finite: bool, monkeypatch: pytes
     whole, *parts = (alone.attend(q[:, :, -n:], handle, span, Scores(0.125), unpadded=True)[0] for n in (67, 1, 3))
     for part in parts:
         torch.testing.assert_close(part, whole[:, :, -part.shape[2] :], rtol=0, atol=1e-5)  # fp32 sums in another order
+
+
+def test_readers_of_a_prompt_over_codes(monkeypatch: pytest.MonkeyPatch):
+    """SDPA attends to what codes stand for, for the layer that writes them, and kernels for its readers."""
+    monkeypatch.setattr(prompt, "WORTH", 0)
+    monkeypatch.setattr(prompt, "_fast", lambda *qkv: True)
+    layer, *_ = layers(("int8", {"prefill_compute": "model"}))
+    layer.shared = True
+    q, k, v = (x.to(DEVICE) for x in random_qkv(1, 67, dim=DIM))
+    handle, span = layer.update(k, v)[0], torch.tensor([[0, 67]], dtype=torch.int32, device=DEVICE)
+    own, reader = (layer.attend(q, handle, span, Scores(0.125), unpadded=True)[0] for _ in range(2))
+    assert layer.prompt_by == "sdpa"
+    torch.testing.assert_close(reader, own, rtol=0, atol=1e-5)  # fp32 sums in another order
