@@ -44,10 +44,12 @@ def test_steps_over_blocks_of_two_widths(stage, aged):
     check(stage, aged, inputs(2, 195), [150, 192, 193, 195])
 
 
+@pytest.mark.parametrize("prefill", ["int8", "model"])
 @pytest.mark.parametrize(("stage", "aged"), [(0, 1), (3, 1)])
-def test_prompt_behind_blocks_of_two_widths(stage, aged):
-    """The second call unpacks blocks of both widths; values have a scale a token."""
-    check(stage, aged, inputs(1, 200), [130, 199, 200], v_scale="token", smooth_k=stage == 0)
+def test_prompt_behind_blocks_of_two_widths(stage, aged, prefill):
+    """The second call unpacks blocks of both widths, to codes or to numbers; values have a scale a token."""
+    pieces = {"v_scale": "token", "smooth_k": stage == 0, "prefill_compute": prefill}
+    check(stage, aged, inputs(1, 200), [130, 199, 200], **pieces)
 
 
 @needs_gpu
