@@ -13,6 +13,9 @@ from qattn_hf import CapacityError, QAttnCache, load_recipe, patch, report, unpa
 from qattn_hf.methods import get_method
 
 GREEDY = dict(do_sample=False, max_new_tokens=20)
+# To compile takes seconds, and what a compiled step sees of a method is its tensors: a ring of codes, one of numbers,
+# one beside a pool of sinks, and none. Compiled kernels run with every method (`kernels/test_compiled_steps_kernel.py`).
+some_methods = pytest.mark.parametrize("method", ["turbo", "kivi", "sinkq", "int8"])
 
 
 @pytest.fixture
@@ -157,6 +160,7 @@ def test_yaml_is_the_defaults(method: str):
     assert recipe.settings.model_fields_set == set(get_method(method).model_fields)
 
 
+@some_methods
 def test_decode_step_is_one_graph_at_fixed_addresses(model: LlamaForCausalLM, method: str):
     patch(model, method)
     torch._dynamo.utils.counters.clear()
@@ -176,6 +180,7 @@ def test_decode_step_is_one_graph_at_fixed_addresses(model: LlamaForCausalLM, me
     assert cache.layers[0].state["length"].tolist() == [230, 230]
 
 
+@some_methods
 def test_generate_compiles_at_most_three_graphs(model: LlamaForCausalLM, method: str):
     patch(model, method)
     torch._dynamo.utils.counters.clear()
@@ -215,6 +220,7 @@ def test_hand_made_cache_serves_generate_and_forward(model: LlamaForCausalLM, me
     assert report(other).to_dict()["method"] == "int8"
 
 
+@some_methods
 def test_a_cache_goes_on_after_compiled_steps(model: LlamaForCausalLM, method: str):
     """A compiled `generate`, then a long call, a short one, a crop, a copy and a second `generate`: as after eager
     steps, though nobody counted the compiled ones on the host."""

@@ -57,10 +57,10 @@ def check(case: Case, qkv, cuts: list[int], first: int = 0, scores: Scores | Non
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_state_and_outputs_are_the_references(case: Case):
     """Long and short calls, padding, tokens that are not finite, blocks that close in each kind of call."""
-    qkv = inputs(2, 200)
+    qkv = inputs(2, 170)
     qkv[1][1, 0, 30, 1] = math.nan
     qkv[2][0, 0, 61, 2] = math.inf
-    check(case, qkv, [62, 63, 65, 129, 130, 162, 200], first=5)
+    check(case, qkv, [62, 65, 129, 130, 170], first=5)
 
 
 SHAPES = [Sizes(128, 32, 16), Sizes(32, 16, 5), Sizes(16, 64, 32), Sizes(512, 64, 3)]

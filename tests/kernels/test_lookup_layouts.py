@@ -17,8 +17,7 @@ NEIGHBOURS = re.compile(
 )
 KINDS = [
     (128, "turboquant:k_format=turbo4,v_format=turbo3"),
-    (256, "turboquant:k_format=turbo3,v_format=turbo3"),  # two warps share a tile of several groups
-    (256, "turboquant:k_format=turbo3,v_format=turbo2,norm_block=null"),
+    (256, "turboquant:k_format=turbo3,v_format=turbo2,norm_block=null"),  # two warps share a tile of several groups
     (256, "nf4"),
 ]
 

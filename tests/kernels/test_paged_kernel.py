@@ -17,10 +17,9 @@ from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import Geometry
 
 pytestmark = pytest.mark.gpu
-CASES: list[Case] = [
-    ("turbo", {}), ("turbo", {"bits": 2}), ("int8", {}), ("sage2", {}), ("kivi", {"bits": 4}), ("turboquant", {}),
-    ("nf4", {}), ("none", {}),
-]  # fmt: skip
+CASES: list[Case] = [("turbo", {}), ("int8", {}), ("kivi", {"bits": 4}), ("turboquant", {})]
+if DEVICE == "cuda":  # the interpreter is slow, and where pages lie is the same to all formats
+    CASES += [("turbo", {"bits": 2}), ("sage2", {}), ("nf4", {}), ("none", {})]
 LENGTHS = (70, 63, 127, 5)  # of rows before their steps: the second and third close a block with the first one
 PAGES, DIM = 40, 64
 
