@@ -14,7 +14,7 @@ from qattn_hf.methods import get_method
 
 GREEDY = dict(do_sample=False, max_new_tokens=20)
 # To compile takes seconds, and what a compiled step sees of a method is its tensors: a ring of codes, one of numbers,
-# one beside a pool of sinks, and none. Compiled kernels run with every method (`kernels/test_compiled_steps_kernel.py`).
+# one beside sinks, and none. Compiled kernels run with every method (`kernels/test_compiled_steps_kernel.py`).
 some_methods = pytest.mark.parametrize("method", ["turbo", "kivi", "sinkq", "int8"])
 
 
