@@ -47,8 +47,11 @@ def fed(model: Any, cuts: list[int]) -> QAttnCache:
     return cache
 
 
-def fails_everywhere(model: Any, call: str, error: type[BaseException], first: int, step: int) -> None:
-    """The call fails at its allocation `first` and at each `step`th behind it, over one cache, until none is left."""
+def fails_everywhere(
+    model: Any, call: str, error: type[BaseException], first: int, step: int, later: tuple[int, ...] = (1, 40)
+) -> None:
+    """The call fails at its allocation `first` and at each `step`th behind it, over one cache, until none is left.
+    Calls of `later` tokens behind it are those of a cache without a fault."""
     cuts, tokens = {**CALLS, **WINDOWED}[call]
     start, at, out = sum(cuts), first, None
     cache, twin = fed(model, cuts), fed(model, cuts)
@@ -64,8 +67,8 @@ def fails_everywhere(model: Any, call: str, error: type[BaseException], first: i
             at += step
     assert at > first + 2 * step
     assert torch.equal(out.logits, model(new(model, start, tokens), past_key_values=twin).logits)
-    for end in (1, 40):
-        more = new(model, start + tokens, end)
+    for count in later:
+        more = new(model, start + tokens, count)
         assert torch.equal(*(model(more, past_key_values=x).logits for x in (cache, twin)))
     for layer, other in zip(cache.layers, twin.layers, strict=True):
         assert same_state(layer, other) == []

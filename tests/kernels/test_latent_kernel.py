@@ -67,8 +67,8 @@ SHAPES = [Sizes(128, 32, 16), Sizes(32, 16, 5), Sizes(16, 64, 32), Sizes(512, 64
 
 
 @poisoned
-@pytest.mark.product("turbo-Sizes(latent=128, rope=32, heads=16)-3")
-@pytest.mark.parametrize("tokens", [1, 3, 32])
+@pytest.mark.product("turbo-Sizes(latent=128, rope=32, heads=16)-1")
+@pytest.mark.parametrize("tokens", [1, 3, 32] if DEVICE == "cuda" else [1, 32])
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 @pytest.mark.parametrize("case", [TURBO, INT8], ids=case_id)
 def test_sizes_of_latents_and_numbers_of_heads(case: Case, sizes: Sizes, tokens: int):
