@@ -10,7 +10,7 @@ import torch
 from helpers import DEVICE, make_layer, random_qkv, tiny_llama
 from transformers import GenerationConfig, PreTrainedModel
 
-from qattn_hf import UnsupportedError, patch, report, unpatch
+from qattn_hf import UnsupportedError, list_methods, patch, report, unpatch
 from qattn_hf.continuous import transformers_api
 from qattn_hf.continuous.batch import Held, batches
 from qattn_hf.continuous.pages import PagedLayer, by_block, bytes_of, resized
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
 )
 NEW = 70  # tokens of an answer: past a block boundary
-METHODS = ["none", "turbo", "turbo:bits=mixed", "turbo_sink", "kivi", "sage2", "turboquant"]  # of each kind of pages
+METHODS = [*list_methods(), "turbo:bits=mixed", "turbo_sink"]
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:

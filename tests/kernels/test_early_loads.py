@@ -17,7 +17,10 @@ from qattn_kernels.step.reference import reference_step
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 
-@pytest.mark.parametrize("case", [TURBO, INT8, NONE, KIVI], ids=case_id)
+ROTATED: Case = ("turbo", {"rotate_k": "hadamard", "rotate_v": "hadamard"})  # by the program that has the token
+
+
+@pytest.mark.parametrize("case", [TURBO, INT8, NONE, KIVI, ROTATED], ids=case_id)
 def test_a_row_without_a_token_leaves_nothing_of_its_column(case: Case):
     """Padding that is not finite, in the one column of a step: nothing is stored, counted or masked."""
     qkv = inputs(2, 71)

@@ -183,8 +183,8 @@ def _of_side(side: str, fmt: Format, heads: int, dim: int) -> dict[str, Any]:
     """The constants of a format of keys (`K`) or values (`V`)."""
     core = fmt.core
     found = {"LOW": int(core.low_kind(heads)), "BITS": core.kernel_bits(heads), "CLIP": int(16 * core.kernel_clip())}
-    found |= {"AGED": core.ages, "RANK": core.rank_kind(heads), "CHANNELS": fmt.channel_group(dim)}
-    found["INTEGER"] = fmt.integer
+    found |= {"AGED": core.ages, "RANK": core.rank_kind(heads)}
+    found |= {"CHANNELS": fmt.channel_group(dim), "INTEGER": fmt.integer}
     return {f"{side}_{name}": value for name, value in found.items()}
 
 

@@ -49,7 +49,7 @@ def fused_step(
         unpacked = with_room(unpacked, spec, scores)
         finish(call, unpacked)
         out, lse = prefill(call.query, unpacked, spec, scores)
-    return out if spec.compute.rotate_v == "none" else rotate.rotate([out], back=True)[0], lse
+    return rotate.rotated_back(out, spec.compute), lse
 
 
 def write_long(call: Call, past: int | None) -> UnpackedKV:

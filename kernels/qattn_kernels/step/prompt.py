@@ -73,75 +73,36 @@ def attend_prompt(
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
     """
-    attend = _to_raw if sees_raw(spec) else _to_unpacked
-    with torch.cuda.device_of(query):
-        return attend(query, key, value, span, state, spec, scores)
-
-
-def _to_raw(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    state: State,
-    spec: LayerSpec,
-    scores: Scores,
-) -> torch.Tensor:
-    """`attend_prompt` to keys and values as the model made them."""
     from qattn_kernels.ops.append.launch import append_long, empty_unpacked  # which loads Triton when it is first used
-    from qattn_kernels.ops.rotate.launch import rotate
+    from qattn_kernels.ops.prefill.launch import prefill
+    from qattn_kernels.ops.rotate.launch import rotate, rotated_back
 
-    def by_kernels(call: Call, unpacked: UnpackedKV) -> torch.Tensor:
-        state["nonfinite"].zero_()  # the cache was empty, and they are counted again
-        append_long(call, unpacked := empty_unpacked(call, 0))
-        turned, *_ = rotated(query, key, value, spec.compute, rotate)
-        return _by_kernels(turned, unpacked, spec, scores)
+    raw, compute = sees_raw(spec), spec.compute
 
     def by_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
-        return _causal(query, key, value, scores)
-
-    k, v = stored(key, value, spec.compute, rotate)
-    return write_and_attend((query, k, v, span, state, spec, scores), None, by_sdpa, by_kernels)
-
-
-def _to_unpacked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    span: torch.Tensor,
-    state: State,
-    spec: LayerSpec,
-    scores: Scores,
-) -> torch.Tensor:
-    """`attend_prompt` to the unpacked keys and values that kernels leave behind."""
-    from qattn_kernels.ops.rotate.launch import rotate
-
-    query, key, value = rotated(query, key, value, spec.compute, rotate)
-
-    def by_sdpa(unpacked: UnpackedKV) -> torch.Tensor:
-        k, v = (x[:, :, : query.shape[2]] for x in (unpacked.k, unpacked.v))
-        return _rotated_back(_causal(query, k, v, scores), spec)
+        if raw:
+            return _causal(query, key, value, scores)
+        seen_k, seen_v = (x[:, :, : query.shape[2]] for x in (unpacked.k, unpacked.v))
+        return rotated_back(_causal(q, seen_k, seen_v, scores), compute)
 
     def by_kernels(call: Call, unpacked: UnpackedKV) -> torch.Tensor:
-        return _by_kernels(query, unpacked, spec, scores)
+        turned = q
+        if raw:
+            state["nonfinite"].zero_()  # the cache was empty, and they are counted again
+            append_long(call, unpacked := empty_unpacked(call, 0))
+            turned, *_ = rotated(query, key, value, compute, rotate)
+        return rotated_back(prefill(turned, unpacked, spec, scores)[0], compute)
 
-    return write_and_attend((query, key, value, span, state, spec, scores), 0, by_sdpa, by_kernels)
+    with torch.cuda.device_of(query):
+        if raw:  # as it is for SDPA, so that kernels rotate it where they are needed
+            q, (k, v) = query, stored(key, value, compute, rotate)
+        else:
+            q, k, v = rotated(query, key, value, compute, rotate)
+        return write_and_attend((q, k, v, span, state, spec, scores), None if raw else 0, by_sdpa, by_kernels)
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scale, enable_gqa=True)
-
-
-def _by_kernels(query: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> torch.Tensor:
-    from qattn_kernels.ops.prefill.launch import prefill
-
-    return _rotated_back(prefill(query, unpacked, spec, scores)[0], spec)
-
-
-def _rotated_back(out: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
-    from qattn_kernels.ops.rotate.launch import rotate
-
-    return out if spec.compute.rotate_v == "none" else rotate([out], back=True)[0]
 
 
 def write_and_attend(

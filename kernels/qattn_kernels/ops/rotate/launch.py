@@ -10,6 +10,7 @@ import torch
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import Rotation
 from qattn_kernels.launch.launches import constant, launch
+from qattn_kernels.layer.spec import Compute
 from qattn_kernels.ops.rotate.kernel import rotate_kernel
 from qattn_kernels.ops.rotate.reference import signs
 
@@ -43,6 +44,11 @@ def rotate(tensors: list[torch.Tensor], back: bool = False) -> list[torch.Tensor
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def rotated_back(out: torch.Tensor, compute: Compute) -> torch.Tensor:
+    """The output of a long call: turned back where its values were rotated."""
+    return out if compute.rotate_v == "none" else rotate([out], back=True)[0]
 
 
 def inside(call: Call) -> Call:
