@@ -28,6 +28,7 @@ from gpu_parts import RESULTS, Part, families, parts
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = (
     "tests",
+    "released",
     "recipes",
     "quality",
     "tasks",
@@ -36,12 +37,13 @@ KNOWN = (
     "compare",
     "decode",
     "prefill",
+    "front",
     "generate",
     "throughput",
     "requests",
     "first-call",
 )
-TRAINED = KNOWN[1:7]  # what trained models show: they need the yardstick's folder
+TRAINED = KNOWN[1:8]  # what trained models show: they need the yardstick's folder
 
 
 def record(part: Part, results: Path, gpu: int | None = None) -> tuple[int, str]:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 import yaml
+from checkpoints import CHECKPOINTS
+from overview_table import DECODES, FRONT, PREFILLS
 
 from qattn_hf.methods import measured, measured_settings
 from qattn_hf.spelling import split_methods
@@ -54,7 +56,9 @@ def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: P
         "requests": [("speed-requests", bench("requests", *options))],
         "first-call": [("speed-first-call", bench("first-call", *first_calls))],
     }
+    found |= {"front": [front(name, options) for name in ("decode", "prefill")]}
     if yardstick is not None:
+        found["released"] = [released(yardstick, name) for name in CHECKPOINTS]
         models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
         pairs = [(family, model) for family in chosen for model in models]
         found["recipes"] = [("recipes", ["python", "eval/recipes.py", str(yardstick)])]
@@ -65,6 +69,21 @@ def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: P
         found["tune"] = [tune(model, first, kept) for model in models]
         found["compare"] = [compare(model, second, kept) for model in models]
     return found
+
+
+def front(name: str, options: list[str]) -> Part:
+    """Speed of the recommended settings at the points of the front page, in one run."""
+    points = DECODES if name == "decode" else PREFILLS
+    shape = [f"--{key}={value}" for point in points.values() for key, value in point.items() if key != "room"]
+    methods = [text for setting in FRONT for text in ("--method", setting)]
+    return f"front-{name}", bench(name, *methods, *shape, *options)
+
+
+def released(yardstick: Path, name: str) -> Part:
+    """KL, top-1 and pass keys of one released checkpoint."""
+    data = yardstick / "data"
+    texts = ["--text", str(data / "wikitext2" / "wiki.test.raw"), "--book", str(data / "books" / "heldout.txt")]
+    return f"released-{name}", ["python", "eval/released.py", name, *texts, "--processes", "4"]
 
 
 def quality(yardstick: Path, model: Path, family: str) -> Part:

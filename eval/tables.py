@@ -24,7 +24,7 @@ from fidelity_tables import compare_table, drafts_table, retrievals_table, rollo
 from known_types import known_table
 from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
-from overview_table import generate_overview, overview_table, settings_table, throughput_overview
+from overview_table import fastest_table, generate_overview, overview_table, settings_table, throughput_overview
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
 from quality_tables import (
     bits_table,
@@ -63,7 +63,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 # The records that a page of results is made of, by the start of their names.
 PAGES = {
-    "overview": ("compare-embedded-model", "speed-"),
+    "overview": ("released-", "front-"),
     "quality": (
         "budget-",
         "compare-",
@@ -119,6 +119,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "overview-generate": generate_overview,
     "overview-throughput": throughput_overview,
     "settings": settings_table,
+    "fastest": fastest_table,
     "methods": methods_table,
     "method-pages": index_table,
     "nav-methods": nav,

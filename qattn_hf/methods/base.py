@@ -20,7 +20,7 @@ CLIP = (
     "share of half a step by which the outer codes of 2 bits lie inside of their range, in sixteenths: steps are finer "
     "so, and what lies farthest out errs more"
 )
-PURPOSES = ("quality", "compare", "bits", "tune", "decode", "prefill", "trees-decode", "trees-prefill")
+PURPOSES = ("quality", "compare", "bits", "tune", "decode", "prefill", "trees-decode", "trees-prefill", "released")
 
 
 class Measured(NamedTuple):
@@ -30,7 +30,8 @@ class Measured(NamedTuple):
         setting: as commands spell it, `turbo:bits=2`, or a recipe of the package that takes the method.
         purposes: some of `PURPOSES`, a space between them. `quality`: KL and tasks of the trained models; `compare`:
             `qattn compare`; `bits`: the size of a cached value; `tune`: what `qattn tune` may give a layer; `decode`,
-            `prefill`: speed; `trees-...`: speed, only where `eval/compare_trees.py` compares two checkouts.
+            `prefill`: speed; `trees-...`: speed, only where `eval/compare_trees.py` compares two checkouts; `released`:
+            quality on released checkpoints (`eval/released.py`).
         record: name of the record of quality and of tasks that holds it; if empty, the setting's up to the colon.
     """
 

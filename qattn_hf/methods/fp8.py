@@ -12,7 +12,7 @@ from qattn_kernels.formats.fp8.reference import Fp8Format
 class Fp8(Method):
     """FP8 E4M3 keys and values with one scale a token: half the memory of bf16, append only."""
 
-    measured = (Measured("fp8", "quality compare bits tune decode", record="8bit"),)
+    measured = (Measured("fp8", "quality compare bits tune decode released", record="8bit"),)
 
     @classmethod
     def default_compute(cls) -> Arithmetic:

@@ -25,7 +25,7 @@ class IntFlash(Method):
 
     variants = ({"mode": "half"}, {"bits": 4, "rotate": "hadamard"})
     measured = (
-        Measured("int_flash", "quality compare bits decode prefill"),
+        Measured("int_flash", "quality compare bits decode prefill released"),
         Measured("int_flash:mode=half", "quality bits"),
         Measured("int_flash:bits=4", "quality bits"),
         Measured("int_flash:bits=4,rotate=hadamard", "quality tune"),

@@ -25,8 +25,8 @@ class Kivi(WindowedMethod):
     )
     measured: ClassVar[tuple[Measured, ...]] = (
         Measured("kivi:bits=4", "quality compare bits tune"),
-        Measured("kivi:bits=2", "quality compare bits"),
-        Measured("kivi:bits=2,group_size=128,residual_length=32", "quality bits tune decode"),
+        Measured("kivi:bits=2", "quality compare bits released"),
+        Measured("kivi:bits=2,group_size=128,residual_length=32", "quality bits tune decode released"),
         Measured("kivi:bits=2,group_size=128,residual_length=32,token_norm=true", "decode"),
         *(
             Measured(f"kivi:{pieces},group_size=128,residual_length=32", "quality", record="kivi_pieces")
@@ -39,7 +39,7 @@ class Kivi(WindowedMethod):
             )
         ),
         Measured("kivi:bits=2,clip=0.75,group_size=128,residual_length=32", "quality", record="low_bits"),
-        Measured("kivi:bits=4,group_size=128", "decode"),
+        Measured("kivi:bits=4,group_size=128", "decode released"),
         Measured("kivi", "trees-decode"),
     )
 

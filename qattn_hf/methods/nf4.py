@@ -24,7 +24,7 @@ class Nf4(Method):
 
     variants = ({"group_size": 32, "rotate": "hadamard"},)
     measured = (
-        Measured("nf4", "quality compare bits decode prefill"),
+        Measured("nf4", "quality compare bits decode prefill released"),
         Measured("nf4:group_size=32", "quality compare bits"),
         Measured("nf4:rotate=hadamard", "quality compare"),
     )

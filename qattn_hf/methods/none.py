@@ -10,7 +10,7 @@ from qattn_kernels.formats.model.reference import ModelFormat
 class Unpacked(Method):
     """Model precision in the same cache and kernels: the control that shows what quantization alone changes."""
 
-    measured = (Measured("none", "compare bits decode prefill"),)
+    measured = (Measured("none", "compare bits decode prefill released"),)
 
     @classmethod
     def default_compute(cls) -> Arithmetic:

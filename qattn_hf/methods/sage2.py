@@ -39,7 +39,7 @@ class Sage2(Method):
         {"bits": 4, "granularity": "block", "smooth_q": "block", "smooth_v": True},
     )
     measured = (
-        Measured("sage2", "quality compare bits decode prefill"),
+        Measured("sage2", "quality compare bits decode prefill released"),
         Measured("sage2:bits=4", "quality compare bits tune decode prefill"),
         Measured("sage2:bits=4,smooth_q=none", "quality"),
         Measured("sage2:bits=4,smooth_k=false", "quality"),

@@ -20,14 +20,14 @@ class SinkQ(Kivi):
         {"group_size": 32, "residual_length": 20, "sink_window": 2, "sink_select": "attention", "sink_skip_layers": 0},
     )
     measured = (
-        Measured("sinkq", "quality compare bits tune decode prefill"),
+        Measured("sinkq", "quality compare bits tune decode prefill released"),
         Measured("sinkq:sink_skip_layers=0", "quality"),
         Measured("sinkq:rotate_k=hadamard", "quality", record="low_bits"),
         Measured("sinkq:clip=0.75", "quality", record="low_bits"),
         Measured("sinkq:rotate_k=hadamard,clip=0.75", "quality decode", record="low_bits"),
         Measured("sinkq:bits=3,rotate_k=hadamard", "quality decode", record="low_bits"),
-        Measured("low2", "compare"),
-        Measured("low3", "compare"),
+        Measured("low2", "compare released"),
+        Measured("low3", "compare released"),
         Measured("sinkq:group_size=32", "bits"),
     )
 

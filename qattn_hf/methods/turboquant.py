@@ -25,10 +25,10 @@ class TurboQuant(Method):
 
     variants = ({"k_format": "turbo3", "v_format": "q4", "norm_block": None},)
     measured = (
-        Measured("turboquant", "quality compare bits decode prefill"),
-        Measured("turboquant:k_format=turbo4", "quality compare bits decode"),
+        Measured("turboquant", "quality compare bits decode prefill released"),
+        Measured("turboquant:k_format=turbo4", "quality compare bits decode released"),
         Measured("turboquant:k_format=q4,v_format=q4", "quality"),
-        Measured("turboquant:k_format=turbo3,v_format=turbo3", "quality bits decode"),
+        Measured("turboquant:k_format=turbo3,v_format=turbo3", "quality bits decode released"),
         Measured("turboquant:k_format=turbo2,v_format=turbo2", "quality bits"),
         Measured("turboquant:k_format=turbo2,v_format=turbo2,norm_block=null", "tune"),
         Measured("turboquant:k_format=turbo3,v_format=turbo2,norm_block=null", "tune"),
