@@ -13,6 +13,7 @@ from qattn_hf.bench.tables import by_point, gains
 CONTEXT, HEAD_DIM = 32768, 128
 # The recommended settings, most bits first. Every instrument has measured each: a test asks for that.
 FRONT = (
+    "none",
     "int8",
     "sage2",
     "turboquant",

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,8 @@ from qattn_hf.methods import measured_settings
 # Contexts at which pass keys are asked for, and rows of text: SmolLM2 has 8,192 positions, Gemma 3 270M 32,768.
 SHAPES = {
     "smollm2": {"rows": 16, "needles": (1900, 3800, 7600)},
-    "gemma3": {"rows": 8, "needles": (3800, 15000, 30000)},
+    # of its windows: those packed by a method, which is not the default
+    "gemma3": {"rows": 8, "needles": (3800, 15000, 30000), "more": ("turbo:sliding=packed",)},
 }
 KEYS, KEY_BATCH, LONG, LONG_BATCH = 32, 16, 10_000, 4  # pass keys asked at once; fewer beyond `LONG` tokens
 HEAD = "There is important information hidden in the following text. Find it and memorise it.\n\n"
@@ -50,7 +51,8 @@ class Task(NamedTuple):
 
     Attributes:
         folder: of the model. text, book: files. rows, prompt, steps: of the text. needles: contexts of pass keys.
-        settings: as `patch` takes them, or recipe files. whether `stock` prints the row of the unpatched model.
+        settings: as `patch` takes them, or recipe files. stock: whether this process measures the unpatched model too.
+        device: where it runs.
     """
 
     folder: str
@@ -62,6 +64,7 @@ class Task(NamedTuple):
     needles: tuple[int, ...]
     settings: tuple[str, ...]
     stock: bool
+    device: str
 
 
 class Needle(NamedTuple):
@@ -86,8 +89,8 @@ class Model(NamedTuple):
 
 def load(task: Task) -> Model:
     """Load the model in bf16 on a GPU, in fp32 on a CPU, and cut its texts."""
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    module = AutoModelForCausalLM.from_pretrained(task.folder, dtype=dtype).to(device).eval()
+    dtype = torch.float32 if task.device == "cpu" else torch.bfloat16
+    module = AutoModelForCausalLM.from_pretrained(task.folder, dtype=dtype).to(task.device).eval()
     module.generation_config.eos_token_id, module.generation_config.pad_token_id = None, 0
     tokenizer = AutoTokenizer.from_pretrained(task.folder)
     # Gemma was trained with this token in front of each text, and errs much without
@@ -105,7 +108,7 @@ def load(task: Task) -> Model:
     needles = {
         tokens: [_needle(encoded, begin, book, tokens, generator) for _ in range(KEYS)] for tokens in task.needles
     }
-    return Model(Path(task.folder).name, module, torch.tensor(rows, device=device), needles)
+    return Model(Path(task.folder).name, module, torch.tensor(rows, device=task.device), needles)
 
 
 def _needle(encoded: Any, begin: list[int], book: list[int], tokens: int, generator: random.Random) -> Needle:
@@ -197,30 +200,37 @@ def figures(model: Model, setting: str, full: torch.Tensor, prompt: int) -> dict
             unpatch(model.module)
 
 
-def measure(task: Task) -> list[dict[str, Any]]:
-    """All rows of a task; those of the unpatched model first if it asks for them."""
-    model = load(task)
+def measure(task: Task) -> int:
+    """Print the row of each setting of a task when it is measured; return how many failed."""
+    model, failed = load(task), 0
     full = torch.stack(list(log_probabilities(model, task.prompt)), 1)
-    rows = []
+    shape = {"model": model.name, "rows": len(model.text), "prompt": task.prompt, "steps": task.steps}
     if task.stock:
         negative = -full.gather(2, model.text[:, task.prompt + 1 :, None])
-        rows.append({"setting": "full precision", "ppl": perplexity(negative), **found_keys(model)})
+        _print({**shape, "setting": "full precision", "ppl": perplexity(negative), **found_keys(model)})
     for setting in task.settings:
         began = time.perf_counter()
-        row = {"setting": setting, **figures(model, setting, full, task.prompt)}
-        rows.append(row | {"seconds": round(time.perf_counter() - began, 1)})
+        row = figures(model, setting, full, task.prompt)
+        failed += "error" in row
+        _print({**shape, "setting": setting, **row, "seconds": round(time.perf_counter() - began, 1)})
         gc.collect()
         if model.text.is_cuda:
             torch.cuda.empty_cache()
-    shape = {"model": model.name, "rows": len(model.text), "prompt": task.prompt, "steps": task.steps}
-    return [{**shape, **row} for row in rows]
+    return failed
+
+
+def _print(row: dict[str, Any]) -> None:
+    """Print a row in one write, since processes share the output."""
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
 
 
 def tasks(options: argparse.Namespace, folder: str) -> list[Task]:
-    """The settings dealt out to processes: steps of a small model wait for the host, so several share a GPU."""
+    """Deal the settings out to processes: steps of a small model wait for the host, so several share a GPU."""
     shape: dict[str, Any] = SHAPES.get(options.model, {"rows": 16, "needles": ()})
     needles = shape["needles"] if options.needles is None else options.needles
-    settings = [one for one in options.methods.split(";") if one] if options.methods else measured_settings("released")
+    worth = (*measured_settings("released"), *shape.get("more", ()))
+    settings = [one for one in options.methods.split(";") if one] or worth
     count = max(1, min(options.processes, len(settings)))
     return [
         Task(
@@ -233,6 +243,7 @@ def tasks(options: argparse.Namespace, folder: str) -> list[Task]:
             tuple(needles),
             tuple(settings[first::count]),
             first == 0,
+            f"cuda:{first % gpus}" if (gpus := torch.cuda.device_count()) else "cpu",
         )
         for first in range(count)
     ]
@@ -250,7 +261,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--needles", type=lambda text: tuple(int(one) for one in text.split(",") if one), help="contexts of pass keys"
     )
-    parser.add_argument("--processes", type=int, default=1, help="processes on one GPU")
+    parser.add_argument("--processes", type=int, default=1, help="processes, on all GPUs in turn")
     parser.add_argument("--folder", type=Path, help="where a fetched checkpoint is kept; default: a temporary folder")
     return parser.parse_args(arguments)
 
@@ -263,12 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
             kept = options.folder or Path(scratch) / CHECKPOINTS[options.model].name
             folder = str(kept if (kept / "config.json").is_file() else fetch(options.model, kept))
         work = tasks(options, folder)
-        failed = 0
         with ProcessPoolExecutor(len(work), mp_context=get_context("spawn")) as pool:
-            for done in as_completed([pool.submit(measure, task) for task in work]):
-                for row in done.result():
-                    failed += "error" in row
-                    print(json.dumps(row), flush=True)
+            failed = sum(pool.map(measure, work))
     sys.exit(1 if failed else 0)
 
 

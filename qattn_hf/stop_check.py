@@ -19,8 +19,11 @@ from qattn_hf.cache import QAttnCache
 
 @functools.cache
 def defer_stop_checks() -> None:
-    """Let `generate` defer the stop check wherever a `QAttnCache` says that its steps are replayed. Once a process:
-    what other models and caches do stays as it is."""
+    """Let `generate` defer the stop check wherever a `QAttnCache` says that its steps are replayed.
+
+    This replaces one method of a class of transformers, once a process and for good. The replacement answers as before
+    for every other cache.
+    """
     if DeferredStopCheck is None:
         return
     supported = DeferredStopCheck.is_supported

@@ -65,7 +65,7 @@ class Method(BaseModel):
     )
     softmax: Literal["exact", "sas"] = Field(
         "exact",
-        description="exponential, or SAS, TurboAttention's approximation, of which no gain in speed is recorded",
+        description="exact exponential, or SAS, TurboAttention's approximation; SAS has no measured speed-up",
     )
     sas_threshold: float = Field(-6.0, lt=0, description="SAS takes exp(x) as 0 for x below this")
     sparse_v_tau: float = Field(
