@@ -60,8 +60,8 @@ def selected(layer: QAttnLayer | ModelLayer, indices: Any) -> Any:
     if batch is None:
         return None
     try:
-        index = indices if isinstance(indices, slice) else torch.as_tensor(indices).cpu()
-        rows = torch.arange(batch)[index].view(-1)
+        index = indices if isinstance(indices, slice) else torch.as_tensor(indices, device="cpu")
+        rows = torch.arange(batch, device="cpu")[index].view(-1)
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QAttnError(f"these are no rows of a cache that has {batch}: {error}. Nothing was changed") from None
     return layer.with_rows(rows)
@@ -71,7 +71,7 @@ def repeated(layer: QAttnLayer | ModelLayer, repeats: int) -> Any:
     """The layer with each row repeated `repeats` times in sequence, for its `take`; None before its first call."""
     if layer.batch is None:
         return None
-    return layer.with_rows(torch.arange(layer.batch).repeat_interleave(repeats))
+    return layer.with_rows(torch.arange(layer.batch, device="cpu").repeat_interleave(repeats))
 
 
 def with_rows(layer: QAttnLayer, rows: torch.Tensor) -> Change:
