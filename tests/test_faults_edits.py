@@ -23,11 +23,11 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import qattn_hf
 import qattn_kernels
-from qattn_hf import QAttnCache, QAttnError, UnsupportedError, patch
+from qattn_hf import QAttnCache, QAttnError, patch
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-MEMORY = 60 / 2**20  # GiB: so few that older blocks get fewer bits
+MEMORY = 120_000  # bytes: so few that the first two blocks of each row have fewer bits
 IDS, ROWS = random_ids(2, 150), torch.tensor([1, 1])
 # the edits of layers and caches, and what of the reference edits state tensors
 HOST = (
@@ -157,7 +157,7 @@ def play(kind: str, edit: str, fault: str, folder: Path, most: int | None = None
     """Fail at all places of an edit, or at `most` of them."""
     try:
         played = Played(MODELS[kind](), edit, folder)
-    except UnsupportedError:  # what linear attention held is gone, blocks of fewer bits are not saved
+    except QAttnError:  # linear attention cannot be cropped, blocks with fewer bits are not saved and cannot grow
         return Counter()
     places = played.places(fault)
     for at in places[:: -(-len(places) // most)] if most and places else places:
@@ -171,10 +171,7 @@ def play(kind: str, edit: str, fault: str, folder: Path, most: int | None = None
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_that_fails_is_taken_back_or_refused(edit: str, fault: str, tmp_path: Path):
     outcomes = play("turbo", edit, fault, tmp_path, 6)
-    assert outcomes["faults"] or (fault, edit) in (
-        ("memory", "reset"),
-        ("memory", "crop all"),
-    )  # which allocate nothing
+    assert outcomes["faults"] or (fault == "memory" and edit in ("reset", "crop all"))  # which allocate nothing
     if edit not in ("crop all", "reorder", "reset"):  # of which nothing is kept
         assert not outcomes["refused"]
 
@@ -182,7 +179,8 @@ def test_an_edit_that_fails_is_taken_back_or_refused(edit: str, fault: str, tmp_
 @pytest.mark.parametrize("edit", ["crop", "select", "reorder"])
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "turbo"])
 def test_each_kind_of_cache(kind: str, edit: str, tmp_path: Path):
-    play(kind, edit, "interrupt", tmp_path, 6)
+    outcomes = play(kind, edit, "interrupt", tmp_path, 6)
+    assert outcomes["faults"] or (edit == "crop" and kind in ("linear", "hybrid"))
 
 
 @pytest.mark.slow
