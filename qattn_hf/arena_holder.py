@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.handle import Written
+from qattn_hf.snapshot import Mark
 from qattn_kernels.layer.arena import Layout, Outline, empty_arena, empty_bytes, outline, view_of, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State
@@ -33,6 +36,7 @@ class Writing:
         self.planned = again and layer.spec.impl == "triton"
 
     def __enter__(self) -> None:
+        self.layer.check_ended()
         if not self.planned and self.layer._used != 0:
             self.kept = self.layer.rewritten().clone()
         self.layer.torn = True
@@ -61,6 +65,7 @@ class ArenaHolder:
     geometry: Geometry
     spec: LayerSpec
     blocks: int
+    edits: int
     torn: bool
     _used: int | None
     _stepped: int | None = None  # capacity, in blocks, of the last call of one token
@@ -80,7 +85,7 @@ class ArenaHolder:
         if self._state is None:
             with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
                 if self.arena is None:
-                    self._state = {"columns_seen": torch.zeros((), dtype=torch.int64)}
+                    self._state = {"columns_seen": torch.zeros((), dtype=torch.int64, device="cpu")}
                 else:
                     self._state = views(self.arena, Layout(self.geometry, self.spec))
         return self._state
@@ -132,18 +137,51 @@ class ArenaHolder:
             )
         assert self.arena is not None
         with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
-            self._adopt(self.arena.clone())
+            self._adopt(self.arena.clone(), outline(Layout(self.geometry, self.spec)))
 
-    def _adopt(self, arena: torch.Tensor, known: Outline | None = None) -> None:
-        """Take an arena of the present geometry and spec: mark its address as static for compiled steps, and count the
-        move for captured ones."""
-        known = known or outline(Layout(self.geometry, self.spec))
-        self.arena, self._state, self._layout = arena, None, known.text
-        self._rewritten = known.rewritten
-        self.moves += 1
-        self.borrowed = False
+    def _adopt(self, arena: torch.Tensor, known: Outline) -> None:
+        """Take an arena with this outline: mark its address as static for compiled steps, and count the move for
+        captured steps. An interrupt comes before or after."""
         if not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(arena)
+        geometry, spec = known.layout
+        self.__dict__.update(
+            spec=spec, geometry=geometry, blocks=geometry.blocks, arena=arena, borrowed=False, moves=self.moves + 1,
+            _state=None, _layout=known.text, _rewritten=known.rewritten,
+        )  # fmt: skip
+
+    def check_ended(self) -> None:
+        """Check that no change of the layer was left unfinished.
+
+        Raises:
+            UnsupportedError: the layer is `torn`.
+        """
+        if self.torn:
+            raise UnsupportedError(
+                "an earlier call or edit was interrupted inside this layer, whose state is incomplete: reset() empties "
+                "it, or take a fresh cache"
+            )
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Context of a change in place. An exception leaves the layer `torn`: its cache puts it back (`snapshot.py`).
+
+        Raises:
+            UnsupportedError: the layer is `torn`.
+        """
+        self.check_ended()
+        self.own()
+        self.torn = True
+        yield
+        self.edits, self.torn = self.edits + 1, False
+
+    def mark(self, bytes_too: bool) -> Mark:
+        """The layer before an operation that replaces its tensors; `bytes_too`: that changes `rewritten` in place."""
+        kept = None
+        if bytes_too and self.arena is not None:
+            self.own()  # a borrowed arena cannot be written, not even to put it back
+            kept = self.rewritten().clone()
+        return Mark({**vars(self), "_state": None}, kept)
 
     def rewritten(self) -> torch.Tensor:
         """The bytes of the arena that calls rewrite, a view (`layer.arena.rewritten_bytes`)."""

@@ -43,7 +43,9 @@ class BudgetLayer(QAttnLayer):
         if self.arena is not None and self.spec != first:
             blocks = most_blocks(first, self.geometry, max(1, self._wanted))
             layout = Layout(replace(self.geometry, blocks=blocks), first)
-            self.take(changes.Change(self.empty(layout, self.device), layout.geometry, first))
+            empty = changes.Change(self.empty(layout, self.device), layout.geometry, first)
+            self.torn = True
+            self.take(empty)
         super().reset()
 
     def reserve(self, tokens: int) -> int:

@@ -17,19 +17,19 @@ from qattn_hf.device import capturing, device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.handle import Handle
 from qattn_hf.hybrid_layer import any_layer
-from qattn_hf.interrupted import Call
+from qattn_hf.interrupted import Recoverable, unfinished
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import ModelLayerSpec, own_states
 from qattn_hf.model_layer import ModelLayer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
+from qattn_hf.snapshot import LOST
 from qattn_hf.tensor_parallel import shard_of
-from qattn_hf.window_layer import WindowLayer
 from qattn_hf.writer import Writer
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
 
-class QAttnCache(Cache):
+class QAttnCache(Recoverable, Cache):
     """Packed KV cache of a model, passed as `past_key_values`, which transformers calls `cache` from 5.24 on.
 
     Make it with `QAttnCache.for_model(model)`; `generate` and calls of a patched model make one where none is passed.
@@ -63,7 +63,6 @@ class QAttnCache(Cache):
                 self.layers[spec.reads].shared = True
         self.bounded = any(isinstance(layer, BudgetLayer) for layer in self.layers)
         self.pool = None if self.mixed or self.bounded else pool  # what changes its size has no fixed place in memory
-        self._call: Call | None = None  # the call that runs, or was interrupted
         self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
         self.ran("eager")  # as a plain forward does
         self.captured_call: Any = None  # a `GraphedCall`, where a beam search's steps are captured
@@ -253,10 +252,9 @@ class QAttnCache(Cache):
 
     def raise_horizon(self, tokens: int) -> None:
         """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` tokens bit for bit from here on."""
-        self.take_back()
-        horizons = [changes.with_horizon(layer, tokens) for layer in self.packed]
-        for layer, change in zip(self.packed, horizons, strict=True):
-            layer.take(change)
+        self._ready()
+        packed = [isinstance(layer, QAttnLayer) for layer in self.layers]
+        self._take([changes.with_horizon(x, tokens) if p else None for x, p in zip(self.layers, packed, strict=True)])
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows (batch entries) that `indices` selects, in that order.
@@ -266,18 +264,20 @@ class QAttnCache(Cache):
 
         Raises:
             QAttnError: a row that the cache does not have. After any exception the cache is unchanged.
+            UnsupportedError: an earlier call or edit was interrupted.
         """
-        self.take_back()
+        self._ready()
         self._take([changes.selected(layer, indices) for layer in self.layers])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times in sequence, as for beams. After an exception nothing is changed."""
-        self.take_back()
+        self._ready()
         self._take([changes.repeated(layer, repeats) for layer in self.layers])
 
     def _take(self, layer_changes: list[Any]) -> None:
-        for layer, change in zip(self.layers, layer_changes, strict=True):
-            layer.take(change)
+        with self._editing([layer.mark(bytes_too=False) for layer in self.layers]):
+            for layer, change in zip(self.layers, layer_changes, strict=True):
+                layer.take(change)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder rows for beam search, in place: row i becomes the old row `beam_idx[i]`, in every layer.
@@ -287,101 +287,57 @@ class QAttnCache(Cache):
 
         Raises:
             QAttnError: not one valid row for each row of the cache; nothing was changed.
+            UnsupportedError: an earlier call or edit was interrupted. An interrupt while rows move leaves such a cache.
         """
-        self.take_back()
+        self._ready()
         for layer in self.own:
             changes.check_beams(layer, beam_idx)
         moved = [layer.with_rows(beam_idx) for layer in self.own]
-        largest = max(map(changes.room_to_reorder, self.packed), default=0)
-        room = torch.empty(largest, dtype=torch.uint8, device=self.device) if largest else None
-        for layer in self.packed:
-            changes.reorder(layer, beam_idx, room)
-        for layer, rows in zip(self.own, moved, strict=True):
-            layer.take(rows)
+        packed = [layer for layer in self.packed if layer.is_initialized]
+        rows = [changes.rows_of(layer, beam_idx) for layer in packed]
+        largest = max(map(changes.room_to_reorder, packed), default=0)
+        room = torch.empty(largest, dtype=torch.uint8, device=self.device)
+        with self._editing([LOST] * len(self.layers)):
+            for layer, order in zip(packed, rows, strict=True):
+                changes.reorder(layer, order, room)
+            for layer, change in zip(self.own, moved, strict=True):
+                layer.take(change)
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Remove tokens from the end of every row.
 
         Exact within `crop_horizon` tokens: the cache is then bit for bit as if it had never held them. Farther back the
-        remaining tokens keep their codes. A positive number that all layers reach also repairs a cache whose layers an
-        interrupted call left with different lengths.
+        remaining tokens keep their codes. After an exception the cache is as it was. A positive number that all layers
+        reach also repairs a cache whose layers an interrupted call left with different lengths.
 
         Args:
             tokens_to_remove: -n removes the last n columns, 0 none; n > 0 keeps the first n columns.
 
         Raises:
             UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own or
-                has a sliding window cannot be put back to where it was; nothing was changed.
+                has a sliding window cannot be put back to where it was; nothing was changed. Or an earlier call or edit
+                was interrupted, and this crop does not repair the cache.
         """
-        self.take_back()
-        count, packed = int(tokens_to_remove), self.packed
-        if count == 0:
+        self._ready()
+        if (count := int(tokens_to_remove)) == 0:
             return
-        alike = not any(layer.torn for layer in packed) and len({layer.edits for layer in packed}) == 1
-        held = rollback.columns(packed[0]) if alike and self.allocated else None
-        checked = self.mixed or any(isinstance(layer, WindowLayer) for layer in self.layers)
-        columns = int(self.get_seq_length()) if checked else 0
-        drop = min(-count, columns) if count < 0 else max(0, columns - count)
-        if 0 < drop < columns:
-            for layer in self.layers:
-                layer.check_crop(drop)
-        for layer in packed:
-            layer.crop(-drop if self.mixed else count, held)
-        for layer in self.own:
-            layer.reset() if 0 < drop == columns else layer.crop(-drop)
-        if not alike and not any(layer.torn for layer in packed) and len(set(self._lengths())) == 1:
-            for layer in packed:
-                layer.edits = packed[0].edits
-
-    def _lengths(self) -> list[int]:
-        return [int(layer.get_seq_length()) for layer in self.packed]
-
-    def check_whole(self, layers: int | None = None) -> None:
-        """Take back a call that was interrupted, and check that the layers then hold the same calls.
-
-        Args:
-            layers: number of layers that the model uses; all by default.
-
-        Raises:
-            UnsupportedError: the layers disagree; the message says how to repair the cache.
-        """
-        self.take_back()
-        used = [layer for layer in self.layers[:layers] if isinstance(layer, QAttnLayer)]
-        torn = any([layer.torn for layer in used])
-        if not torn and len({layer.edits for layer in used}) <= 1:
-            return
-        lengths = sorted(set(self._lengths()))
-        shortest = lengths[0]
-        mend = f"cache.crop({shortest}) removes what only some have; " if not torn and shortest < lengths[-1] else ""
-        raise UnsupportedError(
-            f"an earlier call with this cache was interrupted, and its layers hold {' or '.join(map(str, lengths))} "
-            f"columns: {mend}cache.reset() empties it, or take a fresh cache"
-        )
-
-    def within_call(self, caller: torch.nn.Module, tokens: int) -> bool:
-        """Whether the `caller`'s call of so many tokens a row begins inside of one that runs: the decoder's, inside of
-        its model's."""
-        return self._call is not None and self._call.enter(self.layers, id(caller), tokens)
-
-    def begin(self, caller: torch.nn.Module, tokens: int) -> None:
-        """Note that a call of so many tokens a row begins, for which `reserve` made room, and keep what it changes."""
-        self._call = Call(self.layers, id(caller), tokens)
-
-    def end(self, caller: torch.nn.Module) -> None:
-        """Note that the `caller`'s call has ended."""
-        if self._call is not None and self._call.caller == id(caller):
-            self._call = None
-
-    def take_back(self) -> None:
-        """Put the cache back to before the call that failed or was interrupted, if one was."""
-        if self._call is not None:
-            self._call.take_back(self.layers)
-            self._call = None
+        packed, alike = self.packed, len({layer.edits for layer in self.packed}) == 1
+        plans = rollback.plan_cache(self.layers, count, int(self.get_seq_length()) if self.mixed else 0)
+        left = {plan.left for layer, plan in zip(self.layers, plans, strict=True) if isinstance(layer, QAttnLayer)}
+        if not alike and count > 0 and len(left - {0}) > 1:
+            raise unfinished(packed)
+        marks = [LOST if plan.empties else x.mark(bytes_too=True) for x, plan in zip(self.layers, plans, strict=True)]
+        with self._editing(marks):
+            for layer, plan in zip(self.layers, plans, strict=True):
+                rollback.crop(layer, plan)
+            if not alike and len(left) == 1:
+                for layer in packed:
+                    layer.edits = packed[0].edits
 
     def reset(self) -> None:
-        """Empty every layer."""
-        super().reset()
-        self._call = None
+        """Empty every layer. An interrupt leaves a cache that only another `reset` makes usable."""
+        with self._editing([LOST] * len(self.layers)):
+            super().reset()
 
     def marks(self) -> list[tuple[int | None, int, bool]]:
         """Host-side counts of every layer, to be restored by `recall`."""

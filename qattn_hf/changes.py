@@ -60,8 +60,8 @@ def selected(layer: QAttnLayer | ModelLayer, indices: Any) -> Any:
     if batch is None:
         return None
     try:
-        index = indices if isinstance(indices, slice) else torch.as_tensor(indices).cpu()
-        rows = torch.arange(batch)[index].view(-1)
+        index = indices if isinstance(indices, slice) else torch.as_tensor(indices, device="cpu")
+        rows = torch.arange(batch, device="cpu")[index].view(-1)
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QAttnError(f"these are no rows of a cache that has {batch}: {error}. Nothing was changed") from None
     return layer.with_rows(rows)
@@ -71,7 +71,7 @@ def repeated(layer: QAttnLayer | ModelLayer, repeats: int) -> Any:
     """The layer with each row repeated `repeats` times in sequence, for its `take`; None before its first call."""
     if layer.batch is None:
         return None
-    return layer.with_rows(torch.arange(layer.batch).repeat_interleave(repeats))
+    return layer.with_rows(torch.arange(layer.batch, device="cpu").repeat_interleave(repeats))
 
 
 def with_rows(layer: QAttnLayer, rows: torch.Tensor) -> Change:
@@ -132,27 +132,17 @@ def _changed(
     return Change(arena, geometry, spec)
 
 
-def reorder(layer: QAttnLayer, beam_idx: torch.Tensor, room: torch.Tensor | None = None) -> None:
-    """Reorder rows in place: row i becomes the old row `beam_idx[i]`. Addresses stay, for compiled and captured steps.
+def reorder(layer: QAttnLayer, rows: torch.Tensor, room: torch.Tensor) -> None:
+    """Reorder rows in place: row i becomes the old row `rows[i]`. Addresses stay, for compiled and captured steps.
 
     Args:
-        beam_idx: int `[B]`.
-        room: uint8 of at least `room_to_reorder(layer)` to work in, so that memory cannot run out half way.
-
-    Raises:
-        QAttnError: not one valid row for each row of the layer; nothing was changed.
+        rows: from `rows_of`. room: uint8 of at least `room_to_reorder(layer)` to work in.
     """
-    if not layer.is_initialized:
-        return
-    rows = beam_idx.to(layer.device)
-    check_beams(layer, rows)
-    room = torch.empty(room_to_reorder(layer), dtype=torch.uint8, device=layer.device) if room is None else room
     with layer.editing():
         if layer.spec.impl == "triton":
             from qattn_kernels.ops.reorder.launch import reorder as launch  # which loads Triton when it is first used
 
             assert layer.arena is not None
-            layer.state["length"].index_select(0, rows)  # on a GPU this refuses a number that no row has
             launch(layer.arena, layer._layout, layer.blocks, rows)
         reference.reorder(_one_by_one(layer), rows, room)
 
@@ -181,3 +171,16 @@ def check_beams(layer: QAttnLayer | ModelLayer, beam_idx: torch.Tensor) -> None:
             f"reorder_cache takes the number of one of {batch} rows for each row of the cache, not {len(beam_idx)} "
             "numbers or others; batch_select_indices keeps some of the rows. Nothing was changed"
         )
+
+
+def rows_of(layer: QAttnLayer, beam_idx: torch.Tensor) -> torch.Tensor:
+    """`beam_idx` on the layer's device, after `check_beams`, for `reorder`.
+
+    Raises:
+        QAttnError: not one valid row for each row of the layer; nothing was changed.
+    """
+    check_beams(layer, beam_idx)
+    rows = beam_idx.to(layer.device)
+    if layer.spec.impl == "triton":
+        layer.state["length"].index_select(0, rows)  # on a GPU this refuses a number that no row has
+    return rows

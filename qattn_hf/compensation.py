@@ -74,8 +74,8 @@ def probe(model: PreTrainedModel) -> dict[str, Any]:
     known = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
     positions = min(next(filter(None, known), TOKENS), FARTHEST)
     tokens = min(TOKENS, positions)
-    ids = torch.randint(text.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(SEED))
-    at = torch.arange(tokens)[None] * (positions // tokens)
+    ids = torch.randint(text.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(SEED), device="cpu")
+    at = torch.arange(tokens, device="cpu")[None] * (positions // tokens)
     # with a mask, since without one transformers takes gaps for the ends of texts in one row
     inputs = {"input_ids": ids, "position_ids": at, "attention_mask": torch.ones_like(ids)}
     return {name: tensor.to(device_of(model)) for name, tensor in inputs.items()}

@@ -76,7 +76,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
 
 
 # Of continuous batching, which needs no mask: transformers builds none where a model is given one of four dimensions.
-UNREAD = torch.empty(0, 0, 0, 0)
+UNREAD = torch.empty(0, 0, 0, 0, device="cpu")
 
 NOT_COMPILED = f"a compiled call cannot make its cache: pass {CACHE}=, a cache that an uncompiled call wrote to"
 

@@ -13,6 +13,7 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.model_layer import HOST, STATE, attributes, new_layer, rows_of, state_tensors
+from qattn_hf.snapshot import Mark
 from qattn_hf.window_layer import packed_layer
 from qattn_kernels.layer.spec import LayerSpec
 
@@ -36,11 +37,16 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
             LinearAttentionLayer.lazy_initialization(self, **states)
 
     def reset(self) -> None:
-        QAttnLayer.reset(self)
+        self.torn = True
         LinearAttentionLayer.reset(self)
+        QAttnLayer.reset(self)
 
     def beside(self) -> dict[str, tuple[torch.Tensor, int | None]]:
         return state_tensors(self)
+
+    def mark(self, bytes_too: bool) -> Mark:
+        mark = super().mark(bytes_too)
+        return mark._replace(host=mark.host | self.states())
 
     def states(self) -> dict[str, Any]:
         """The attributes beside the packed part, as they are now."""
@@ -53,8 +59,10 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
         """Apply a change of the packed part, or what `with_rows` made."""
         if isinstance(change, changes.Change) or change is None:
             return super().take(change)
+        self.check_ended()
+        self.torn = True
         super().take(change[0])
-        self.__dict__.update(change[1])
+        self.__dict__.update(change[1], torn=False)
 
     def check_crop(self, count: int) -> None:
         raise UnsupportedError(

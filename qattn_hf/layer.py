@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -134,12 +132,17 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty the layer; the tensors and their addresses stay."""
+        self.torn = True
         self.clear()
         self._used, self.edits, self.torn, self.prompt_by = 0, 0, False, self.spec.impl
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder rows in place: row i becomes the old row `beam_idx[i]`, int `[B]` (`changes.reorder`)."""
-        changes.reorder(self, beam_idx)
+        """Reorder rows in place: row i becomes the old row `beam_idx[i]`, int `[B]` (`changes.rows_of`)."""
+        if self.is_initialized:
+            rows = changes.rows_of(self, beam_idx)
+            changes.reorder(
+                self, rows, torch.empty(changes.room_to_reorder(self), dtype=torch.uint8, device=self.device)
+            )
 
     @property
     def batch(self) -> int | None:
@@ -158,21 +161,24 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """Repeat each row `repeats` times in sequence."""
         self.take(changes.repeated(self, repeats))
 
-    def crop(self, tokens_to_remove: int | torch.Tensor, held: tuple[int, int] | None = None) -> None:
-        """Remove tokens from the end of every row, as `rollback.crop` does; 0 removes none.
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Remove tokens from the end of every row: -n the last n, n > 0 all but the first n columns; 0 removes none.
 
         Raises:
-            UnsupportedError: if a removed column belongs to a call that had padding; nothing was changed.
+            UnsupportedError: as `rollback.plan_layer`.
         """
-        count = int(tokens_to_remove)
-        if self.is_initialized and count:  # a deferred stop check says 0 at every step: no wait for the device
-            rollback.crop(self, count, held)
+        if count := int(tokens_to_remove):  # a deferred stop check says 0 at every step: no wait for the device
+            rollback.crop(self, rollback.plan_layer(self, count))
 
     def remove(self, count: int) -> None:
         """Remove the last columns, none of which may be padding; a rejected draft does not wait for the device."""
-        assert self.arena is not None
         with self.editing():
-            crop(self.state, self.spec, count, self.arena, self._layout)
+            self.cut(count)
+
+    def cut(self, count: int) -> None:
+        """`remove` of a layer that owns its arena, for a caller who counts the edit."""
+        assert self.arena is not None
+        crop(self.state, self.spec, count, self.arena, self._layout)
         self._too_high = True
         if count > self.spec.window.horizon:
             self._used = self._slots_used()
@@ -295,10 +301,10 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """Apply a change of the module `changes`; None changes nothing. It cannot fail half way."""
         if change is None:
             return
-        self.spec = change.spec
-        if change.geometry is not None and change.arena is not None:
-            self.geometry, self.blocks = change.geometry, change.geometry.blocks
-            self._adopt(change.arena)
+        if change.geometry is None or change.arena is None:
+            self.spec = change.spec
+        else:
+            self._adopt(change.arena, outline(Layout(change.geometry, change.spec)))
 
     def borrow(self, arena: torch.Tensor, geometry: Geometry, spec: LayerSpec, slots: int) -> None:
         """Take an arena that others may read too, with `slots` used slots in its fullest row; a write copies it.
@@ -310,14 +316,6 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self.take(changes.Change(arena, geometry, spec))
         self.dtype, self.device, self.is_initialized = geometry.dtype, arena.device, True
         self.borrowed, self._used, self.edits = True, slots, 1
-
-    @contextmanager
-    def editing(self) -> Iterator[None]:
-        """Context of a change in place: where an exception ends it, the layer is marked as `torn`."""
-        self.own()
-        self.torn = True
-        yield
-        self.edits, self.torn = self.edits + 1, False
 
     def geometry_of(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Geometry:
         """Geometry of this layer for keys and values `[B, Hkv, T, D]`, at the present capacity."""

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionL
 from qattn_hf import _compat
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.snapshot import Mark
 
 STATE = ("keys", "values", "conv_states", "recurrent_states")  # attributes with tensors, or dicts of tensors
 # attributes beside them that say what the tensors hold; dicts by the number of a state
@@ -86,11 +87,13 @@ class ModelLayer:
     Attributes:
         spec: kind and sizes of the layer.
         edits: how often the layer was written since it was empty.
+        torn: whether an edit began that did not end and could not be taken back.
     """
 
     is_compileable = False
     spec: ModelLayerSpec
     edits = 0
+    torn = False
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Write keys and values `[B, Hkv, T, D]`; returns those that the new tokens may attend to."""
@@ -126,9 +129,11 @@ class ModelLayer:
 
     def reset(self) -> None:
         """Empty the layer."""
-        fresh = new_layer(self.spec)
-        vars(self).clear()
-        vars(self).update(vars(fresh))
+        self.__dict__ = vars(new_layer(self.spec))  # one assignment, which no interrupt divides
+
+    def mark(self, bytes_too: bool) -> Mark:
+        """The layer before an operation. `bytes_too` is for packed layers: states in dicts are copied in any case."""
+        return Mark(attributes(self))
 
     def check_crop(self, count: int) -> None:
         """Check that the last `count` tokens can be removed, more than 0; `crop(-count)` does it.

@@ -126,12 +126,16 @@ class WindowLayer(QAttnLayer):
         """Move the blocks that are still needed to the front; returns the slots then used, for which it waits. If that
         fails, all are where they were."""
         assert self.arena is not None
-        count, kept = left_behind(self.state, self.spec.window, self.spec.sliding_window), self.arena.clone()
+        self.check_ended()
+        count = left_behind(self.state, self.spec.window, self.spec.sliding_window)
+        before = self.mark(bytes_too=False)._replace(kept=self.arena.clone())
+        self.torn = True
         try:
             drop_front(self.state, self.tensor_specs(), count)
             self._used = used = self._slots_used()
+            self.torn = False
         except BaseException:
-            self.arena.copy_(kept)
+            before.put_back(self)
             raise
         return used
 

@@ -1,7 +1,10 @@
-"""Memory that runs out, or an interrupt that comes, at one allocation or launch of a call after another."""
+"""Memory that runs out at one allocation or launch of a call after another; an interrupt at one line after another."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,3 +36,35 @@ class Failing(TorchDispatchMode):
         self.count += 1
         if self.count == self.at:
             raise self.error("no memory")
+
+
+class Interrupted:
+    """Context in which an interrupt comes before line number `at` of those that run in some files.
+
+    Attributes:
+        count: number of lines so far. seen: of each line, the first and the last number.
+    """
+
+    def __init__(self, at: int, files: Collection[str]):
+        self.at, self.files, self.count = at, files, 0
+        self.seen: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def __enter__(self) -> Interrupted:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename in self.files else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.count += 1
+            line = frame.f_code.co_filename, frame.f_lineno
+            self.seen[line] = self.seen.get(line, (self.count, 0))[0], self.count
+            if self.count == self.at:
+                raise KeyboardInterrupt(f"interrupt at {frame.f_code.co_filename}:{frame.f_lineno}")
+        return self._line

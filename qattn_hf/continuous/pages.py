@@ -192,7 +192,7 @@ class PagedLayer:
                 state[name].fill_(rows.begins)
             state["closed"].fill_(rows.begins // self.layout.spec.window.block)
             for name, values in settled(self.layout).items():
-                state[name].copy_(torch.tensor(values))
+                state[name].copy_(torch.tensor(values, device=state[name].device))
         for name, spec in self._paged.items():
             found = _pages_first(self.pages[name], spec)[rows.table.long()]
             _rows_first(state[name], spec).copy_(found)

@@ -42,8 +42,8 @@ class Inspected:
     ranges: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     channel_gaps: dict[str, torch.Tensor] = field(default_factory=dict)
     token_gaps: dict[str, torch.Tensor] = field(default_factory=dict)
-    mass: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 0))
-    key_norms: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 0))
+    mass: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 0, dtype=torch.float32, device="cpu"))
+    key_norms: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 0, dtype=torch.float32, device="cpu"))
     held: list[list[int]] = field(default_factory=list)
     priorities: dict[str, torch.Tensor] = field(default_factory=dict)
     bits: dict[str, list[int]] = field(default_factory=dict)
@@ -128,11 +128,12 @@ def _finish(layer: Inspected, call: Call) -> None:
         layer.ranges[name] = (low, high)
         layer.channel_gaps[name] = high - low
         layer.token_gaps[name] = x.amax(-1) - x.amin(-1)
-        keep, scale = torch.ones(1, *x.shape[:2], dtype=torch.bool), torch.ones(1, len(x))
+        keep, scale = x.new_ones(1, *x.shape[:2], dtype=torch.bool), x.new_ones(1, len(x))
         layer.priorities[name] = head_priority(x[None], scale, keep, "priority")[0]
     layer.key_norms = sides["key"].abs().sum(-1)
     tokens = layer.mass.shape[1]
-    layer.mass = layer.mass / torch.arange(tokens, 0, -1)  # queries that see a token: itself and all later ones
+    seen_by = torch.arange(tokens, 0, -1, device=layer.mass.device)  # a token is seen by itself and all later queries
+    layer.mass = layer.mass / seen_by
 
 
 def attention_mass(call: Call) -> torch.Tensor:

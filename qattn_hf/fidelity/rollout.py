@@ -45,7 +45,7 @@ class Choice(NamedTuple):
     def _gumbel(self, size: int, row: int, step: int) -> torch.Tensor:
         mixed = ((self.seed * PRIME + row) * PRIME + step) % 2**32  # torch's generator takes no more bits of a seed
         generator = torch.Generator().manual_seed(mixed)
-        return -torch.empty(size).exponential_(generator=generator).log()
+        return -torch.empty(size, dtype=torch.float32, device="cpu").exponential_(generator=generator).log()
 
 
 GREEDY = Choice()

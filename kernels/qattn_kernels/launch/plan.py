@@ -196,7 +196,7 @@ def _at(base: torch.Tensor | None, pointer: Pointer) -> torch.Tensor:
     """A tensor of one number where `pointer` points."""
     assert base is not None
     start = base.storage_offset() * base.itemsize + pointer.offset
-    found = torch.empty(0, dtype=pointer.dtype)
+    found = torch.empty(0, dtype=pointer.dtype, device=base.device)
     return found.set_(base.untyped_storage(), start // pointer.dtype.itemsize, (1,), (1,))
 
 

@@ -14,7 +14,7 @@ def head_priority(x1: torch.Tensor, scale: torch.Tensor, keep: torch.Tensor, kin
     `entropy` of a 256-bin histogram; `random` ranks by a fixed shuffle.
     """
     if kind == "random":
-        order = torch.randperm(x1.shape[1], generator=torch.Generator().manual_seed(0))
+        order = torch.randperm(x1.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
         return order.to(x1.device, torch.float64).expand(x1.shape[0], -1)
     values = x1.float() * scale.view(*x1.shape[:2], -1, 1)  # in fp32: kernels would not hold a block in fp64
     low = torch.where(keep[..., None], values, torch.inf).amin(-2).double()

@@ -66,7 +66,7 @@ def stage_two(
     steps = 16 * levels + (int(16 * clip) if bits == 2 else 0)
     scale = ((32 * (high - low) + steps) // (2 * steps)).clamp(min=1)
     zero_point = low + ((high - low - scale * levels) >> 1)
-    code = torch.round((x1 - zero_point[..., None, :]) / scale[..., None, :]).clamp(0, levels)
+    code = torch.round((x1 - zero_point[..., None, :]).float() / scale[..., None, :]).clamp(0, levels)
     return code.to(torch.uint8), scale.to(torch.int8), zero_point.to(torch.int8)
 
 

@@ -22,7 +22,7 @@ SEED = 0  # of the signs: a cache is read with those it was written with
 @lru_cache(maxsize=64)
 def signs(dim: int, device: torch.device) -> torch.Tensor:
     """fp32 `[dim]` of 1 and -1."""
-    ones = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(SEED)) * 2 - 1
+    ones = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(SEED), device="cpu") * 2 - 1
     with torch.inference_mode(False):  # they outlive the call that asked first
         return ones.float().to(device)
 

@@ -1,0 +1,102 @@
+"""A process whose default dtype or default device is another than the model's: every method answers as without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import FIXED, Case, case_id, cases, feed, make_layer, random_ids, random_qkv, same_state, tiny_llama
+
+from qattn_hf import QAttnCache, patch, report
+from qattn_hf.layer import QAttnLayer
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+PRIORITIES: list[Case] = [
+    ("turbo", {"bits": "mixed", "priority": name}) for name in ("entropy", "min_max", "variation", "random")
+]
+TWO_BITS: list[Case] = [("turbo", {"bits": 2}), ("kivi", {"bits": 2}), ("turbo_rotated", {})]
+QKV = random_qkv(2, 107)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+DEFAULTS: dict[str, Callable[[], Any]] = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "meta": lambda: torch.device("meta"),  # a tensor without a device of its own cannot be computed with
+}
+
+
+def conversation(layer: QAttnLayer) -> torch.Tensor:
+    """A prompt, steps, a short call, a crop, a larger ring, other rows, a call that closes a block."""
+    q, k, v = QKV
+
+    def read(start: int, *tokens: int) -> torch.Tensor:
+        return feed(layer, *(x[:, :, start : start + sum(tokens)] for x in (q, k, v)), [*accumulate(tokens)])
+
+    out = [read(0, 70, 1, 5)]
+    layer.crop(-10)
+    out.append(read(66, 1))
+    layer.raise_horizon(80)
+    layer.batch_select_indices([1, 0])
+    layer.reorder_cache(torch.tensor([1, 0], device="cpu"))
+    out.append(read(67, 40))
+    return torch.cat(out, 2)
+
+
+@pytest.mark.parametrize(
+    "default", [*DEFAULTS][:1] + [pytest.param(name, marks=pytest.mark.slow) for name in [*DEFAULTS][1:3]] + ["meta"]
+)
+def test_codes_and_outputs_of_every_method(default: str):
+    for case in [*cases(), *FIXED, *PRIORITIES, *TWO_BITS]:
+        layer, twin = make_layer(case, 128), make_layer(case, 128)
+        for each in (layer, twin):
+            each.lazy_initialization(*QKV[1:])  # which gives them random constants
+        want = conversation(twin)
+        with DEFAULTS[default]():
+            got = conversation(layer)
+        assert torch.equal(got, want), case_id(case)
+        assert same_state(layer, twin) == [], case_id(case)
+
+
+@pytest.mark.parametrize("case", [("turbo", {}), ("turbo_rotated", {}), ("kivi", {"compensate_k": True})], ids=case_id)
+def test_a_model_beside_another_default_device(case: Case, tmp_path: Path):
+    """Patched, asked and its cache edited and saved where `torch.tensor` makes tensors on the meta device."""
+    ids = random_ids(2, 150)
+    stock, model, twin = (tiny_llama() for _ in range(3))
+    greedy: dict[str, Any] = dict(do_sample=False, max_new_tokens=5)
+
+    def edited(model: Any) -> torch.Tensor:
+        patch(model, case[0], **case[1])
+        cache = QAttnCache.for_model(model)
+        model.generate(ids, past_key_values=cache, **greedy)
+        cache.crop(-10)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices([0, 2])
+        cache.reorder_cache(ids.new_tensor([1, 0]))
+        cache.raise_horizon(200)
+        cache.save(tmp_path / "saved", ids[:, :144])
+        loaded = copy.deepcopy(QAttnCache.load(tmp_path / "saved", model))
+        loaded.reset()
+        assert case[0] in str(report(loaded))
+        return model(ids[:, :3], past_key_values=QAttnCache.load(tmp_path / "saved", model)).logits
+
+    want = edited(twin)
+    with torch.device("meta"):
+        stock.generate(ids, **greedy)
+        assert torch.equal(edited(model), want)

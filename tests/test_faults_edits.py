@@ -1,0 +1,198 @@
+"""Edits of a cache that fail: the same edit again, or a step, gives what it gives without the failure, or is refused.
+
+The first tier fails at some places. `test_at_every_place` fails at each allocation, and at each line that an edit runs,
+the first and the last time; with `QATTN_FAULTS=every` for each kind of cache, which takes half an hour.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.cache_utils
+from failing import Failing, Interrupted
+from helpers import case_id, random_ids, tiny_llama
+from small_types import tiny
+from test_faults import CASES, EVERY
+from transformers import MistralConfig, MistralForCausalLM
+
+import qattn_hf
+import qattn_kernels
+from qattn_hf import QAttnCache, QAttnError, patch
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+MEMORY = 120_000  # bytes: so few that the first two blocks of each row have fewer bits
+IDS, ROWS = random_ids(2, 150), torch.tensor([1, 1])
+# the edits of layers and caches, and what of the reference edits state tensors
+HOST = (
+    "cache", "layer", "arena_holder", "changes", "rollback", "interrupted", "snapshot", "model_layer", "hybrid_layer",
+    "window_layer", "budget_layer", "latent_layer", "saved",
+)  # fmt: skip
+KERNELS = ("ops/crop/reference", "ops/crop/ring", "ops/reorder/reference", "ops/sink_pool/table", "formats/base",
+           "ops/repack/reference", "layer/arena", "layout")  # fmt: skip
+FILES = {
+    *(str(Path(qattn_hf.__path__[0], f"{name}.py")) for name in HOST),
+    *(str(Path(qattn_kernels.__path__[0], f"{name}.py")) for name in KERNELS),
+    str(transformers.cache_utils.__file__),
+}
+Edit = Callable[[QAttnCache, Any, Path], Any]
+EDITS: dict[str, Edit] = {
+    "crop": lambda cache, *_: cache.crop(-30),
+    "crop to a length": lambda cache, *_: cache.crop(121),
+    "crop far": lambda cache, *_: cache.crop(-100),
+    "crop all": lambda cache, *_: cache.crop(-200),
+    "reorder": lambda cache, *_: cache.reorder_cache(ROWS),
+    "repeat": lambda cache, *_: cache.batch_repeat_interleave(2),
+    "select": lambda cache, *_: cache.batch_select_indices(ROWS[:1]),
+    "horizon": lambda cache, *_: cache.raise_horizon(200),
+    "grow": lambda cache, *_: cache.plan(600),
+    "reset": lambda cache, *_: cache.reset(),
+    "save": lambda cache, _, folder: cache.save(folder / "saved"),
+    "load": lambda _, model, folder: QAttnCache.load(folder / "prefix", model),
+    "copy": lambda cache, *_: copy.deepcopy(cache),
+}
+FAULTS: dict[str, Callable[[int], Any]] = {
+    "memory": lambda at: Failing(at, torch.OutOfMemoryError),
+    "interrupt": lambda at: Interrupted(at, FILES),
+}
+
+
+def mistral(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    model: Any = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=48)).eval()
+    return patch(model, "turbo", sliding="packed", crop_horizon=64, **settings)
+
+
+def of_type(name: str) -> Any:
+    return patch(tiny(name), "turbo", sliding="model", family=False)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    **{case_id(case): (lambda case=case: patch(tiny_llama(), case[0], impl="reference", **case[1])) for case in CASES},
+    "packed windows": mistral,
+    "own windows": lambda: of_type("gemma3_text"),
+    "linear": lambda: of_type("qwen3_5_text"),
+    "hybrid": lambda: of_type("falcon_h1"),
+    "latent": lambda: of_type("deepseek_v3"),
+    "memory": lambda: patch(tiny_llama(), "turbo", memory=MEMORY),
+}
+
+
+class Played:
+    """One edit of one cache, played at one fault after another.
+
+    Attributes:
+        outcomes: how often what followed a fault was `right` or `refused`; each fault counts twice.
+        wrong: what followed otherwise.
+    """
+
+    def __init__(self, model: Any, edit: str, folder: Path):
+        self.model, self.edit, self.folder = model, EDITS[edit], folder
+        self.cache = QAttnCache.for_model(model)
+        model(IDS, past_key_values=self.cache)
+        model(IDS[:, :1], past_key_values=self.cache)
+        if edit == "load":
+            self.cache.save(folder / "prefix")
+        self.outcomes: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.before = self.step(copy.deepcopy(self.cache))
+        self.after = self.again(copy.deepcopy(self.cache))
+
+    def step(self, cache: QAttnCache) -> torch.Tensor:
+        batch = cache.packed[0].batch
+        ids = IDS[:1, 1:2].expand(2 if batch is None else batch, 1)
+        return self.model(ids, past_key_values=cache).logits
+
+    def again(self, cache: QAttnCache) -> torch.Tensor:
+        made = self.edit(cache, self.model, self.folder)
+        return self.step(made if isinstance(made, QAttnCache) else cache)
+
+    def places(self, fault: str) -> list[int]:
+        """Numbers of the allocations, or of the lines, the first and the last time each."""
+        with FAULTS[fault](0) as counted:
+            self.edit(copy.deepcopy(self.cache), self.model, self.folder)
+        if isinstance(counted, Interrupted):
+            return sorted({at for both in counted.seen.values() for at in both})
+        return list(range(1, counted.count + 1))
+
+    def fail(self, fault: str, at: int) -> None:
+        """Fail at one place, and compare what follows."""
+        cache, failing = copy.deepcopy(self.cache), FAULTS[fault](at)
+        try:
+            with failing:
+                self.edit(cache, self.model, self.folder)
+        except BaseException as error:
+            if failing.count < at:
+                raise
+            raised = error  # torch and safetensors turn some into errors of their own
+        else:
+            assert failing.count < at  # the first time more is worked out than later
+            return
+        what = f"{fault} {at}: {raised}"
+        self.goes_on(f"{what}, a step", copy.deepcopy(cache), self.step, self.before)
+        self.goes_on(f"{what}, again", cache, self.again, self.after)
+        self.outcomes["faults"] += 1
+
+    def goes_on(self, what: str, cache: QAttnCache, call: Any, want: torch.Tensor) -> None:
+        try:
+            right = torch.equal(call(cache), want)
+        except QAttnError:  # only an empty cache is of use then
+            cache.reset()
+            self.outcomes["refused"] += 1
+            right = bool(self.model(IDS[:, :9], past_key_values=cache).logits.isfinite().all())
+        else:
+            self.outcomes["right"] += right
+        if not right:
+            self.wrong.append(what)
+
+
+def play(kind: str, edit: str, fault: str, folder: Path, most: int | None = None) -> Counter[str]:
+    """Fail at all places of an edit, or at `most` of them."""
+    try:
+        played = Played(MODELS[kind](), edit, folder)
+    except QAttnError:  # linear attention cannot be cropped, blocks with fewer bits are not saved and cannot grow
+        return Counter()
+    places = played.places(fault)
+    for at in places[:: -(-len(places) // most)] if most and places else places:
+        played.fail(fault, at)
+    assert played.wrong == []
+    assert played.outcomes["right"] + played.outcomes["refused"] == 2 * played.outcomes["faults"]
+    return played.outcomes
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_that_fails_is_taken_back_or_refused(edit: str, fault: str, tmp_path: Path):
+    outcomes = play("turbo", edit, fault, tmp_path, 6)
+    assert outcomes["faults"] or (fault == "memory" and edit in ("reset", "crop all"))  # which allocate nothing
+    if edit not in ("crop all", "reorder", "reset"):  # of which nothing is kept
+        assert not outcomes["refused"]
+
+
+@pytest.mark.parametrize("edit", ["crop", "select", "reorder"])
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "turbo"])
+def test_each_kind_of_cache(kind: str, edit: str, tmp_path: Path):
+    outcomes = play(kind, edit, "interrupt", tmp_path, 6)
+    assert outcomes["faults"] or (edit == "crop" and kind in ("linear", "hybrid"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_at_every_place(kind: str, tmp_path: Path):
+    if kind != "turbo" and not EVERY:
+        pytest.skip("QATTN_FAULTS=every plays each kind of cache")
+    total: Counter[str] = Counter()
+    for edit in EDITS:
+        for fault in FAULTS:
+            outcomes = play(kind, edit, fault, tmp_path)
+            print(f"{kind}, {edit}, {fault}: {dict(outcomes)}")
+            total += outcomes
+    print(f"{kind}: {dict(total)}, none wrong")
+    assert total["faults"] >= 500
