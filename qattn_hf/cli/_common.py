@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.messages import size
+from qattn_hf.messages import parse_size, size
 
 if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
@@ -51,6 +51,37 @@ class UsageError(ValueError):
     """An invalid option, found by a command itself; those that typer finds have the same exit code."""
 
     exit_code = 2
+
+
+def gib(text: str) -> int:
+    """Bytes of an option's size; a number without a unit counts GiB.
+
+    Raises:
+        BadParameter: it is no size.
+    """
+    try:
+        return parse_size(text, bare=2**30)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+WeightsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--weights",
+        parser=gib,
+        metavar="SIZE",
+        help="Size of the weights, such as 16GiB; a number counts GiB.",
+        show_default="counted, unless quantized",
+    ),
+]
+
+
+def gpu_memory_option(default: str | None) -> Any:
+    """The option `--gpu-memory` in bytes; `default`: in words, what is taken without it."""
+    more = "" if default else ", for the longest context that fits"
+    words = f"Memory of the GPU, such as 24GiB or 80GB{more}; a number counts GiB."
+    return typer.Option("--gpu-memory", parser=gib, metavar="SIZE", help=words, show_default=default or False)
 
 
 def methods_option(default: Iterable[str]) -> Any:
