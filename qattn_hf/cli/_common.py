@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
 
 
+def known_methods(texts: list[str] | str | None) -> Any:
+    """The methods of an option, once their names are known: a typo is told before torch is loaded, which takes seconds.
+
+    Raises:
+        RecipeError: an unknown method or recipe, or a setting that is not `KEY=VALUE`.
+    """
+    from qattn_hf.recipe_files import check_name
+    from qattn_hf.spelling import FULL, split_method, split_methods
+
+    for text in [texts] if isinstance(texts, str) else split_methods(texts or ()):
+        if (name := split_method(text)[0]) != FULL:
+            check_name(name)
+    return texts
+
+
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", "-m", help="Folder or hub name of a causal LM.", show_default="embedded model"),
@@ -31,6 +46,7 @@ MethodOption = Annotated[
         help="How the cache is packed: a method, a recipe's name or a YAML file, with settings, such as turbo:bits=2; "
         "`qattn methods` lists them.",
         show_default="turbo",
+        callback=known_methods,
     ),
 ]
 RecipeOption = Annotated[
@@ -86,7 +102,7 @@ def gpu_memory_option(default: str | None) -> Any:
 
 def methods_option(default: Iterable[str]) -> Any:
     """The option `--method` of commands that compare several methods; `default`: the methods without it."""
-    return typer.Option("--method", "--methods", help=SEVERAL, show_default=", ".join(default))
+    return typer.Option("--method", "--methods", help=SEVERAL, show_default=", ".join(default), callback=known_methods)
 
 
 def write_rows(rows: list[dict[str, Any]], target: Path) -> None:

@@ -25,6 +25,10 @@ def methods(
 
     Example: qattn methods turbo
     """
+    if name is not None:
+        from qattn_hf.recipe_files import check_name
+
+        check_name(name)  # before torch is loaded, which takes seconds
     console = results_console()
     if name is None:
         show_all(console)
