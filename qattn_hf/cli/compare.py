@@ -92,16 +92,24 @@ def compare(
     compared = [{"model": short_name(name), **row} for row in compared]
     if as_json:
         print("\n".join(json.dumps(row) for row in compared))
-    elif draft is not None:
-        fidelity.print_drafts(compared)
-    elif rollout:
-        fidelity.print_rollouts(compared)
     else:
-        fidelity.print_table(compared, wide)
+        show(compared, "drafts" if draft is not None else "rollouts" if rollout else "text", wide)
     if output is not None:
         write_rows(compared, output)
     if picture is not None:
         fidelity.draw(compared, picture, f"{short_name(name)}: {rows} rows of {tokens} tokens")
+
+
+def show(rows: list[dict[str, Any]], what: str, wide: bool) -> None:
+    """Print the rows of `drafts`, of `rollouts` or of a `text` as a table."""
+    from qattn_hf import compare as fidelity
+
+    if what == "drafts":
+        fidelity.print_drafts(rows)
+    elif what == "rollouts":
+        fidelity.print_rollouts(rows)
+    else:
+        fidelity.print_table(rows, wide)
 
 
 def check_options(rollout: int, temperature: float, draft: str | None, picture: Path | None) -> None:
