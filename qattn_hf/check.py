@@ -25,6 +25,7 @@ from qattn_hf.fidelity.sizes import layer_bytes, values_of
 from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.layer_kinds import ModelLayerSpec, grows, kind_of, window_of
 from qattn_hf.memory_budget import BudgetLayerSpec, held_tokens, unbounded
+from qattn_hf.positions import positions_of
 from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.selection import selecting
 from qattn_hf.supported_models import check_full, check_model
@@ -63,7 +64,7 @@ class Check:
         bytes_per_token: bytes that each further token adds; `bytes_per_token_full_precision` without packing.
         effective_bits: bits of a value of the packed layers as the context grows; `effective_bits_total` of any value
             at `at_tokens`.
-        positions: `max_position_embeddings` of the config, or None.
+        positions: tokens that the model's positions reach, rope scaling counted; None where the config has no bound.
         held: tokens of one row for which the recipe's `memory` suffices: in 8 bits, and in the fewest, of which the
             other figures are. None without `memory`.
     """
@@ -170,7 +171,7 @@ def check(
         "weight_bytes": weight_bytes,
         "quantization": quantization,
         "dtype": str(built.dtype).removeprefix("torch."),
-        "positions": getattr(text, "max_position_embeddings", None),
+        "positions": positions_of(config),
     }
     held = _held(specs, built)
     specs = [unbounded(spec) if isinstance(spec, LayerSpec) else spec for spec in specs]

@@ -1,9 +1,13 @@
-"""Errors that name what is wrong and what to do instead."""
+"""Errors that name what is wrong and what to do instead. Importing this module does not import torch."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from qattn_hf.messages import cut
-from qattn_kernels.step.operator import CapacityError
+
+if TYPE_CHECKING:
+    from qattn_kernels.step.operator import CapacityError
 
 __all__ = ["CapacityError", "QAttnError", "RecipeError", "UnsupportedError"]
 
@@ -26,3 +30,12 @@ class RecipeError(QAttnError):
 
 class UnsupportedError(QAttnError):
     """A model, cache or argument that is not supported; nothing was changed. The message says what to use instead."""
+
+
+def __getattr__(name: str) -> Any:
+    """`CapacityError`, which the operator raises: it is loaded when it is first asked for."""
+    if name != "CapacityError":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from qattn_kernels.step.operator import CapacityError
+
+    return CapacityError

@@ -49,16 +49,41 @@ def model_source(name: str | None) -> str:
     """Folder or hub name for `from_pretrained`, with `~` expanded; None is the embedded demo model.
 
     Raises:
-        FileNotFoundError: `name` is a path that does not exist.
+        FileNotFoundError: `name` is a path that does not exist, or a folder without a config.
+        ValueError: `name` is a GGUF file, or a folder that holds such a file and no config.
     """
     from qattn_hf.assets import demo_model_dir
 
     source = name or str(demo_model_dir())
     path = Path(source).expanduser()
+    if (file := _gguf(path)) is not None:
+        raise ValueError(
+            f"--model {source}: a GGUF file has its own codes, and qattn reads Transformers folders: convert it once, "
+            f"by AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, gguf_file={file.name!r})"
+            ".save_pretrained(FOLDER) and the same of AutoTokenizer; then --model FOLDER"
+        )
     # A hub name has one slash at most; asking the hub for a mistyped path would end in a puzzling message.
     if (path.is_absolute() or source[0] in ".~" or source.count("/") > 1) and not path.is_dir():
         raise FileNotFoundError(f"--model {source}: no such folder")
-    return str(path) if path.is_dir() else source
+    if not path.is_dir():
+        return source
+    if not _has_config(path):
+        raise FileNotFoundError(
+            f"--model {source}: the folder has no config.json: give a folder that save_pretrained wrote, or a hub name"
+        )
+    return str(path)
+
+
+def _has_config(folder: Path) -> bool:
+    """Whether `from_pretrained` finds a config here, of a model or of an adapter, whose base it loads."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def _gguf(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the first one of a folder without a config; else None."""
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" else None
+    return None if _has_config(path) else min(path.glob("*.gguf"), default=None)
 
 
 def short_name(name: str) -> str:

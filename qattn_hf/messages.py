@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import reprlib
+from decimal import Decimal
 from typing import Any
 
-UNITS = {"": 2**30, "gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+UNITS = {f"{letter}ib": 2 ** (10 * n) for n, letter in enumerate("kmgt", 1)}
+UNITS |= {f"{letter}b": 10 ** (3 * n) for n, letter in enumerate("kmgt", 1)}
 LONGEST_INTEGER = 128  # bits; Python writes no integer of more than 4,300 digits
 
 
@@ -43,16 +45,19 @@ def named(value: Any, longest: int = 100) -> str:
     return value if isinstance(value, str) and value.isprintable() and len(value) <= longest else shown(value, longest)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as `24GiB`, `80GB` or `24` (GiB).
+def parse_size(value: int | str, bare: int = 1) -> int:
+    """Bytes of a size such as `24GiB`, `1.5 TB` or `300KiB`: a number with a unit of 1024 or of 1000.
+
+    Args:
+        value: a text, whose letters may be small or large, or a number. bare: bytes of a number that has no unit.
 
     Raises:
         ValueError: it is none.
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in UNITS:
-        raise ValueError(f"{shown(text)} is no size such as 24GiB, 80GB or 24 (GiB)")
-    return int(float(match[1]) * UNITS[match[2]])
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]i?b)?", str(value).strip().lower())
+    if match is None:
+        raise ValueError(f"{shown(value)} is no size such as 24GiB, 1.5TB or 300KiB")
+    return int(Decimal(match[1]) * (UNITS[match[2]] if match[2] else bare))
 
 
 def size(n_bytes: float) -> str:

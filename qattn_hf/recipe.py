@@ -43,8 +43,9 @@ from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states,
 from qattn_hf.memory_budget import shared
 from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, get_method, list_methods
-from qattn_hf.recipe_files import YAML, is_of_hub, list_recipes, recipe_file
-from qattn_hf.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices, unknown
+from qattn_hf.recipe_files import check_name, recipe_file
+from qattn_hf.recipe_files import list_recipes as list_recipes  # a name of this module for its users
+from qattn_hf.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices
 from qattn_hf.sliding import decide
 from qattn_hf.spelling import split_method, split_methods
 from qattn_hf.tensor_parallel import ALL, Shard, shard_spec
@@ -267,9 +268,7 @@ def _by_name(name: Any, settings: dict[str, Any]) -> Recipe:
     """The defaults of the method of this name, or, if there is none, the recipe of this name."""
     if not isinstance(name, str) or name in list_methods():
         return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
-    if name not in list_recipes() and Path(name).suffix not in YAML and not os.path.isdir(name) and not is_of_hub(name):
-        known = list(dict.fromkeys([*list_methods(), *list_recipes()]))
-        raise RecipeError(f"{unknown('method', [name], known)}, or a file that ends in .yaml")
+    check_name(name)
     return load_recipe(name, **settings)
 
 

@@ -1,4 +1,7 @@
-"""Find recipe files: in this package, on disk, in a checkpoint's folder, in a hub repository."""
+"""Find recipe files: in this package, on disk, in a checkpoint's folder, in a hub repository.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from qattn_hf.assets import configs_dir
 from qattn_hf.errors import RecipeError
 from qattn_hf.messages import named
+from qattn_hf.methods import list_methods
 from qattn_hf.recipe_settings import unknown
 
 RECIPE_FILE = "qattn.yaml"  # the name of a recipe in a checkpoint's folder and in a repository
@@ -43,6 +47,17 @@ def recipe_file(source: str | Path) -> Path:
         return _downloaded(source)
     names = unknown("recipe", [str(source)], list_recipes())
     raise RecipeError(f"{names}, or a file that ends in .yaml, a folder with {RECIPE_FILE}, or a repository of the hub")
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is neither a method's nor a recipe's, nor one that `recipe_file` looks for elsewhere.
+
+    Raises:
+        RecipeError: with the nearest name.
+    """
+    known = list(dict.fromkeys([*list_methods(), *list_recipes()]))
+    if name not in known and Path(name).suffix not in YAML and not os.path.isdir(name) and not is_of_hub(name):
+        raise RecipeError(f"{unknown('method', [name], known)}, or a file that ends in .yaml")
 
 
 def is_of_hub(name: str) -> bool:

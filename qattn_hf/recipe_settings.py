@@ -6,13 +6,16 @@ import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any
 
 from qattn_hf.errors import RecipeError
 from qattn_hf.messages import named, shown
-from qattn_hf.methods import Method, get_method, list_methods
+from qattn_hf.methods import get_method, list_methods
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from qattn_hf.methods import Method
 
 # one decode step runs through all layers, a crop removes the same tokens from each, all windows have one mask, and
 # what memory there is they share
@@ -67,6 +70,8 @@ def checked_settings(method: type[Method], settings: dict[str, Any], origin: str
     Raises:
         RecipeError: an unknown key, a wrong type or value; the message begins with `origin` and names each.
     """
+    from pydantic import ValidationError
+
     try:
         return method(**settings)
     except ValidationError as error:
@@ -125,6 +130,8 @@ def _layer_settings(base: Method, given: dict[str, Any], here: str) -> Method:
     own = {key: value for key, value in given.items() if key != "method"}
     inherited = base.model_dump(exclude_unset=True)
     if method is not type(base):
+        from qattn_hf.methods import Method
+
         inherited = {key: value for key, value in inherited.items() if key in Method.model_fields}
     return checked_settings(method, {**method.not_overridden(inherited, own), **own}, here)
 

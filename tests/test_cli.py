@@ -177,6 +177,10 @@ LARGE = ("torch", "transformers", "numpy", "huggingface_hub")
         (["report", "--tokens", "none"], 2),
         (["generate"], 2),
         (["eval"], 2),
+        (["methods", "trubo"], 2),
+        (["demo", "--method", "trubo"], 2),
+        (["compare", "--method", "turbo:k_bits=4,v_bits=2,kivvi"], 2),
+        (["eval", "--task", "gsm8k_cot", "--method", "full,turbo:bits"], 2),
     ],
 )
 def test_help_and_usage_errors_load_nothing_large(arguments, code):

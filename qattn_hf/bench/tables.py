@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from qattn_hf.console import print_figures, results_console
+
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
@@ -139,21 +141,10 @@ def computed_by(rows: list[Row]) -> str:
 
 def print_table(rows: list[Row]) -> None:
     """Print the rows of one bench as a table, with the device and what computed the packed ways."""
-    from rich.console import Console
-    from rich.table import Table
-
     from qattn_hf.origin import device_name, versions
 
-    header, lines = table(rows)
-    shown = Table(box=None, pad_edge=False)
-    for name in header:
-        shown.add_column(name, justify="left" if name in ("way", "ran", "best SDPA") else "right", no_wrap=True)
-    for line in lines:
-        shown.add_row(*line)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # a file has no edge
-    console.print(shown)
+    console = results_console()
+    print_figures(*table(rows), ["way", "ran", "best SDPA"])
     console.print(f"{device_name()}, torch {versions()['torch']}. {computed_by(rows)}")
 
 

@@ -11,10 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.messages import size
+from qattn_hf.messages import parse_size, size
 
 if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
+
+
+def known_methods(texts: list[str] | str | None) -> Any:
+    """The methods of an option, once their names are known: a typo is told before torch is loaded, which takes seconds.
+
+    Raises:
+        RecipeError: an unknown method or recipe, or a setting that is not `KEY=VALUE`.
+    """
+    from qattn_hf.recipe_files import check_name
+    from qattn_hf.spelling import FULL, split_method, split_methods
+
+    for text in [texts] if isinstance(texts, str) else split_methods(texts or ()):
+        if (name := split_method(text)[0]) != FULL:
+            check_name(name)
+    return texts
 
 
 ModelOption = Annotated[
@@ -31,6 +46,7 @@ MethodOption = Annotated[
         help="How the cache is packed: a method, a recipe's name or a YAML file, with settings, such as turbo:bits=2; "
         "`qattn methods` lists them.",
         show_default="turbo",
+        callback=known_methods,
     ),
 ]
 RecipeOption = Annotated[
@@ -53,9 +69,40 @@ class UsageError(ValueError):
     exit_code = 2
 
 
+def gib(text: str) -> int:
+    """Bytes of an option's size; a number without a unit counts GiB.
+
+    Raises:
+        BadParameter: it is no size.
+    """
+    try:
+        return parse_size(text, bare=2**30)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+WeightsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--weights",
+        parser=gib,
+        metavar="SIZE",
+        help="Size of the weights, such as 16GiB; a number counts GiB.",
+        show_default="counted, unless quantized",
+    ),
+]
+
+
+def gpu_memory_option(default: str | None) -> Any:
+    """The option `--gpu-memory` in bytes; `default`: in words, what is taken without it."""
+    more = "" if default else ", for the longest context that fits"
+    words = f"Memory of the GPU, such as 24GiB or 80GB{more}; a number counts GiB."
+    return typer.Option("--gpu-memory", parser=gib, metavar="SIZE", help=words, show_default=default or False)
+
+
 def methods_option(default: Iterable[str]) -> Any:
     """The option `--method` of commands that compare several methods; `default`: the methods without it."""
-    return typer.Option("--method", "--methods", help=SEVERAL, show_default=", ".join(default))
+    return typer.Option("--method", "--methods", help=SEVERAL, show_default=", ".join(default), callback=known_methods)
 
 
 def write_rows(rows: list[dict[str, Any]], target: Path) -> None:

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import MethodOption, ModelArgument, RecipeOption, SetOption, chosen_recipe
+from qattn_hf.cli._common import (
+    MethodOption,
+    ModelArgument,
+    RecipeOption,
+    SetOption,
+    WeightsOption,
+    chosen_recipe,
+    gpu_memory_option,
+)
 from qattn_hf.loading import model_source
 from qattn_hf.messages import size
+from qattn_hf.positions import beyond
 
 if TYPE_CHECKING:
     from qattn_hf.check import Check
@@ -26,13 +35,8 @@ def check(
     recipe: RecipeOption = None,
     settings: SetOption = None,
     at_tokens: Annotated[int, typer.Option("--at-tokens", min=1, help="Context for which bits are counted.")] = 32768,
-    gpu_memory: Annotated[
-        float | None, typer.Option("--gpu-memory", min=0.0, help="GiB, for the longest context that fits.")
-    ] = None,
-    weights: Annotated[
-        float | None,
-        typer.Option("--weights", min=0.0, help="GiB of the weights.", show_default="counted, unless quantized"),
-    ] = None,
+    gpu_memory: Annotated[int | None, gpu_memory_option(None)] = None,
+    weights: WeightsOption = None,
     device: Annotated[str, typer.Option("--device", help="Where it is going to run, cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Print data for programs.")] = False,
 ) -> None:
@@ -40,14 +44,14 @@ def check(
 
     No weights are downloaded. Exit code 1 if the model is refused. Example:
 
-    qattn check Qwen/Qwen3-8B --method turbo:bits=2 --gpu-memory 24
+    qattn check Qwen/Qwen3-8B --method turbo:bits=2 --gpu-memory 24GiB
     """
     from qattn_hf.check import check as look
 
     chosen = chosen_recipe(method, recipe, settings, model)
     result = look(
         model_source(model), recipe=chosen, device_type=device.partition(":")[0], at_tokens=at_tokens,
-        weight_bytes=None if weights is None else int(weights * 2**30),
+        weight_bytes=weights,
     )  # fmt: skip
     name = model or "embedded demo model"
     if as_json:
@@ -59,19 +63,18 @@ def check(
         raise typer.Exit(1)
 
 
-def contexts(result: Check, gpu_memory: float | None) -> dict[str, int]:
+def contexts(result: Check, memory: int | None) -> dict[str, int]:
     """Tokens of the longest context, `longest` and `longest_full_precision`; empty without `--gpu-memory`.
 
     Raises:
         QAttnError: the bytes of the weights are unknown.
     """
-    if gpu_memory is None or result.refused is not None:
+    if memory is None or result.refused is not None:
         return {}
-    memory = int(gpu_memory * 2**30)
     return {"longest": result.longest(memory), "longest_full_precision": result.longest(memory, full_precision=True)}
 
 
-def show(result: Check, name: str, gpu_memory: float | None) -> None:
+def show(result: Check, name: str, memory: int | None) -> None:
     """Print the result as text: layers, bytes of a token, bits, weights, longest contexts."""
     print(f"{name}: {result.model_type}, {result.origin}")
     if result.refused is not None:
@@ -92,16 +95,18 @@ def show(result: Check, name: str, gpu_memory: float | None) -> None:
             f"bits a value: {result.effective_bits:.2f} in closed blocks, {result.effective_bits_total:.2f} with "
             f"everything at {result.at_tokens} tokens ({size(result.kv_bytes)})"
         )
+    if result.layers and (warning := beyond(result.at_tokens, result.positions)) is not None:
+        print(warning)
     if result.held is not None:
         print(f"memory holds {result.held[0]} tokens of one row in 8 bits, {result.held[1]} in these, the fewest")
     print(f"weights: {weights_line(result)}")
-    for key, tokens in contexts(result, gpu_memory).items():
+    if memory is None:
+        return
+    for key, tokens in contexts(result, memory).items():
         what = "in full precision" if "full" in key else "with this method"
-        beyond = result.positions is not None and tokens > result.positions
-        more = f"; the model has {result.positions} positions" if beyond else ""
-        print(f"longest context of one row in {gpu_memory:g} GiB {what}: {tokens} tokens{more}")
-    if gpu_memory is not None:
-        print("activations and what else is on the GPU are not counted")
+        more = f"; the model has {result.positions} positions" if beyond(tokens, result.positions) else ""
+        print(f"longest context of one row in {memory / 2**30:g} GiB {what}: {tokens} tokens{more}")
+    print("activations and what else is on the GPU are not counted")
 
 
 def weights_line(result: Check) -> str:

@@ -34,6 +34,10 @@ DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option("--dtype", help="Precision to measure in; float32 shows the smallest damage, auto is the model's."),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON row a method in place of the table.")]
+WideOption = Annotated[bool, typer.Option("--wide", help="Show all columns: perplexity, errors of attention.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", help="JSON file for rows, device and versions.")]
+PictureOption = Annotated[Path | None, typer.Option("--picture", help="PNG file; needs matplotlib.")]
 
 
 def compare(
@@ -49,9 +53,10 @@ def compare(
     draft: DraftOption = None,
     at_tokens: AtTokensOption = 4096,
     dtype: DtypeOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON row a method in place of the table.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", help="JSON file for rows, device and versions.")] = None,
-    picture: Annotated[Path | None, typer.Option("--picture", help="PNG file; needs matplotlib.")] = None,
+    as_json: JsonOption = False,
+    wide: WideOption = False,
+    output: OutputOption = None,
+    picture: PictureOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Compare methods with full precision on a text, without labels, everything read through the packed cache.
@@ -86,15 +91,25 @@ def compare(
             compared = fidelity.compare(lm, recipes, reading, at_tokens=at_tokens, dtype=own_dtype, progress=progress)
     compared = [{"model": short_name(name), **row} for row in compared]
     if as_json:
-        for row in compared:
-            print(json.dumps(row))
+        print("\n".join(json.dumps(row) for row in compared))
     else:
-        show = fidelity.print_rollouts if rollout else fidelity.print_table
-        (show if draft is None else fidelity.print_drafts)(compared)
+        show(compared, "drafts" if draft is not None else "rollouts" if rollout else "text", wide)
     if output is not None:
         write_rows(compared, output)
     if picture is not None:
         fidelity.draw(compared, picture, f"{short_name(name)}: {rows} rows of {tokens} tokens")
+
+
+def show(rows: list[dict[str, Any]], what: str, wide: bool) -> None:
+    """Print the rows of `drafts`, of `rollouts` or of a `text` as a table."""
+    from qattn_hf import compare as fidelity
+
+    if what == "drafts":
+        fidelity.print_drafts(rows)
+    elif what == "rollouts":
+        fidelity.print_rollouts(rows)
+    else:
+        fidelity.print_table(rows, wide)
 
 
 def check_options(rollout: int, temperature: float, draft: str | None, picture: Path | None) -> None:

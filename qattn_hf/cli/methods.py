@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qattn_hf.console import results_console
+
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
     from rich.console import Console
@@ -23,11 +25,11 @@ def methods(
 
     Example: qattn methods turbo
     """
-    from rich.console import Console
+    if name is not None:
+        from qattn_hf.recipe_files import check_name
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file has no edge
+        check_name(name)  # before torch is loaded, which takes seconds
+    console = results_console()
     if name is None:
         show_all(console)
         print("`qattn methods NAME` says what a setting may be. Use one with --method NAME:KEY=VALUE,...")

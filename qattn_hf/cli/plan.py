@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from qattn_hf.cli._common import ModelOption, UsageError, methods_option
+from qattn_hf.cli._common import ModelOption, UsageError, WeightsOption, gpu_memory_option, methods_option
+from qattn_hf.console import print_figures
 from qattn_hf.loading import model_source
-from qattn_hf.messages import parse_size, size
+from qattn_hf.messages import size
+from qattn_hf.positions import beyond, positions_of
 
 if TYPE_CHECKING:
     from qattn_hf.plan import Planner
@@ -20,9 +22,7 @@ DEFAULT = ("int8", "sage2", "turbo", "turboquant", "kivi", "sinkq")
 
 def plan(
     model: ModelOption = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", help="Such as 24GiB or 80GB.", show_default="this machine's GPU")
-    ] = None,
+    gpu_memory: Annotated[int | None, gpu_memory_option("this machine's GPU")] = None,
     method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
     context: Annotated[
         list[int] | None,
@@ -40,10 +40,7 @@ def plan(
         int | None,
         typer.Option("--prefill-chunk-size", min=1, help="Of generate, for packed caches.", show_default="its default"),
     ] = None,
-    weights: Annotated[
-        float | None,
-        typer.Option("--weights", min=0.0, help="GiB of the weights.", show_default="counted, unless quantized"),
-    ] = None,
+    weights: WeightsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data for programs.")] = False,
 ) -> None:
     """Say from a model's config alone which contexts and batches fit a GPU, for each method and for full precision.
@@ -57,12 +54,12 @@ def plan(
     from qattn_hf.plan import Planner
     from qattn_hf.recipe import find_recipes
 
-    memory = bytes_of(gpu_memory)
+    memory = bytes_here() if gpu_memory is None else gpu_memory
     ways: dict[str, str | Recipe] = {"full": "full", **find_recipes(method or DEFAULT)}
     planner = Planner(
         model_source(model),
         dtype=None if dtype == "auto" else getattr(torch, dtype),
-        weight_bytes=None if weights is None else int(weights * 2**30),
+        weight_bytes=weights,
         prefill_chunk_size=chunk,
     )
     contexts, batches = context or [8192, 32768], batch or [1]
@@ -82,26 +79,21 @@ def conditions(planner: Planner, name: str, memory: int) -> dict[str, Any]:
         "dtype": str(planner.dtype).removeprefix("torch."),
         "weights": planner.weight_bytes,
         "prefill_chunk_size": planner.prefill_chunk_size,
-        "positions": getattr(planner.config.get_text_config(decoder=True), "max_position_embeddings", None),
+        "positions": positions_of(planner.config),
     }
 
 
-def bytes_of(text: str | None) -> int:
-    """Bytes of a size such as `24GiB`, `80GB` or `24` (GiB); without one, of this machine's GPU.
+def bytes_here() -> int:
+    """Bytes of this machine's GPU.
 
     Raises:
-        UsageError: no size, or none given and no GPU here.
+        UsageError: there is none.
     """
-    if text is None:
-        import torch
+    import torch
 
-        if not torch.cuda.is_available():
-            raise UsageError("there is no GPU here: say how large it is, such as --gpu-memory 24GiB")
-        return torch.cuda.get_device_properties(0).total_memory
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise UsageError(f"--gpu-memory: {error}") from None
+    if not torch.cuda.is_available():
+        raise UsageError("there is no GPU here: say how large it is, such as --gpu-memory 24GiB")
+    return torch.cuda.get_device_properties(0).total_memory
 
 
 def row_of(
@@ -128,26 +120,22 @@ def row_of(
 
 def show(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Print the rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file has no edge
     planned = [row for row in rows if "longest" in row]
     weights, memory = size(about["weights"]), size(about["gpu_memory"])
     print(f"{about['model']}, {about['dtype']}: {weights} of weights, {memory} of GPU memory")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("method")
     first = next(iter(planned[0]["longest"]))
     names = [f"tokens, {n} row{'s' * (n > 1)}" for n in planned[0]["longest"]]
     names += [f"rows of {n}" for n in planned[0]["largest"]]
-    for name in (*names, "cache", "activations"):
-        table.add_column(name, justify="right")
-    for row in planned:
-        figures = [*row["longest"].values(), *row["largest"].values()]
-        table.add_row(row["method"], *map(str, figures), *(size(row["memory"][x]) for x in ("cache", "activations")))
-    console.print(table, highlight=False)
+    parts = ["cache", "activations"]
+    lines = [
+        [
+            row["method"],
+            *map(str, (*row["longest"].values(), *row["largest"].values())),
+            *(size(row["memory"][part]) for part in parts),
+        ]
+        for row in planned
+    ]
+    print_figures(["method", *names, *parts], lines, ["method"])
     print(f"cache and activations: at the longest context of {first} row{'s' * (first > 1)}, all of it a prompt")
     chunk = about["prefill_chunk_size"]
     calls = "as generate cuts them" if chunk is None else f"in calls of {chunk} tokens"
@@ -156,7 +144,6 @@ def show(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "not_planned" in row:
             print(f"{row['method']}: {row['not_planned']}")
-    if about["positions"] is not None and any(
-        n > about["positions"] for row in planned for n in row["longest"].values()
-    ):
-        print(f"the model has {about['positions']} positions")
+    asked = {n for row in planned for n in (*row["longest"].values(), *row["largest"])}
+    if (warning := beyond(max(asked), about["positions"])) is not None:
+        print(warning)

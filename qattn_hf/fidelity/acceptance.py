@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qattn_hf.chunks import cuts, feed
+from qattn_hf.console import print_figures, results_console
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.compare import Progress, Row, packed
@@ -113,19 +114,12 @@ def acceptance(hits: torch.Tensor, drafted: int) -> tuple[float, float]:
 
 def print_drafts(rows: list[Row]) -> None:
     """Print the results of `compare_drafts` as a table; each row has the key `model`, a name."""
-    from rich.console import Console
-    from rich.table import Table
-
-    first = rows[0]
-    shown = Table("method", *(f"{side}: accepted, a call" for side in SIDES), box=None, pad_edge=False)
+    console, first, lines = results_console(), rows[0], []
     for row in rows:
         cells = [f"{row['accepted'][s]:.3f}, {row['per_call'][s]:.2f}" if s in row["accepted"] else "" for s in SIDES]
-        shown.add_row(row["method"], *cells)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120  # a file has no edge
+        lines.append([row["method"], *cells])
     console.print(
         f"{first['model']}: {first['tokens']} tokens after each of {first['rows']} prompts of {first['prompt']}, "
         f"{first['drafted']} drafted before each call. Packed is the cache of the model, of the draft, or of both."
     )
-    console.print(shown)
+    print_figures(["method", *(f"{side}:\naccepted, a call" for side in SIDES)], lines, ["method"])

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.cache import QAttnCache
 from qattn_hf.chunks import CHUNK, cuts, feed
+from qattn_hf.console import print_figures, results_console
 from qattn_hf.device import device_of
 from qattn_hf.fidelity.compare import Progress, Row, check_full, check_packed, packed
 from qattn_hf.fidelity.needles import Prompt, PromptMaker
@@ -187,22 +188,13 @@ def print_retrieval(rows: list[Row]) -> None:
     Args:
         rows: as `compare_retrieval` returns them, each with the keys `model`, a name, and `template`.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    first, (header, lines) = rows[0], retrieval_table(rows)
-    shown = Table(*header, box=None, pad_edge=False)
-    for line in lines:
-        shown.add_row(*line)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file has no edge
+    console, first, (header, lines) = results_console(), rows[0], retrieval_table(rows)
     depths = ", ".join(first["by_depth"])
     console.print(
         f"{first['model']}: values found in texts of template {first['template']}, {first['answers']} asked for in "
         f"each column, at depths of {depths} per cent; texts read in calls of {first['chunk']} tokens"
     )
-    console.print(shown)
+    print_figures(header, lines, ["method"])
     console.print(
         "Share found; -: values that full precision found and the cache lost, +: those that the cache alone found. "
         "Lost: of all that full precision found. Bits: a value, everything counted, "

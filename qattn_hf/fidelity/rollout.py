@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.cache import QAttnCache
 from qattn_hf.chunks import cuts, feed
+from qattn_hf.console import print_figures, results_console
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.compare import Progress, Row, check_full, check_packed, full_logits, packed
@@ -217,22 +218,13 @@ def print_rollouts(rows: list[Row]) -> None:
     Args:
         rows: as `compare_rollouts` returns them, each with the key `model`, a name.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    first, (header, lines) = rows[0], rollout_table(rows)
-    shown = Table(*header, box=None, pad_edge=False)
-    for line in lines:
-        shown.add_row(*line)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file has no edge
+    console, first, (header, lines) = results_console(), rows[0], rollout_table(rows)
     how = f"sampled at temperature {first['temperature']:g}" if first["temperature"] else "greedy"
     console.print(
         f"{first['model']}: {first['rows']} prompts of {first['prompt']} tokens and {first['tokens']} tokens written "
         f"after each, {how}; perplexity of full precision's own {first['own_ppl']:.2f}"
     )
-    console.print(shown)
+    print_figures(header, lines, ["method"])
     console.print(
         "KL of full precision to the cache on the text that the cache wrote (standard error over rows), and perplexity "
         "of that text in full precision. First divergence: mean index of the first token that full precision's own "

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from qattn_hf.console import print_figures, results_console
 from qattn_hf.fidelity.compare import Row
 from qattn_hf.fidelity.tuned import ranges
 from qattn_hf.messages import size
+
+FIRST = 7  # columns up to the bytes of the cache
 
 
 def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """Results of `compare` as a header and lines of text.
 
-    Cells have two lines: below KL and perplexity the standard error, below the average layer the worst one.
+    What decides comes first: the first `FIRST` columns fit a terminal of 80. Cells have two lines: below KL and
+    perplexity the standard error, below the average layer the worst one.
 
     Args:
         rows: as `compare` returns them.
@@ -22,7 +26,8 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     def error(value: float | None, form: str) -> str:
         return "" if value is None else f"\n({value:{form}})"
 
-    header = ["", "method", "KL", "same\ntop-1", "RMS\nchange", "perplexity", "cosine", "relative\nL1", "RMSE"]
+    header = ["", "method", "KL", "same\ntop-1", "bits,\nclosed", "bits,\nall", "KV"]
+    header += ["RMS\nchange", "perplexity", "cosine", "relative\nL1", "RMSE", "computed by"]
     lines = []
     for row in rows:
         bits = [row["effective_bits"], row["effective_bits_total"]]
@@ -32,37 +37,27 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
                 row["method"],
                 f"{round(row['kl'], 6) + 0.0:.6f}{error(row['kl_se'], '.6f')}",  # + 0.0: no sign before a zero
                 f"{row['same_top1']:.4f}",
+                *("-" if b is None else f"{b:.2f}" for b in bits),
+                size(row["kv_bytes"]),
                 f"{row['rms_change']:.4f}",
                 f"{row['ppl_change_pct']:+.2f} %{error(row['ppl_change_se_pct'], '.2f')}",
                 layers(row, "cosine", ".4f"),
                 layers(row, "relative_l1", ".4f"),
                 layers(row, "rmse", ".4f"),
-                *("-" if b is None else f"{b:.2f}" for b in bits),
-                size(row["kv_bytes"]),
                 row["impl"],
             ]
         )
-    return [*header, "bits,\nclosed", "bits,\nall", "KV", "computed by"], lines
+    return header, lines
 
 
-def print_table(rows: list[Row]) -> None:
+def print_table(rows: list[Row], wide: bool = False) -> None:
     """Print the results of `compare` as a table, with an explanation of its columns.
 
     Args:
         rows: as `compare` returns them, each with the key `model`, a name.
+        wide: whether to print all columns of `table` rather than the `FIRST` ones.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    first, (header, lines) = rows[0], table(rows)
-    shown = Table(box=None, pad_edge=False)
-    for name in header:
-        shown.add_column(name, justify="left" if name in ("method", "computed by") else "right", no_wrap=True)
-    for line in lines:
-        shown.add_row(*line)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file has no edge
+    console, first, (header, lines) = results_console(), rows[0], table(rows)
     console.print(
         f"{first['model']}: {first['rows']} rows of {first['tokens']} tokens, scored from token "
         f"{first['scored_from']}, perplexity in full precision {first['ppl_full']:.3f}"
@@ -72,9 +67,14 @@ def print_table(rows: list[Row]) -> None:
             f"{first['own_layers']} layers are the model's own. KL and perplexity are of the whole model; errors of "
             f"attention, bits and KV are of the packed layers, {ranges([layer['layer'] for layer in first['layers']])}"
         )
-    console.print(shown)
-    console.print(
-        "* on the Pareto front of KL and bits. In brackets standard errors over rows. Cosine, relative L1 and RMSE: "
-        "attention outputs on full precision's own inputs of each layer, the average layer above the worst one. Bits "
-        f"and KV: one row of {first['at_tokens']} tokens."
-    )
+    columns = len(header) if wide else FIRST
+    print_figures(header[:columns], [line[:columns] for line in lines], ["method", "computed by"])
+    explained = "* on the Pareto front of KL and bits. In brackets standard errors over rows. Bits and KV: one row of "
+    explained += f"{first['at_tokens']} tokens. "
+    if wide:
+        explained += "Cosine, relative L1 and RMSE: attention outputs on full precision's own inputs of each layer, "
+        explained += "the average layer above the worst one."
+    else:
+        explained += f"Computed by: {', '.join(sorted({row['impl'] for row in rows}))}. All columns, with perplexity "
+        explained += "and attention's errors: --wide, in Python print_table(rows, wide=True)."
+    console.print(explained)

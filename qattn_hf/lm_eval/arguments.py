@@ -9,8 +9,7 @@ from qattn_hf.chunks import CHUNK
 from qattn_hf.errors import RecipeError
 from qattn_hf.methods import get_method, list_methods
 from qattn_hf.recipe import Recipe, find_recipe, load_recipe
-
-FULL = "full"  # as `method`: full precision, nothing is packed
+from qattn_hf.spelling import FULL
 
 
 class Arguments(NamedTuple):

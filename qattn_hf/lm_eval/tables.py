@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qattn_hf.console import print_figures, results_console
 from qattn_hf.messages import size
 
 COLUMNS = ("method", "task", "metric", "value", "stderr", "n", "packed", "bits", "KV bytes", "tokens/s")
@@ -11,18 +12,8 @@ COLUMNS = ("method", "task", "metric", "value", "stderr", "n", "packed", "bits",
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Print one line for each metric, with the usage of its task's caches."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in COLUMNS[:3] else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # a file has no edge
-    console.print(table)
+    console = results_console()
+    print_figures(COLUMNS, [_cells(row) for row in rows], COLUMNS[:3])
     console.print("packed: share of scored tokens, or of answers, that read packed tokens. KV bytes: mean of a batch.")
 
 

@@ -1,11 +1,16 @@
-"""Methods, one file each, found by file name. A method's settings choose formats, window, arithmetic and sparsity."""
+"""Methods, one file each, found by file name. A method's settings choose formats, window, arithmetic and sparsity.
+
+Importing this package does not import torch: their names are known without it, their settings load it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import TYPE_CHECKING, Any
 
-from qattn_hf.methods.base import PURPOSES, Measured, Method
+if TYPE_CHECKING:
+    from qattn_hf.methods.base import PURPOSES, Measured, Method
 
 __all__ = ["PURPOSES", "Measured", "Method", "get_method", "list_methods", "measured", "measured_settings"]
 
@@ -26,6 +31,8 @@ def measured(purpose: str) -> list[Measured]:
     Raises:
         ValueError: `purpose` is none of them.
     """
+    from qattn_hf.methods.base import PURPOSES
+
     if purpose not in PURPOSES:
         raise ValueError(f"nothing is measured for {purpose!r}; the purposes are {', '.join(PURPOSES)}")
     return [one for name in list_methods() for one in get_method(name).measured if purpose in one.purposes.split()]
@@ -34,3 +41,10 @@ def measured(purpose: str) -> list[Measured]:
 def measured_settings(purpose: str) -> tuple[str, ...]:
     """The same, spelled as commands take them: `("fp8", "int8", "kivi:bits=4", ...)`."""
     return tuple(one.setting for one in measured(purpose))
+
+
+def __getattr__(name: str) -> Any:
+    """Names of `base` are loaded when they are first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("qattn_hf.methods.base"), name)

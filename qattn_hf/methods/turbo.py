@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from qattn_hf.memory_budget import BudgetLayerSpec, at_stage
-from qattn_hf.messages import parse_size, shown
+from qattn_hf.messages import named, parse_size, shown
 from qattn_hf.methods.base import CLIP, SMOOTH_K, Measured, WindowedMethod
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.flashq.reference import FlashQFormat
@@ -19,6 +19,7 @@ from qattn_kernels.layout import Window
 
 Bits = Literal[4, 2, "mixed"]
 HeadLists = list[list[int]]
+FEWEST_BYTES = 2**14  # a block and the open tokens of one head take more
 
 
 class Turbo(WindowedMethod):
@@ -130,23 +131,24 @@ class Turbo(WindowedMethod):
     def _budget_fits(self) -> Turbo:
         if self.memory is None:
             return self
-        if self._memory_bytes() < 1:
-            raise ValueError(f"memory={self.memory!r} is no size: give bytes, or a text such as 12GiB")
+        if (n_bytes := parse_size(self.memory)) < FEWEST_BYTES:
+            meant = f"{self.memory}GiB" if isinstance(self.memory, int) and self.memory else "12GiB"
+            raise ValueError(
+                f"memory={named(self.memory)} is no size of a cache: it says {n_bytes} bytes, since a number without a "
+                f"unit counts bytes, and a cache takes more. Write the unit, memory: {meant}"
+            )
         if "mixed" in (self._side_bits("k"), self._side_bits("v")):
             raise ValueError("memory clashes with bits='mixed', where heads have different bits: take bits=4 or bits=2")
         if self.sliding not in ("model", "lossless") or self.sparse_v_tau:
             raise ValueError("memory clashes with sparse_v_tau and with packed windows (sliding): leave them out")
         return self
 
-    def _memory_bytes(self) -> int:
-        return parse_size(self.memory) if isinstance(self.memory, str) else self.memory or 0
-
     def layer_spec(self, layer: int, layers: int, heads: int) -> LayerSpec:
         spec = super().layer_spec(layer, layers, heads)
         if self.memory is None:
             return spec
         k_bits, v_bits = (bits for side in "kv" if (bits := self._side_bits(side)) != "mixed")
-        return at_stage(BudgetLayerSpec(**vars(spec), memory=self._memory_bytes(), k_bits=k_bits, v_bits=v_bits), 0)
+        return at_stage(BudgetLayerSpec(**vars(spec), memory=parse_size(self.memory), k_bits=k_bits, v_bits=v_bits), 0)
 
     def _side_bits(self, side: str) -> Bits:
         own = self.k_bits if side == "k" else self.v_bits

@@ -1,0 +1,40 @@
+"""What the command line says of a folder that holds no model."""
+
+from __future__ import annotations
+
+import pytest
+
+from qattn_hf.cli import main
+
+COMMANDS = {
+    "check": [],
+    "generate": ["hi", "--model"],
+    "plan": ["--gpu-memory", "24GiB", "--model"],
+    "report": ["--model"],
+    "warm": [],
+    "bench generate": ["--device", "cpu", "--model"],
+}
+
+
+def said_of(capsys, command: str, model: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), *COMMANDS[command], model])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 1 and not out
+    return str(err.splitlines()[-1])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_of_gguf_is_told_how_to_be_converted(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # `qattn warm` asks for a GPU before it reads
+    for name in ("model-Q8_0.gguf", "model-Q4_K_M.gguf", "README.md"):
+        (tmp_path / name).touch()
+    error = said_of(capsys, command, str(tmp_path))
+    for words in ("GGUF", f"from_pretrained({str(tmp_path)!r}, gguf_file='model-Q4_K_M.gguf')", "save_pretrained"):
+        assert words in error
+    assert "model-Q8_0.gguf" in said_of(capsys, command, str(tmp_path / "model-Q8_0.gguf"))
+
+
+def test_a_folder_without_a_config_is_named(capsys, tmp_path):
+    error = said_of(capsys, "check", str(tmp_path))
+    assert str(tmp_path) in error and "no config.json" in error and "save_pretrained" in error
