@@ -30,20 +30,46 @@ elif WORKER is not None:  # they share out the GPUs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many sets of parameters one set is in the first tier and the others are `slow`: of those marked
-    `product`, and of all below `kernels/` and `conformance/`, which ask each thing of many settings. It is another set
-    for each test, or the one with the id that the mark names, where some are much cheaper: `product("quickstart")`."""
+    """Mark most sets of parameters of a test as `slow`, and leave some to the first tier.
+
+    This holds for tests marked `product`, and for all below `kernels/` and `conformance/`, which ask each thing of many
+    settings. The first tier keeps one set of each kind of format (`kind_of`); a test of kernels, which the interpreter
+    runs, keeps one set in all. A hash of the test's name chooses among equals. `product("quickstart")` names the set
+    instead, where some are much cheaper.
+    """
     products: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
         without_gpu = [mark for mark in item.iter_markers("skipif") if mark.args[0] is True]
         if not without_gpu and (item.path.parent != Path(__file__).parent or item.get_closest_marker("product")):
             products[item.nodeid.partition("[")[0]].append(item)
     for name, sets in products.items():
-        named = (item for item in sets for mark in item.iter_markers("product") if item.callspec.id in mark.args)
-        first = next(named, sets[zlib.crc32(name.encode()) % len(sets)])
+        named = [item for item in sets for mark in item.iter_markers("product") if item.callspec.id in mark.args]
+        kept = named[:1] or [choice[zlib.crc32(name.encode()) % len(choice)] for choice in _choices(sets)]
         for item in sets:
-            if item is not first:
+            if item not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def _choices(sets: list[Any]) -> list[list[Any]]:
+    """Sets of parameters of one test, those of one kind of format together; all together where kernels run."""
+    if sets[0].get_closest_marker("gpu"):
+        return [sets]
+    kinds: defaultdict[str, list[Any]] = defaultdict(list)
+    for item in sets:
+        kinds[kind_of(getattr(item, "callspec", None))].append(item)
+    return list(kinds.values())
+
+
+def kind_of(callspec: Any) -> str:
+    """How the method of a set of parameters keeps keys whose block is open: in a ring of INT8 codes, in a ring of the
+    model's precision, or in the blocks themselves, without a ring. Empty where the parameters name no method."""
+    from qattn_hf.methods import get_method, list_methods
+
+    for value in callspec.params.values() if callspec else ():
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict) and value[0] in list_methods():
+            keys, _ = get_method(value[0])(**value[1]).formats(0, 2, 2)
+            return ("codes" if keys.integer else "numbers") if keys.windowed else "no ring"
+    return ""
 
 
 @pytest.fixture(autouse=True)
