@@ -105,7 +105,8 @@ class Report:
           own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
           window is not packed. A packed one has the tokens of its `window`, or None, whether it is `quantized` (not
           with the method `none`, and not where windows are unquantized), and `tokens_by_bits`: of a side whose blocks
-          differ, as `memory` makes them, the packed tokens by the bits of their codes.
+          differ, as `memory` makes them, the packed tokens by the bits of their codes. `clamped_scales` counts scales,
+          norms and zero points at the end of fp16's range (65,504): keys or values beyond it lost their size there.
         """
         settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
@@ -267,6 +268,7 @@ NOTES = {
     "short_blocks": "short blocks",
     "nonfinite": "tokens not finite, masked",
     "clamped": "values clamped",
+    "clamped_scales": "scales at the end of fp16, which clamps larger ones",
     "lost": "tokens beyond the capacity, lost",
 }
 
