@@ -98,6 +98,8 @@ class Report:
         - `skip_rate`, `dropped_mass`: of sparse V, over all decode steps and as a mean over layers: the share of
           visible values that were not read, and the share of a query's attention weights that they had.
           `dropped_worst`: the largest such share of any query. None where sparse V is off.
+        - `unread`: whether no token has read a code so far, since one call filled the cache and attended in the
+          model's precision, or nothing is packed: its outputs are full precision's. None where nothing is quantized.
         - `continuous_batching`: of the last pool of packed pages, or None: tokens of a page, blocks (a page of each
           layer), requests that it holds at once, bytes of a block, of a request beside its blocks and of all, whether
           requests share prefixes, and the most requests and blocks that were held.
@@ -115,6 +117,7 @@ class Report:
         per_layer = [(row["packed_tokens"], row["open_tokens"]) for row in counted]
         values = sum(row.get("values", 0) for row in self.layers)
         packed, left = min(per_layer, default=(0, 0))
+        unread = [row["unread"] for row in self.layers if row.get("unread") is not None]
         return {
             "method": self.recipe.method,
             "recipe": settings.model_dump(),
@@ -132,6 +135,7 @@ class Report:
             "effective_bits_total": 8 * total / values if values else None,
             **{key: self._mean(key) for key in MEANS},
             "dropped_worst": max((row["dropped_worst"] for row in self.layers if "dropped_worst" in row), default=None),
+            "unread": all(unread) if unread else None,
             "continuous_batching": self.pages,
             "layers": self.layers,
         }
@@ -170,6 +174,11 @@ class Report:
                 f"{_number(data['effective_bits_total'])} with ring and spare capacity"
                 f"{' and the layers that are not packed' if own else ''}"
             )
+            if data["unread"]:
+                console.print(
+                    f"no token has read a code yet: outputs so far are full precision's. qattn compare --method "
+                    f"{data['method']} measures what the method loses"
+                )
             if own:
                 console.print(
                     f"{len(own)} of {len(self.layers)} layers are not packed: they keep what is the model's own, "
