@@ -91,10 +91,7 @@ def prepare_cache(
         last.record(cache)
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     cache.replays = False
-    reason = _why_eager(model._qattn, generation_mode)
-    cache.ran("eager", reason)
-    if reason not in (None, NOT_ASKED) and model._qattn.device_type == "cuda":
-        model._qattn.notices.of_eager(reason)
+    _run_eagerly(model._qattn, generation_mode, cache)
     if generation_config.prefill_chunk_size is None:  # of this call, too
         generation_config.prefill_chunk_size = prefill_chunk(
             model, generation_config, model_kwargs, generation_mode, cache, max_cache_length
@@ -173,6 +170,14 @@ def _check_rolls_back(patched: Patched) -> None:
                 f"assisted generation rolls drafted tokens back, which layers of {spec} cannot: generate without an "
                 "assistant and prompt_lookup_num_tokens"
             )
+
+
+def _run_eagerly(patched: Patched, generation_mode: GenerationMode, cache: QAttnCache) -> None:
+    """Record that steps are eager until a call is captured; warn where none will be, on a GPU, unasked."""
+    reason = _why_eager(patched, generation_mode)
+    cache.ran("eager", reason)
+    if reason not in (None, NOT_ASKED) and patched.device_type == "cuda":
+        patched.notices.of_eager(str(reason))
 
 
 def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
