@@ -178,8 +178,8 @@ class Report:
             )
             if data["unread"]:
                 console.print(
-                    f"no token has read a code yet: outputs so far are full precision's. qattn compare --method "
-                    f"{data['method']} measures what the method loses"
+                    "no token has read a code yet: outputs so far are full precision's. `qattn compare` with this "
+                    "method measures what it loses"
                 )
             if own:
                 console.print(
