@@ -91,7 +91,7 @@ def prepare_cache(
         last.record(cache)
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     cache.replays = False
-    cache.ran("eager", _why_eager(model._qattn, generation_mode))
+    _run_eagerly(model._qattn, generation_mode, cache)
     if generation_config.prefill_chunk_size is None:  # of this call, too
         generation_config.prefill_chunk_size = prefill_chunk(
             model, generation_config, model_kwargs, generation_mode, cache, max_cache_length
@@ -172,6 +172,14 @@ def _check_rolls_back(patched: Patched) -> None:
             )
 
 
+def _run_eagerly(patched: Patched, generation_mode: GenerationMode, cache: QAttnCache) -> None:
+    """Record that steps are eager until a call is captured; warn where none will be, on a GPU, unasked."""
+    reason = _why_eager(patched, generation_mode)
+    cache.ran("eager", reason)
+    if reason not in (None, NOT_ASKED) and patched.device_type == "cuda":
+        patched.notices.of_eager(str(reason))
+
+
 def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
     """Reason, for the report, why this `generate` runs eagerly if it never asks for the compiled call."""
     if patched.decode == "eager":
@@ -181,8 +189,10 @@ def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
         return f"{mode} does not ask for compiled calls; decode='graph' captures its steps"
     if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *CALLING):
         return f"{mode} is not captured"
-    return "transformers did not ask for a compiled call"
+    return NOT_ASKED
 
+
+NOT_ASKED = "transformers did not ask for a compiled call"
 
 DRAFTED = 256  # tokens that a draft model's cache has room for at least, beyond those that it holds
 # What calls the model itself, where other modes ask for a compiled call
@@ -244,6 +254,7 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
     elif captures and how != "eager" and not strict and (hook := python_hook(model)) is not None:
         why, captures = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does", False
         how = "eager" if how == "graph" else how
+        patched.notices.of_eager(why)
     if cache is not None:
         cache.captured_call = None  # who asks for this calls it
         # a graph says so when it runs

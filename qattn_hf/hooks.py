@@ -58,8 +58,9 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         return (), {**kwargs, "attention_mask": UNREAD}
     use_cache = kwargs.get("use_cache")
     decoder: Any = module
-    cache = kwargs.get(CACHE)
-    if cache is None:
+    cache: Any = kwargs.get(CACHE)
+    made = cache is None
+    if made:
         _check_positions(kwargs)
         cache = kwargs[CACHE] = _new_cache(patched)
     check_cache(cache, len(patched.specs))
@@ -68,6 +69,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     kwargs["use_cache"] = bool(wanted)
     if not torch.compiler.is_compiling():
         _begin(decoder, cache, kwargs)
+        patched.notices.of_call(cache, kwargs, _shape(kwargs)[1], made, use_cache)
     elif cache.allocated:
         check_compiled(patched.window, cache)
     else:
@@ -83,6 +85,7 @@ NOT_COMPILED = f"a compiled call cannot make its cache: pass {CACHE}=, a cache t
 
 @torch.compiler.disable(reason=NOT_COMPILED)
 def _new_cache(patched: Patched) -> QAttnCache:
+    patched.notices.before_another()
     return patched.new_cache()
 
 

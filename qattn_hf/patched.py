@@ -17,6 +17,7 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.heads import HeadSizes
 from qattn_hf.last_cache import LastCache
 from qattn_hf.layer_kinds import ModelLayerSpec, WindowLayerSpec
+from qattn_hf.notices import Notices
 from qattn_hf.recipe import Recipe, check_packs
 from qattn_kernels.layer.arena import zeroed_together
 from qattn_kernels.layer.spec import LayerSpec
@@ -39,6 +40,7 @@ class Patched:
         marked: how many modules carry this state: 2, the model and its decoder, or 1 where they are the same.
         constants: of each layer the state tensors that no call writes (`compensation.constants`).
         last, pool: the last cache, and memory kept for the next one.
+        notices: what this patch has warned of.
     """
 
     recipe: Recipe
@@ -55,6 +57,7 @@ class Patched:
     constants: list[State] = field(default_factory=list)
     last: LastCache = field(default_factory=LastCache)
     pool: Pool = field(default_factory=Pool)
+    notices: Notices = field(default_factory=Notices)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle, and register the attention: nothing may be patched yet in this process."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from qattn_hf import _compat, compensation, hooks, warm
+from qattn_hf import _compat, compensation, hooks, notices, warm
 from qattn_hf.cuda_graph.capture import resolve_decode
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
@@ -81,6 +81,7 @@ def patch(
         restore(before)
         raise
     hooks.install(model, patched)
+    notices.of_reference(model.config, specs, chosen.settings.impl, device_type)
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
         _note_unused(model)

@@ -9,6 +9,7 @@ import torch
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import kind_of, of_method, window_of
 from qattn_hf.model_layer import ModelLayer
+from qattn_hf.notices import reads_no_code, written_once
 from qattn_kernels.formats.base import Span
 from qattn_kernels.formats.model.reference import ModelFormat
 from qattn_kernels.layer.skip_counts import skip_counts_of
@@ -84,6 +85,8 @@ def layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
         "lost": int(state["overflow"].sum()),
         "sinks": _sinks(layer),
         "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
+        "unread": _unread(layer, packed),
+        "clamped_scales": _clamped_scales(layer),
         "bits_per_head": {side: _bits(layer, side) for side in "kv"},
         "tokens_by_bits": _tokens_by_bits(layer),
         "no_kernels": _why_reference(layer),
@@ -120,6 +123,23 @@ def _nonfinite(layer: QAttnLayer) -> int:
     if layer.spec.sink_pool.num:  # sinks in the pool are masked in the blocks too
         masked = masked & ~at_slots(_in_pool(layer), layer.state["sink.slot"], masked.shape[2])
     return int(masked.any(1).sum())
+
+
+def _unread(layer: QAttnLayer, packed: int) -> bool | None:
+    """Whether no token has read a code: one call filled the layer and saw it unquantized, or nothing is packed. None
+    for a layer that does not quantize."""
+    spec = layer.spec
+    if not of_method(spec) or (spec.k.core.in_model_precision and spec.v.core.in_model_precision):
+        return None
+    return reads_no_code(spec) and (written_once(layer) or not packed)
+
+
+def _clamped_scales(layer: QAttnLayer) -> int:
+    """Number of scales, norms and zero points of closed blocks that stand at the end of fp16's range."""
+    sides = ((layer.spec.k.core, side_of(layer.state, "k")), (layer.spec.v.core, side_of(layer.state, "v")))
+    counts = [fmt.clamped_scales(state) for fmt, state in sides]
+    closed = (layer.state["block_len"] > 0)[:, None]
+    return sum(int((count * closed).sum()) for count in counts if count is not None)
 
 
 def _why_reference(layer: QAttnLayer) -> str | None:

@@ -98,6 +98,8 @@ class Report:
         - `skip_rate`, `dropped_mass`: of sparse V, over all decode steps and as a mean over layers: the share of
           visible values that were not read, and the share of a query's attention weights that they had.
           `dropped_worst`: the largest such share of any query. None where sparse V is off.
+        - `unread`: whether no token has read a code so far, so that outputs are full precision's: one call filled the
+          cache and attended in the model's precision, or nothing is packed. None where nothing is quantized.
         - `continuous_batching`: of the last pool of packed pages, or None: tokens of a page, blocks (a page of each
           layer), requests that it holds at once, bytes of a block, of a request beside its blocks and of all, whether
           requests share prefixes, and the most requests and blocks that were held.
@@ -105,18 +107,17 @@ class Report:
           own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
           window is not packed. A packed one has the tokens of its `window`, or None, whether it is `quantized` (not
           with the method `none`, and not where windows are unquantized), and `tokens_by_bits`: of a side whose blocks
-          differ, as `memory` makes them, the packed tokens by the bits of their codes.
+          differ, as `memory` makes them, the packed tokens by the bits of their codes. `clamped_scales`: scales, norms
+          and zero points at the end of fp16's range (65,504), to which keys or values beyond it are clamped.
         """
-        settings = self.recipe.settings
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
         counted = [row for row in self.layers if "own" not in row]
         counted = [row for row in counted if row["window"] is None] or counted
-        per_layer = [(row["packed_tokens"], row["open_tokens"]) for row in counted]
         values = sum(row.get("values", 0) for row in self.layers)
-        packed, left = min(per_layer, default=(0, 0))
+        packed, left = min(((row["packed_tokens"], row["open_tokens"]) for row in counted), default=(0, 0))
         return {
             "method": self.recipe.method,
-            "recipe": settings.model_dump(),
+            "recipe": self.recipe.settings.model_dump(),
             "recipe_layers": {choice.where: choice.given for choice in self.recipe.choices},
             "recipe_origin": self.recipe.origin,
             "recipe_family": None if self.recipe.family is None else self.recipe.family.to_dict(),
@@ -131,9 +132,15 @@ class Report:
             "effective_bits_total": 8 * total / values if values else None,
             **{key: self._mean(key) for key in MEANS},
             "dropped_worst": max((row["dropped_worst"] for row in self.layers if "dropped_worst" in row), default=None),
+            "unread": self._unread(),
             "continuous_batching": self.pages,
             "layers": self.layers,
         }
+
+    def _unread(self) -> bool | None:
+        """Whether no layer's codes were read; None where no layer quantizes."""
+        unread = [row["unread"] for row in self.layers if row.get("unread") is not None]
+        return all(unread) if unread else None
 
     def _mean(self, key: str) -> float | None:
         """Mean of a figure over the layers that have it; None if none has."""
@@ -169,6 +176,11 @@ class Report:
                 f"{_number(data['effective_bits_total'])} with ring and spare capacity"
                 f"{' and the layers that are not packed' if own else ''}"
             )
+            if data["unread"]:
+                console.print(
+                    "no token has read a code yet: outputs so far are full precision's. `qattn compare` with this "
+                    "method measures what it loses"
+                )
             if own:
                 console.print(
                     f"{len(own)} of {len(self.layers)} layers are not packed: they keep what is the model's own, "
@@ -267,6 +279,7 @@ NOTES = {
     "short_blocks": "short blocks",
     "nonfinite": "tokens not finite, masked",
     "clamped": "values clamped",
+    "clamped_scales": "scales at the end of fp16, which clamps larger ones",
     "lost": "tokens beyond the capacity, lost",
 }
 

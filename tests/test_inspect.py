@@ -13,7 +13,7 @@ from qattn_hf.chunks import cuts, feed
 from qattn_hf.cli import main
 from qattn_hf.fidelity import inspection
 from qattn_hf.fidelity.inspection import Inspected, inspect
-from qattn_hf.fidelity.inspection_pictures import channel_ranges
+from qattn_hf.fidelity.inspection_pictures import channel_ranges, heads, value_gaps
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.recipe import find_recipes
 from qattn_kernels.layer.scores import Scores
@@ -103,6 +103,27 @@ def test_every_head_has_a_plot_at_most_eight_a_row_with_labels():
     assert max(axes.get_subplotspec().colspan.stop for axes in plots) == 8
     first = [axes for axes in plots if axes.get_subplotspec().is_first_col()]
     assert len(first) == 5 and all("minimum to maximum" in axes.get_ylabel() for axes in first)
+
+
+@pytest.mark.parametrize("picture", [heads, value_gaps])
+def test_labels_of_many_layers_and_heads_do_not_overlap(picture):
+    """Numbers of layers, of heads and of their bits stand apart, as they are drawn."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    layers, count = [], 8
+    for i in range(32):
+        gaps = {side: torch.rand(count, 8) for side in ("key", "value")}
+        bits = {side: [4, 2] * (count // 2) for side in gaps}
+        priorities = {side: torch.rand(count) for side in gaps}
+        layers.append(Inspected(100 + i, channel_gaps=gaps, token_gaps=gaps, priorities=priorities, bits=bits))
+    figure = picture(layers, "a title")
+    FigureCanvasAgg(figure).draw()
+    for axes in figure.axes[: 2 if picture is heads else 4]:
+        texts = [axes.get_xticklabels(), axes.get_yticklabels(), list(axes.texts)]
+        for labels in texts[:: 1 if picture is heads else 2]:  # of gaps the second axis has numbers of its own
+            boxes = [label.get_window_extent() for label in labels]
+            assert sum(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i]) == 0
 
 
 def test_the_command_draws_every_picture(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -298,3 +299,19 @@ def test_what_cannot_be_tuned_is_one_line(capsys, arguments: list[str], said: st
         main(["tune", "--device", "cpu", *arguments])
     error = capsys.readouterr().err
     assert ended.value.code in (1, 2) and said in error and len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("candidate", "part"),
+    [
+        ("low2", "tune with low2:compensate_k=False"),
+        ("kivi:bits=2,compensate_k=True", "tune with compensate_k=False"),
+    ],
+)
+def test_a_candidate_that_cannot_be_tried_is_refused_before_a_model_loads(
+    tmp_path, monkeypatch, capsys, candidate: str, part: str
+):
+    monkeypatch.setattr(import_module("qattn_hf.cli.tune"), "load", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--bits", "3", "-o", str(tmp_path / "found.yaml"), "--candidate", candidate])
+    assert ended.value.code and part in " ".join(capsys.readouterr().err.split())

@@ -66,6 +66,7 @@ def tune(
     if output.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--output {output}: a recipe is a .yaml file")
     from qattn_hf.compare import find_recipes, read_as
+    from qattn_hf.fidelity.tune import check_candidates
     from qattn_hf.methods import measured_settings
     from qattn_hf.tune import Budget
     from qattn_hf.tune import tune as find
@@ -77,6 +78,7 @@ def tune(
         need_matplotlib("--picture")  # before the work, not after it
     # formats that nothing speaks for in a layer are sorted out before they cost time
     candidates = find_recipes(candidate or measured_settings("tune"))
+    check_candidates(candidates)
     name, lm, tokenizer = load(model, device)
     own_dtype = measured_in(lm, dtype)
     decide, check = texts(tokenizer, text, check_text, rows, check_rows, tokens)

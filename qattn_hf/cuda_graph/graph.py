@@ -102,6 +102,8 @@ class GraphedCall:
         reason = self.pool.refused or _unfit(inputs, tensors, cache)
         if reason:
             cache.ran(self.uncaptured, reason)
+            if not self.pool.refused:  # which was said when it was
+                self.model._qattn.notices.of_eager(reason)
             return self.step(**inputs)
         self.pool.allocate(cache.reserve, tokens)  # before steps are looked up, since it may replace tensors
         steps, signature = self.pool.steps_of(cache.packed), _signature(inputs)

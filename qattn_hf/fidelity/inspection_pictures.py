@@ -13,6 +13,7 @@ from qattn_hf.fidelity.inspection import Inspected
 SIDES = ("key", "value")
 MAX_HEADS = 8  # in a row of plots, one for each head
 DARK = {"boxstyle": "round", "facecolor": "black", "alpha": 0.5, "linewidth": 0}  # behind text on any colour
+LABEL = 0.3  # inches that the number of a layer, a head or its bits takes in a plot
 LEAST_MASS = 1e-6  # of a logarithmic axis
 
 
@@ -70,7 +71,7 @@ def value_gaps(layers: list[Inspected], title: str) -> Any:
     Returns:
         a matplotlib figure.
     """
-    figure, plots = _subplots(2, 2, title)
+    figure, plots = _subplots(2, 2, title, across=len(layers))
     for row, side in zip(plots, SIDES, strict=True):
         for axes, (what, gaps) in zip(row, (("channel", "channel_gaps"), ("token", "token_gaps")), strict=True):
             spreads = [getattr(layer, gaps)[side].flatten() for layer in layers]
@@ -112,13 +113,15 @@ def heads(layers: list[Inspected], title: str) -> Any:
     Returns:
         a matplotlib figure.
     """
-    figure, plots = _subplots(1, 2, title)
+    across = max(len(layer.bits[side]) for layer in layers for side in SIDES)
+    figure, plots = _subplots(1, 2, title, across=across, down=len(layers))
     for axes, side in zip(plots[0], SIDES, strict=True):
         priorities = torch.stack([layer.priorities[side] for layer in layers])
         shown = axes.imshow(priorities.clamp(min=1e-12).log10().numpy(), aspect="auto", cmap="viridis")
         for i, layer in enumerate(layers):
             for head, bits in enumerate(layer.bits[side]):
-                axes.text(head, i, str(bits), ha="center", va="center", color="white", bbox=DARK)
+                label = axes.text(head, i, str(bits), ha="center", va="center", color="white", bbox=DARK)
+                label.set_in_layout(False)  # inside of the plot: to lay out hundreds takes many seconds
         axes.set(title=f"{side}s: bits, and log10 of the priority", xlabel="KV head", ylabel="layer")
         axes.set_xticks(range(priorities.shape[1]))
         axes.set_yticks(range(len(layers)), [str(layer.layer) for layer in layers])
@@ -126,9 +129,13 @@ def heads(layers: list[Inspected], title: str) -> Any:
     return figure
 
 
-def _subplots(rows: int, columns: int, title: str, sharey: Any = False) -> tuple[Any, Any]:
+def _subplots(
+    rows: int, columns: int, title: str, sharey: Any = False, across: int = 0, down: int = 0
+) -> tuple[Any, Any]:
+    """A figure and its plots, each with room for so many labels `across` and `down`."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(6.0, 3.2 * columns), 2.6 * rows + 0.6), layout="constrained")
+    width, height = max(3.2, LABEL * across + 1.4), max(2.6, LABEL * down + 0.8)  # beside what stands around a plot
+    figure = Figure(figsize=(max(6.0, width * columns), height * rows + 0.6), layout="constrained")
     figure.suptitle(title, fontsize="medium", wrap=True)
     return figure, figure.subplots(rows, columns, squeeze=False, sharey=sharey)

@@ -91,6 +91,26 @@ class Tuned:
     trials: list[Row]
 
 
+def check_candidates(candidates: dict[str, Recipe]) -> None:
+    """Refuse candidates that no layer can be tried with alone; no model is needed for that.
+
+    Args:
+        candidates: recipes by name.
+
+    Raises:
+        QAttnError: naming the first one, and what to leave out of it.
+    """
+    for name, recipe in candidates.items():
+        if recipe.choices:
+            raise QAttnError(f"{name} has settings by layers; a candidate is one for any layer: leave out layers")
+        if getattr(recipe.settings, "compensate_k", False):
+            without = f"{name}:compensate_k=False" if ":" not in name else "compensate_k=False"
+            raise QAttnError(
+                f"{name} has compensate_k, which a layer tried alone has not: tune with {without}, and set "
+                "compensate_k in the recipe that is found"
+            )
+
+
 class Tuner:
     """The steps of `tune` for one model: screening of candidates, and trials.
 
@@ -110,13 +130,7 @@ class Tuner:
         dtype: torch.dtype,
         progress: Progress,
     ):
-        if several := [name for name, recipe in candidates.items() if recipe.choices]:
-            raise QAttnError(f"{several[0]} has settings by layers; a candidate is one for any layer: leave out layers")
-        if compensated := [name for name, one in candidates.items() if getattr(one.settings, "compensate_k", False)]:
-            raise QAttnError(
-                f"{compensated[0]} has compensate_k, which a layer tried alone has not: tune without, and set it in "
-                "the recipe that is found"
-            )
+        check_candidates(candidates)
         self.model, self.candidates, self.reading, self.progress = model, candidates, reading, progress
         self.at_tokens, self.dtype = at_tokens, dtype
         self.layers = packed_layers(model)

@@ -16,6 +16,7 @@ import torch
 
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
+FP16_MAX = torch.finfo(torch.float16).max
 INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be dequantized without leaving INT8
 
 
@@ -270,6 +271,14 @@ class Format:
         """Bits of a code of each head, for each row: `[B][Hkv]`; 0 where that is not decided yet."""
         raise NotImplementedError
 
+    def clamped_scales(self, state: State) -> torch.Tensor | None:
+        """int64 `[B, Hkv, blocks]`: how many fp16 scales, norms and zero points of each block stand at the end of
+        fp16's range, to which `write` clamps what lies beyond. None: nothing is clamped, since all are fp32.
+
+        The stored bytes alone give the count, so kernels and reference count alike, and a crop takes the count back.
+        """
+        return None
+
     def kernel_limits(self, side: str, dim: int) -> str | None:
         """Why kernels cannot take it as `k` or `v` of this head dim, or None."""
         return None
@@ -369,6 +378,11 @@ def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     divisor = torch.where(scale == 0, 1.0, scale)
     return Operand(torch.round(x / divisor[..., None]).clamp(-levels, levels).to(torch.int8), scale)
+
+
+def at_fp16_max(stored: torch.Tensor) -> torch.Tensor:
+    """How many of the fp16 numbers `[B, H, NB, ...]` of each block are the largest or the smallest: `[B, H, NB]`."""
+    return (stored.abs() == FP16_MAX).flatten(3).sum(-1)
 
 
 def write_rows(arena: torch.Tensor, index: torch.Tensor, write: torch.Tensor, values: torch.Tensor) -> None:

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
+from qattn_kernels.formats.base import FP16_MAX, Block, OpenFormat, Operand, at_fp16_max, write_rows
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
-LARGEST = torch.finfo(torch.float16).max
+LARGEST = FP16_MAX
 LEAST_GROUP = 32  # channels that a product of integers takes at once
 
 
@@ -88,6 +88,9 @@ class ChannelBlockFormat(OpenFormat):
         dim = level.shape[-1]
         scale = state["scale"][:, :, :blocks].float().transpose(-1, -2).repeat_interleave(self.group(dim), -1)
         return Operand((level * scale[..., :dim]).to(state["ring"].dtype), None)
+
+    def clamped_scales(self, state: State) -> torch.Tensor:
+        return at_fp16_max(state["scale"])
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Operand
+from qattn_kernels.formats.base import FP16_MAX, Operand, at_fp16_max
 from qattn_kernels.formats.flashq.reference import FlashQFormat
-from qattn_kernels.layout import Geometry, TensorSpec, Window
-
-LARGEST = torch.finfo(torch.float16).max
+from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,10 @@ class FlashQTokenFormat(FlashQFormat):
 
     def first_stage(self, tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens' own codes, and their scales in fp16: below 3e-8 a scale is 0, and so is its token."""
-        return tokens.x, tokens.scales.clamp(max=LARGEST).half()
+        return tokens.x, tokens.scales.clamp(max=FP16_MAX).half()
+
+    def clamped_scales(self, state: State) -> torch.Tensor:
+        return at_fp16_max(state["scale"])
 
     def of_tokens(self, scale: torch.Tensor) -> torch.Tensor:
         return scale.float()

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
+from qattn_kernels.formats.base import FP16_MAX, Block, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
-LARGEST = torch.finfo(torch.float16).max
+LARGEST = FP16_MAX
+NEAR_LARGEST = LARGEST * (1 - 2**-9)  # of a range that fp16 scale and zero point give back: both are rounded
 TILE = 128  # tokens of small blocks that a decode reads at a time
 TOGETHER = 8  # channels whose codes compensation finds at once: of more errors are larger, fewer take longer
 # A step has so many parts, and a number has so many of which shares of errors are counted. Integers up to 2048 are
@@ -193,6 +194,13 @@ class KiviFormat(OpenFormat):
         scale, zero_point = (state[name][:, :, :blocks].float() for name in ("scale", "zero_point"))
         scale, zero_point = self._spread(scale, zero_point, code.shape[-1])
         return code * scale + zero_point
+
+    def clamped_scales(self, state: State) -> torch.Tensor:
+        """Ranges of which one end is FP16's largest number, as far as scale and zero point tell."""
+        scale, zero_point = state["scale"].float(), state["zero_point"].float()
+        low = zero_point - scale * (self.kernel_clip() / 2)
+        high = low + scale * (2**self.bits - 1 + self.kernel_clip())
+        return (torch.maximum(-low, high) >= NEAR_LARGEST).flatten(3).sum(-1)
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, Operand, write_rows
+from qattn_kernels.formats.base import Block, Operand, at_fp16_max, write_rows
 from qattn_kernels.formats.kivi.reference import LARGEST, KiviFormat
 from qattn_kernels.formats.turboquant.reference import tree_sum
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
@@ -47,6 +47,9 @@ class KiviNormFormat(KiviFormat):
 
     def numbers(self, state: State, blocks: int) -> torch.Tensor:
         return super().numbers(state, blocks) * state["norm"][:, :, :blocks].float()[..., None]
+
+    def clamped_scales(self, state: State) -> torch.Tensor:
+        return super().clamped_scales(state) + at_fp16_max(state["norm"])
 
 
 FORMAT = KiviNormFormat

@@ -1,0 +1,33 @@
+"""Keys and values far beyond fp16 in kernels: the reference's state bit for bit, and as many scales counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Case, case_id, make_layer
+from test_fused_kernels import differing, feed, inputs
+
+from qattn_hf.report_rows import layer_row
+from qattn_kernels.step.kernels import fused_step
+from qattn_kernels.step.reference import reference_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+IN_FP16: list[Case] = [  # one of each format with scales, norms or zero points in fp16
+    ("turboquant", {"k_format": "turbo4", "v_format": "turbo3"}),
+    ("turboquant", {"k_format": "q4", "v_format": "q8"}),
+    ("nf4", {}),
+    ("kivi", {"bits": 2, "group_size": 64, "residual_length": 0, "token_norm": True, "clip": 0.75}),
+    ("turbo", {"v_scale": "token"}),
+]
+
+
+@pytest.mark.parametrize("case", IN_FP16, ids=case_id)
+def test_scales_beyond_fp16_are_the_references_and_counted_alike(case: Case):
+    q, k, v = inputs(1, 66)
+    scaled = q, k * 1e6, v * 1e8
+    one, other = make_layer(case, 128), make_layer(case, 128)
+    feed(reference_step, one, scaled, [65, 66])
+    got = feed(fused_step, other, scaled, [65, 66])
+    assert differing(one, other) == [] and all(torch.isfinite(x).all() for x in got)
+    rows = [layer_row(0, layer, case[0]) for layer in (one, other)]
+    assert rows[0]["clamped_scales"] == rows[1]["clamped_scales"] > 0
