@@ -18,6 +18,7 @@ if WORKER is not None:  # processes beside one another: with all cores each, the
 
 import torch  # noqa: E402 - reads these once
 
+FEW = 6  # sets of parameters of a test that the first tier has as a whole
 launches: list[str] = []  # of kernels, in the interpreter
 
 if not torch.cuda.is_available():
@@ -33,9 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most sets of parameters of a test as `slow`, and leave some to the first tier.
 
     This holds for tests marked `product`, and for all below `kernels/` and `conformance/`, which ask each thing of many
-    settings. The first tier keeps one set of each kind of format (`kind_of`); a test of kernels, which the interpreter
-    runs, keeps one set in all. A hash of the test's name chooses among equals. `product("quickstart")` names the set
-    instead, where some are much cheaper.
+    settings. The first tier keeps one set of each kind of format (`kind_of`), and all sets of a test below `kernels/`
+    that has few and runs no kernel. A test of kernels, which the interpreter runs, keeps one set in all. A hash of the
+    test's name chooses among equals. `product("quickstart")` names the set instead, where some are much cheaper.
     """
     products: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
@@ -54,6 +55,8 @@ def _choices(sets: list[Any]) -> list[list[Any]]:
     """Sets of parameters of one test, those of one kind of format together; all together where kernels run."""
     if sets[0].get_closest_marker("gpu"):
         return [sets]
+    if sets[0].path.parent.name == "kernels" and len(sets) <= FEW:
+        return [[item] for item in sets]
     kinds: defaultdict[str, list[Any]] = defaultdict(list)
     for item in sets:
         kinds[kind_of(getattr(item, "callspec", None))].append(item)

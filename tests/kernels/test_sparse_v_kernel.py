@@ -85,6 +85,7 @@ if DEVICE == "cpu":  # one of the heights for each format, all of them for the s
     ]
 
 
+@pytest.mark.product("int8-14.0-1")
 @pytest.mark.parametrize(
     ("case", "height", "programs"), SKIPPED, ids=lambda x: case_id(x) if isinstance(x, tuple) else str(x)
 )
@@ -131,6 +132,7 @@ def weights_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return s.masked_fill(~mask, -torch.inf).softmax(-1)
 
 
+@pytest.mark.product("1-0.0002-inf-1")
 @pytest.mark.parametrize(
     ("tokens", "tau", "budget", "blocks"),
     [(1, 1e-3, math.inf, 2), (1, 2e-4, math.inf, 1), (1, 1e-3, 2e-4, 1), (3, 1e-3, math.inf, 1), (3, 1e-3, 2e-4, 1)],
