@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from qattn_hf import changes, rollback, saved
 from qattn_hf.budget_layer import BudgetLayer
+from qattn_hf.conversation import Conversation
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import capturing, device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
@@ -69,6 +70,7 @@ class QAttnCache(Cache):
         self.captured_call: Any = None  # a `GraphedCall`, where a beam search's steps are captured
         self.replays = False  # whether `generate` makes its steps by a `GraphedCall`
         self.writer = Writer()
+        self.conversation = Conversation()
         self.input_ids: torch.Tensor | None = None  # the tokens that a file says that it holds, `[B, S]`
 
     def ran(self, decode: str, reason: str | None = None) -> None:
@@ -259,25 +261,22 @@ class QAttnCache(Cache):
             layer.take(change)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the rows (batch entries) that `indices` selects, in that order.
-
-        Args:
-            indices: row numbers as a tensor, list or tuple, a bool mask, or a slice.
+        """Keep the rows that `indices` (a tensor, list or tuple of numbers, a bool mask, a slice) selects, in order.
 
         Raises:
             QAttnError: a row that the cache does not have. After any exception the cache is unchanged.
         """
         self.take_back()
-        self._take([changes.selected(layer, indices) for layer in self.layers])
+        self._take([changes.selected(part, indices) for part in (*self.layers, self.conversation)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times in sequence, as for beams. After an exception nothing is changed."""
         self.take_back()
-        self._take([changes.repeated(layer, repeats) for layer in self.layers])
+        self._take([changes.repeated(part, repeats) for part in (*self.layers, self.conversation)])
 
-    def _take(self, layer_changes: list[Any]) -> None:
-        for layer, change in zip(self.layers, layer_changes, strict=True):
-            layer.take(change)
+    def _take(self, part_changes: list[Any]) -> None:
+        for part, change in zip((*self.layers, self.conversation), part_changes, strict=True):
+            part.take(change)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder rows for beam search, in place: row i becomes the old row `beam_idx[i]`, in every layer.
@@ -289,14 +288,15 @@ class QAttnCache(Cache):
             QAttnError: not one valid row for each row of the cache; nothing was changed.
         """
         self.take_back()
-        for layer in self.own:
+        own = [*self.own, self.conversation]
+        for layer in own:
             changes.check_beams(layer, beam_idx)
-        moved = [layer.with_rows(beam_idx) for layer in self.own]
+        moved = [layer.with_rows(beam_idx) for layer in own]
         largest = max(map(changes.room_to_reorder, self.packed), default=0)
         room = torch.empty(largest, dtype=torch.uint8, device=self.device) if largest else None
         for layer in self.packed:
             changes.reorder(layer, beam_idx, room)
-        for layer, rows in zip(self.own, moved, strict=True):
+        for layer, rows in zip(own, moved, strict=True):
             layer.take(rows)
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
@@ -381,7 +381,7 @@ class QAttnCache(Cache):
     def reset(self) -> None:
         """Empty every layer."""
         super().reset()
-        self._call = None
+        self._call, self.conversation = None, Conversation()
 
     def marks(self) -> list[tuple[int | None, int, bool]]:
         """Host-side counts of every layer, to be restored by `recall`."""
