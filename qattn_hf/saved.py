@@ -146,7 +146,7 @@ def fill(cache: QAttnCache, path: str | Path, model: PreTrainedModel, verify: bo
             for name, digest in header["digests"].items():
                 if _digest(tensors[name]) != digest:
                     raise altered(path, f"its tensor {name}")
-        slots = check_tensors(cache.layers, specs, header, tensors, path)
+        slots = check_tensors(cache.layers, specs, header, tensors, model, path)
         devices = layer_devices(model, len(specs))
         for i, (layer, row) in enumerate(zip(cache.layers, header["layers"], strict=True)):
             held = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith(f"{i}.")}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf._version import __version__
 from qattn_hf.errors import LONGEST_MESSAGE, QAttnError, RecipeError, UnsupportedError
-from qattn_hf.heads import head_sizes
+from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.hybrid_layer import HybridLayer
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.messages import cut
@@ -103,7 +103,12 @@ def _in_one_line(yaml_text: str) -> str:
 
 
 def check_tensors(
-    layers: list[Any], specs: list[Any], header: dict[str, Any], tensors: Tensors, path: str | Path
+    layers: list[Any],
+    specs: list[Any],
+    header: dict[str, Any],
+    tensors: Tensors,
+    model: PreTrainedModel,
+    path: str | Path,
 ) -> list[int]:
     """Check that tensors are those of the layers, of the header's sizes, and that states of packed layers are sound.
 
@@ -133,6 +138,8 @@ def check_tensors(
                 raise unusable(path, f"layer {i} has an arena without sizes, or sizes without an arena")
             slots[i] = _check_arena(arena, Layout(geometry_of(row), specs[i]), header, f"layer {i}", path)
         _check_own(layer, row["host"], held, header, f"layer {i}", path)
+        if {"keys", "values"} & {*held}:
+            _check_window(layer, row["host"], held, header["tokens"], head_sizes(model.config, i), f"layer {i}", path)
     if left:
         raise unusable(path, f"no layer has a tensor {cut(next(iter(left)), 100)}")
     return slots
@@ -166,14 +173,15 @@ def _check_own(
             raise unusable(path, f"{where} has no tensor {cut(name, 100)}")
         if not x.is_floating_point() or x.dim() < 2 or x.shape[0] != header["rows"] or not x.numel():
             raise unusable(path, f"{name} of {where} is {_shape(x)}")
-    if {"keys", "values"} & {*held}:
-        _check_window(layer, host, held, header["tokens"], where, path)
 
 
-def _check_window(layer: Any, host: dict[str, Any], held: Tensors, tokens: int, where: str, path: str | Path) -> None:
+def _check_window(
+    layer: Any, host: dict[str, Any], held: Tensors, tokens: int, sizes: HeadSizes, where: str, path: str | Path
+) -> None:
     """Check the keys and values of a window, of a row of so many tokens."""
     keys, values = (held.get(name, torch.empty(0)) for name in ("keys", "values"))
-    if keys.dim() != 4 or keys.dtype != values.dtype or keys.shape[:3] != values.shape[:3]:
+    shapes = [(sizes.kv, x.shape[2], dim) for x, dim in ((keys, sizes.dim), (values, sizes.v_dim)) if x.dim() == 4]
+    if [tuple(x.shape[1:]) for x in (keys, values)] != shapes or keys.shape[2] != values.shape[2]:
         raise unusable(path, f"keys and values of {where} are {_shape(keys)} and {_shape(values)}")
     least, most = min(tokens, layer.sliding_window - 1), tokens if host.get("record_past") else layer.sliding_window - 1
     if host.get("cumulative_length") != tokens or not least <= keys.shape[2] <= most:
