@@ -288,7 +288,7 @@ class QAttnCache(Cache):
             QAttnError: not one valid row for each row of the cache; nothing was changed.
         """
         self.take_back()
-        own = [*self.own, self.conversation]
+        own: list[Any] = [*self.own, self.conversation]
         for layer in own:
             changes.check_beams(layer, beam_idx)
         moved = [layer.with_rows(beam_idx) for layer in own]

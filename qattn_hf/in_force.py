@@ -48,7 +48,9 @@ _numbers: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[Any, list[float]]]]
 def in_force(model: PreTrainedModel) -> InForce:
     """What is in force in a model now. Walks over its modules, and waits for the device where it sees frequencies for
     the first time."""
-    decoder, adapters, rope = decoder_of(model), {}, {}
+    decoder = decoder_of(model)
+    adapters: dict[str, str] = {}
+    rope: dict[str, Frequencies] = {}
     first: torch.nn.Module | None = None
     for name, module in _modules(decoder):
         own = vars(module)

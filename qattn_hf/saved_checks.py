@@ -21,7 +21,7 @@ from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.hybrid_layer import HybridLayer
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.messages import cut
-from qattn_hf.model_layer import STATE, ModelLayer
+from qattn_hf.model_layer import STATE, ModelLayer, host_state
 from qattn_hf.saved_header import DTYPES, Tensors, unusable
 from qattn_hf.yaml_reader import parse_yaml
 from qattn_kernels.layer.arena import Layout, places, views
@@ -133,8 +133,8 @@ def check_tensors(
             raise unusable(path, f"offsets of positions are {_shape(x)}, or too far")
     for i, (layer, row) in enumerate(zip(layers, header["layers"], strict=True)):
         held = {name.split(".", 1)[1]: left.pop(name) for name in [*left] if name.startswith(f"{i}.")}
-        if (arena := held.pop("arena", None)) is not None or "geometry" in row:
-            if isinstance(layer, ModelLayer) or arena is None or "geometry" not in row:
+        if (arena := held.pop("arena", None)) is not None or row.get("geometry"):
+            if isinstance(layer, ModelLayer) or arena is None or not row.get("geometry"):
                 raise unusable(path, f"layer {i} has an arena without sizes, or sizes without an arena")
             slots[i] = _check_arena(arena, Layout(geometry_of(row), specs[i]), header, f"layer {i}", path)
         _check_own(layer, row["host"], held, header, f"layer {i}", path)
@@ -160,19 +160,27 @@ def _check_arena(arena: torch.Tensor, layout: Layout, header: dict[str, Any], wh
 def _check_own(
     layer: Any, host: dict[str, Any], held: Tensors, header: dict[str, Any], where: str, path: str | Path
 ) -> None:
-    """Check the state of the model's own that a layer has: names, rows, and tokens of a window."""
+    """Check the state of the model's own that a layer has: its names and rows, and that attributes are of its kind."""
     own = isinstance(layer, (ModelLayer, HybridLayer))
-    for name, value in host.items():
-        fresh = getattr(layer, name, None) if own else None
-        if fresh is None or (isinstance(fresh, dict) != isinstance(value, list)) or _count(fresh) != _count(value):
-            raise unusable(path, f"{where} has no such {name}")
+    fresh = host_state(layer) if own else {}
+    if {*host} != {*fresh} or any(_count(host[name]) != _count(fresh[name]) for name in fresh):
+        raise unusable(path, f"{where} has other attributes than {', '.join(sorted(fresh)) or 'none'}")
     for name, x in held.items():
         states, _, part = name.partition(".")
-        fresh = vars(layer).get(states) if own and states in STATE else ()
-        if not (part in map(str, fresh) if isinstance(fresh, dict) else fresh is None and not part):
+        empty = vars(layer).get(states) if own and states in STATE else ()
+        if not (part in map(str, empty) if isinstance(empty, dict) else empty is None and not part):
             raise unusable(path, f"{where} has no tensor {cut(name, 100)}")
         if not x.is_floating_point() or x.dim() < 2 or x.shape[0] != header["rows"] or not x.numel():
             raise unusable(path, f"{name} of {where} is {_shape(x)}")
+    for states in ("conv_states", "recurrent_states"):
+        if f"is_{states}_initialized" not in host:
+            continue
+        flags, sizes = host[f"is_{states}_initialized"], host["conv_kernel_size"]
+        for i, (there, size) in enumerate(zip(flags, sizes, strict=True)):
+            state = held.get(f"{states}.{i}")
+            short = states == "conv_states" and state is not None and (size is None or size > state.shape[-1])
+            if (state is not None) is not there or short:
+                raise unusable(path, f"{states} of {where} are not those of its attributes")
 
 
 def _check_window(
@@ -189,7 +197,8 @@ def _check_window(
 
 
 def _count(value: Any) -> int:
-    return len(value) if isinstance(value, (dict, list)) else 1
+    """Entries of a list; -1 of anything else."""
+    return len(value) if isinstance(value, list) else -1
 
 
 def _shape(x: torch.Tensor) -> str:

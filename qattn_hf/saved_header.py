@@ -43,10 +43,10 @@ class HostState(_Strict):
 
     cumulative_length: Columns | None = None
     record_past: bool | None = None
-    is_conv_states_initialized: Flags | bool | None = None
-    is_recurrent_states_initialized: Flags | bool | None = None
-    has_previous_state: Flags | bool | None = None
-    conv_kernel_size: Annotated[list[Size | None], Field(max_length=64)] | Size | None = None
+    is_conv_states_initialized: Flags | None = None
+    is_recurrent_states_initialized: Flags | None = None
+    has_previous_state: Flags | None = None
+    conv_kernel_size: Annotated[list[Size | None], Field(max_length=64)] | None = None
 
 
 class GeometryRow(_Strict):
