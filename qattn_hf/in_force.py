@@ -32,16 +32,17 @@ class InForce(NamedTuple):
             off.
         rope: the frequencies of each RoPE by name: of a kind of `CHANGING` those before any length changes them.
         parameters: what the config says of the RoPE now, as text.
-        first: the setting of the first layer with adapters; None without one. A decode step compares it alone.
+        first, setting: the first layer with adapters, and how it was set; None without one. A decode step compares
+            it alone.
     """
 
     adapters: dict[str, str]
     rope: dict[str, Frequencies]
     parameters: str
-    first: Setting | None
+    first: ref[torch.nn.Module] | None
+    setting: Setting | None
 
 
-_tuners: WeakKeyDictionary[torch.nn.Module, ref[torch.nn.Module] | None] = WeakKeyDictionary()  # the first, by decoder
 _numbers: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[Any, list[float]]]] = WeakKeyDictionary()
 
 
@@ -60,17 +61,19 @@ def in_force(model: PreTrainedModel) -> InForce:
                 adapters[name] = on
         else:
             rope |= {f"{name}.{buffer}": _frequencies(module, buffer) for buffer in _inverse(own)}
-    _tuners[decoder] = None if first is None else ref(first)
     parameters = str(getattr(decoder.config.get_text_config(decoder=True), "rope_parameters", None))
-    return InForce(adapters, rope, parameters, None if first is None else _setting(vars(first)))
+    if first is None:
+        return InForce(adapters, rope, parameters, None, None)
+    return InForce(adapters, rope, parameters, ref(first), _setting(vars(first)))
 
 
-def unchanged(model: PreTrainedModel, then: InForce) -> bool:
-    """Whether the first layer with adapters is set as `then`: all that a decode step has the time to ask. peft switches
+def unchanged(then: InForce) -> bool:
+    """Whether the first layer with adapters is set as it was: all that a decode step has the time to ask. peft switches
     all layers together."""
-    first = _tuners.get(decoder_of(model))
-    module = None if first is None else first()
-    return then.first == (None if module is None else _setting(vars(module)))
+    if then.first is None:
+        return True
+    module = then.first()
+    return module is not None and then.setting == _setting(vars(module))
 
 
 def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:

@@ -71,7 +71,7 @@ def check_writer(cache: Any, module: PreTrainedModel, tokens: int) -> None:
     writer, then = cache.writer.model, cache.writer.in_force
     written = writer is not None and any(layer.edits for layer in cache.layers)
     ours = written and (_one_patch(writer, module) or decoder_of(writer) is decoder_of(module))
-    if tokens == 1 and ours and then is not None and unchanged(module, then):
+    if tokens == 1 and ours and then is not None and unchanged(then):
         return
     now = in_force(module)
     if ours and then is not None and (found := changed(then, now)):
