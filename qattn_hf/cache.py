@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from qattn_hf import changes, rollback, saved
 from qattn_hf.budget_layer import BudgetLayer
+from qattn_hf.conversation import Conversation
 from qattn_hf.cuda_graph.pool import Pool
 from qattn_hf.device import capturing, device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
@@ -68,6 +69,7 @@ class QAttnCache(Recoverable, Cache):
         self.captured_call: Any = None  # a `GraphedCall`, where a beam search's steps are captured
         self.replays = False  # whether `generate` makes its steps by a `GraphedCall`
         self.writer = Writer()
+        self.conversation = Conversation()
         self.input_ids: torch.Tensor | None = None  # the tokens that a file says that it holds, `[B, S]`
 
     def ran(self, decode: str, reason: str | None = None) -> None:
@@ -257,27 +259,25 @@ class QAttnCache(Recoverable, Cache):
         self._take([changes.with_horizon(x, tokens) if p else None for x, p in zip(self.layers, packed, strict=True)])
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the rows (batch entries) that `indices` selects, in that order.
-
-        Args:
-            indices: row numbers as a tensor, list or tuple, a bool mask, or a slice.
+        """Keep the rows that `indices` (a tensor, list or tuple of numbers, a bool mask, a slice) selects, in order.
 
         Raises:
             QAttnError: a row that the cache does not have. After any exception the cache is unchanged.
             UnsupportedError: an earlier call or edit was interrupted.
         """
         self._ready()
-        self._take([changes.selected(layer, indices) for layer in self.layers])
+        self._take([changes.selected(part, indices) for part in (*self.layers, self.conversation)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times in sequence, as for beams. After an exception nothing is changed."""
         self._ready()
-        self._take([changes.repeated(layer, repeats) for layer in self.layers])
+        self._take([changes.repeated(part, repeats) for part in (*self.layers, self.conversation)])
 
-    def _take(self, layer_changes: list[Any]) -> None:
+    def _take(self, part_changes: list[Any]) -> None:
+        """Apply a change to each layer, and to the conversation if the list has one more."""
         with self._editing([layer.mark(bytes_too=False) for layer in self.layers]):
-            for layer, change in zip(self.layers, layer_changes, strict=True):
-                layer.take(change)
+            for part, change in zip((*self.layers, self.conversation), part_changes, strict=False):
+                part.take(change)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder rows for beam search, in place: row i becomes the old row `beam_idx[i]`, in every layer.
@@ -290,9 +290,10 @@ class QAttnCache(Recoverable, Cache):
             UnsupportedError: an earlier call or edit was interrupted. An interrupt while rows move leaves such a cache.
         """
         self._ready()
-        for layer in self.own:
-            changes.check_beams(layer, beam_idx)
-        moved = [layer.with_rows(beam_idx) for layer in self.own]
+        own: list[Any] = [*self.own, self.conversation]
+        for part in own:
+            changes.check_beams(part, beam_idx)
+        moved = [part.with_rows(beam_idx) for part in own]
         packed = [layer for layer in self.packed if layer.is_initialized]
         rows = [changes.rows_of(layer, beam_idx) for layer in packed]
         largest = max(map(changes.room_to_reorder, packed), default=0)
@@ -300,8 +301,8 @@ class QAttnCache(Recoverable, Cache):
         with self._editing([LOST] * len(self.layers)):
             for layer, order in zip(packed, rows, strict=True):
                 changes.reorder(layer, order, room)
-            for layer, change in zip(self.own, moved, strict=True):
-                layer.take(change)
+            for part, change in zip(own, moved, strict=True):
+                part.take(change)
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Remove tokens from the end of every row.
@@ -330,6 +331,8 @@ class QAttnCache(Recoverable, Cache):
         with self._editing(marks):
             for layer, plan in zip(self.layers, plans, strict=True):
                 rollback.crop(layer, plan)
+            if all(plan.empties for plan in plans):
+                self.conversation.clear()
             if not alike and len(left) == 1:
                 for layer in packed:
                     layer.edits = packed[0].edits
@@ -338,6 +341,7 @@ class QAttnCache(Recoverable, Cache):
         """Empty every layer. An interrupt leaves a cache that only another `reset` makes usable."""
         with self._editing([LOST] * len(self.layers)):
             super().reset()
+            self.conversation.clear()
 
     def marks(self) -> list[tuple[int | None, int, bool]]:
         """Host-side counts of every layer, to be restored by `recall`."""

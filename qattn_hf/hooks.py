@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qattn_hf import attention, latent
+from qattn_hf import attention, latent, offsets
 from qattn_hf._compat import CACHE, by_cache_name
 from qattn_hf.attention import check_mask
 from qattn_hf.cache import QAttnCache
@@ -99,7 +99,7 @@ def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: boo
     patched, (rows, tokens) = patch_of(module), _shape(kwargs)
     within = cache.within_call(module, tokens)
     if not within:
-        check_writer(cache, module)
+        check_writer(cache, module, tokens)
         cache.check_whole(module.config.get_text_config(decoder=True).num_hidden_layers)
     _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
     if not within:
@@ -244,6 +244,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
             model._prepare_cache_for_generation = BoundMethod(prepare_stock_cache, model)
         return
     latent.install(model)
+    offsets.install(model, patched)
     defer_stop_checks()
     model._prepare_cache_for_generation = BoundMethod(prepare_cache, model)
     model.get_compiled_call = BoundMethod(compiled_call, model)
@@ -268,6 +269,7 @@ def uninstall(model: PreTrainedModel) -> None:
             module._forward_hooks_always_called.pop(hook_id, None)
         del module._qattn
     latent.uninstall(model)
+    offsets.uninstall(model)
     if isinstance(model.__dict__.get("_compiled_call_impl"), BoundMethod):
         del model._compiled_call_impl
     overrides = (

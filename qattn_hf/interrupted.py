@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qattn_hf import rollback
+from qattn_hf.conversation import Conversation
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.hybrid_layer import HybridLayer
 from qattn_hf.layer import QAttnLayer
@@ -46,15 +47,15 @@ class Call(Snapshot):
     or the launches of its kernels were interrupted.
 
     Args:
-        layers: of its cache. caller: id of the module that was called. tokens: new ones of each row.
+        layers, conversation: of its cache. caller: id of the module that was called. tokens: new ones of each row.
 
     Attributes:
         edits: changes of each layer before the call.
         entered: whether the call of the decoder inside of the model has begun.
     """
 
-    def __init__(self, layers: Sequence[Any], caller: int, tokens: int):
-        super().__init__([_mark(layer, tokens) for layer in layers])
+    def __init__(self, layers: Sequence[Any], conversation: Conversation, caller: int, tokens: int):
+        super().__init__([*(_mark(layer, tokens) for layer in layers), conversation.mark()])
         self.caller, self.tokens, self.entered = caller, tokens, False
         self.edits = [layer.edits for layer in layers]
 
@@ -131,10 +132,11 @@ class Recoverable:
     """A cache whose calls and edits are of all layers or of none: what fails is put back, or the cache is refused.
 
     Attributes:
-        layers: the layers, packed or of the model's own.
+        layers: the layers, packed or of the model's own. conversation: what the cache keeps beside them.
     """
 
     layers: list[Any]
+    conversation: Conversation
     _unfinished: Snapshot | None = None  # before the call or edit that runs, or was interrupted
 
     @contextmanager
@@ -143,7 +145,7 @@ class Recoverable:
         for layer, mark in zip(self.layers, marks, strict=True):
             if mark is LOST and isinstance(layer, QAttnLayer):
                 layer.own()  # where memory may run out, before anything is lost
-        self._unfinished = Snapshot(marks)
+        self._unfinished = Snapshot([*marks, self.conversation.mark()])
         try:
             yield
             self._unfinished = None
@@ -183,7 +185,7 @@ class Recoverable:
 
     def begin(self, caller: torch.nn.Module, tokens: int) -> None:
         """Note that a call of so many tokens a row begins, for which `reserve` made room, and keep what it changes."""
-        self._unfinished = Call(self.layers, id(caller), tokens)
+        self._unfinished = Call(self.layers, self.conversation, id(caller), tokens)
 
     def end(self, caller: torch.nn.Module) -> None:
         """Note that the `caller`'s call has ended."""
@@ -193,5 +195,5 @@ class Recoverable:
     def take_back(self) -> None:
         """Put the cache back to before the call or edit that failed or was interrupted, if one was."""
         if self._unfinished is not None:
-            self._unfinished.put_back(self.layers)
+            self._unfinished.put_back((*self.layers, self.conversation))
             self._unfinished = None

@@ -39,6 +39,7 @@ class Patched:
         hook_ids: ids of the forward hooks, of both modules.
         marked: how many modules carry this state: 2, the model and its decoder, or 1 where they are the same.
         constants: of each layer the state tensors that no call writes (`compensation.constants`).
+        holders: names of the modules that keep an offset of positions (`offsets.py`).
         last, pool: the last cache, and memory kept for the next one.
         notices: what this patch has warned of.
     """
@@ -55,6 +56,7 @@ class Patched:
     hook_ids: list[int] = field(default_factory=list)
     marked: int = 0
     constants: list[State] = field(default_factory=list)
+    holders: tuple[str, ...] = ()
     last: LastCache = field(default_factory=LastCache)
     pool: Pool = field(default_factory=Pool)
     notices: Notices = field(default_factory=Notices)

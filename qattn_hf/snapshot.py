@@ -48,19 +48,19 @@ LOST = Lost()
 
 
 class Snapshot:
-    """All layers of a cache before an operation. Whoever holds a snapshot drops it when the operation has ended."""
+    """All layers of a cache, and its conversation, before an operation. Its holder drops it when the operation has ended."""
 
     def __init__(self, marks: Sequence[Restorable]):
         self._marks = marks
 
-    def put_back(self, layers: Sequence[Any]) -> None:
-        """Put every layer back to before the operation.
+    def put_back(self, parts: Sequence[Any]) -> None:
+        """Put every layer and the conversation back to before the operation.
 
         A layer is left `torn` where that is impossible, and where layers with equally many edits differ in length.
         """
-        for layer, mark in zip(layers, self._marks, strict=True):
+        for layer, mark in zip(parts, self._marks, strict=True):
             mark.put_back(layer)
-        packed = [layer for layer in layers if hasattr(layer, "arena")]
+        packed = [layer for layer in parts if hasattr(layer, "arena")]
         for _, alike in groupby(sorted(packed, key=attrgetter("edits")), attrgetter("edits")):
             group = list(alike)
             torn = len({int(layer.get_seq_length()) for layer in group}) > 1

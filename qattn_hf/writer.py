@@ -1,4 +1,5 @@
-"""Which model wrote a cache: its config and a sample of its weights, by which a file is refused for another model."""
+"""Which model wrote a cache: its config, a sample of its weights and what is in force in it, by which a file is refused
+for another model."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from transformers import PreTrainedModel
 from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
+from qattn_hf.in_force import InForce, changed, in_force, unchanged
+from qattn_hf.in_force import difference as in_force_difference
 from qattn_hf.messages import shown
 
 SAMPLE = 64  # numbers of each weight, evenly spread: some milliseconds for a model of hundreds of weights
@@ -26,10 +29,15 @@ INERT = (
 
 
 class Writer:
-    """The model whose calls wrote a cache, held weakly. Pickles of the cache are without it."""
+    """The model whose calls wrote a cache, held weakly. Pickles of the cache are without it.
+
+    Attributes:
+        in_force: adapters and RoPE of the model as they were then; None where that is not known.
+    """
 
     def __init__(self) -> None:
         self._module: weakref.ref[torch.nn.Module] | None = None
+        self.in_force: InForce | None = None
 
     @property
     def model(self) -> Any:
@@ -42,44 +50,54 @@ class Writer:
 
     def __deepcopy__(self, memo: Any) -> Writer:
         twin = Writer()
-        twin._module = self._module
+        twin._module, twin.in_force = self._module, self.in_force
         return twin
 
     def __reduce__(self) -> Any:
         return Writer, ()
 
 
-def check_writer(cache: Any, module: PreTrainedModel) -> None:
-    """Check that `module`, a model or its decoder, may go on with a cache: it wrote it, or has the same weights.
+def check_writer(cache: Any, module: PreTrainedModel, tokens: int) -> None:
+    """Check that `module`, a model or its decoder, may go on with a cache by a call of so many tokens: it wrote it, or
+    has the same weights, and its adapters and its RoPE are as they were. Note how these are, of an empty cache.
 
     Weights are compared where another model wrote it, which costs some milliseconds; a model that was freed is not
-    known any more.
+    known any more. A call of one token compares the adapters of the first layer that has some, and nothing else.
 
     Raises:
-        UnsupportedError: another model wrote the cache, or weights are offloaded and cannot be compared.
+        UnsupportedError: another model wrote the cache, or weights are offloaded and cannot be compared; or adapters
+            or RoPE have changed.
     """
-    writer = cache.writer.model
-    if writer is None or _one_patch(writer, module) or not any(layer.edits for layer in cache.layers):
+    writer, then = cache.writer.model, cache.writer.in_force
+    written = writer is not None and any(layer.edits for layer in cache.layers)
+    ours = written and (_one_patch(writer, module) or decoder_of(writer) is decoder_of(module))
+    if tokens == 1 and ours and then is not None and unchanged(then):
         return
-    if decoder_of(writer) is decoder_of(module):
-        return
-    if found := difference(identity(writer), identity(module)):
+    now = in_force(module)
+    if ours and then is not None and (found := changed(then, now)):
+        raise UnsupportedError(
+            f"keys of this cache were written before the model changed ({found}); or pass "
+            "QAttnCache.for_model(model), or none. Nothing was changed"
+        )
+    if written and not ours and (found := difference(identity(writer), identity(module))):
         raise UnsupportedError(
             f"another model wrote this cache ({found}): pass QAttnCache.for_model(model), or none. Nothing was changed"
         )
+    cache.writer.in_force = now
 
 
 def _one_patch(writer: torch.nn.Module, module: torch.nn.Module) -> bool:
-    """Whether one `patch` marked both, a model and its decoder; at each step the host asks no more than that."""
+    """Whether one `patch` marked both, a model and its decoder; at a step the host asks little more."""
     return (mark := vars(writer).get("_qattn")) is not None and mark is vars(module).get("_qattn")
 
 
 def identity(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells one model from another: `config`, `dtype` and `weights`, as JSON has them.
+    """What tells one model from another: `config`, `dtype`, `weights`, `adapters` and `rope`, as JSON has them.
 
     `config` is what the decoder's config has beside its class's defaults. `weights` is a SHA-256 over the names, dtypes
     and shapes of the decoder's weights, or of the codes of quantized ones, and `SAMPLE` numbers of each: another
-    training is told apart, a change of few single numbers is not.
+    training is told apart, a change of few single numbers is not. `adapters` and `rope` are those of `InForce`. What
+    forward hooks do is not known.
 
     Raises:
         UnsupportedError: weights that accelerate offloads, so that they cannot be read.
@@ -89,10 +107,13 @@ def identity(model: PreTrainedModel) -> dict[str, Any]:
     config = json.loads(json.dumps({n: value for n, value in config.items() if n not in INERT}, default=str))
     # compressed-tensors notes there that a first call unpacked the codes
     (config.get("quantization_config") or {}).pop("quantization_status", None)
+    now = in_force(decoder)
     return {
         "config": config,
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "weights": _sampled(decoder),
+        "adapters": now.adapters,
+        "rope": now.rope,
     }
 
 
@@ -137,6 +158,8 @@ def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     pairs = {name: (theirs["config"].get(name), ours["config"].get(name)) for name in names}
     if other := [f"{name} {shown(a)} there and {shown(b)} here" for name, (a, b) in pairs.items() if a != b]:
         return ", ".join(other[:3])
+    if found := in_force_difference(theirs, ours):
+        return found
     return None if theirs["weights"] == ours["weights"] else "the same config with other weights"
 
 

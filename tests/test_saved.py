@@ -261,7 +261,7 @@ def test_an_interrupted_cache_is_not_saved(model, tmp_path):
 
 def test_a_file_is_whole_or_as_it_was(model, path, monkeypatch):
     before = path.read_bytes()
-    monkeypatch.setattr("qattn_hf.saved.save_file", lambda *args: 1 / 0)
+    monkeypatch.setattr("qattn_hf.saved_header.save_file", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(QUESTION).past_key_values.save(path)
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
@@ -282,7 +282,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tens
 
 FAULTS: dict[str, tuple[Callable[[dict, dict], Any], str]] = {
     "format": (lambda header, _: header.update(format=1), "has format 1.*Save the cache anew"),
-    "layout": (lambda header, _: header["layers"][1].update(places="0"), "lays tensors out otherwise"),
+    "layout": (lambda header, _: header["layers"][1].update(places="0" * 64), "lays tensors out otherwise"),
     "tensor missing": (lambda _, tensors: tensors.pop("1.arena"), "list of its tensors"),
     "tensor too many": (lambda _, tensors: tensors.update(x=torch.zeros(1)), "list of its tensors"),
     "tensor altered": (lambda _, tensors: tensors["0.arena"][-200:].add_(1), r"altered.*0\.arena"),

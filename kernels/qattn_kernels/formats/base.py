@@ -193,6 +193,11 @@ class Format:
         """This format with blocks of so many bits, the first `aged` of a row with half as many; None: none ever."""
         raise NotImplementedError
 
+    def places_known(self, state: State, closed: torch.Tensor) -> bool:
+        """Whether the tensors by which kernels find codes lead to some, in rows of `closed` blocks each, `[B]`. Here no
+        tensor does that."""
+        return True
+
     def recode(self, state: State, new: Format, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
         """Write the codes of the blocks of `state` to `out` as `new` has them, this format with fewer bits.
 

@@ -218,6 +218,12 @@ class FlashQFormat(Format):
             specs["clamped"] = TensorSpec((b, h), torch.int64)
         return specs
 
+    def places_known(self, state: State, closed: torch.Tensor) -> bool:
+        head_of = state["head_of"]
+        every = torch.arange(head_of.shape[1])
+        placed = (head_of.sort(-1).values == every).all(-1)
+        return bool((placed | ((closed == 0) & (head_of == 0).all(-1))).all())
+
     def ring_tensors(self, geo: Geometry, slots: int, dim: int) -> dict[str, TensorSpec]:
         return int8_ring(geo, slots, dim, self.transposed)
 
