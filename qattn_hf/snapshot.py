@@ -48,7 +48,7 @@ LOST = Lost()
 
 
 class Snapshot:
-    """All layers of a cache, and its conversation, before an operation. Its holder drops it when the operation has ended."""
+    """All layers of a cache, and its conversation, before an operation. Its holder drops it when that has ended."""
 
     def __init__(self, marks: Sequence[Restorable]):
         self._marks = marks
