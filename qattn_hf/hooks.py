@@ -246,7 +246,8 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
     model.get_compiled_call = BoundMethod(compiled_call, model)
     if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # else masks of other kinds
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-        model.create_masks_for_generate = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
+        masks = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
+        model.create_masks_for_generate = BoundMethod(masks, model)
 
 
 def _positional(module: torch.nn.Module) -> tuple[str, ...]:

@@ -33,9 +33,9 @@ def load_row(rows, b):
 
 @triton.jit
 def queries_end(row, T, C: tl.constexpr):
-    """End of a row's queries among the columns from its first token on: its tokens, then the padding after them, which
-    sees them all. Columns before the first token are no queries, nor is the one of a step in which the row has no
-    token."""
+    """End of a row's queries in a short call, among the columns from its first token on: its tokens, then the padding
+    after them, which sees them all. Columns before the first token are no queries, nor is the one of a step in which
+    the row has no token."""
     return row.count if C.ONE_TOKEN else T - row.first
 
 

@@ -301,12 +301,13 @@ def latent_prefill_kernel(Q, strides, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, sco
     V_C: tl.constexpr = C.V
     row, scores, unpacked = load_row(ROWS, b), Scoring(*scoring), UnpackedTensors(*UNPACKED)
     n = tile * C.Q + tl.arange(0, C.Q)
-    real = n // C.G < queries_end(row, T, C)
+    columns = T - row.first  # those of its tokens, then those of the padding after them
+    real = n // C.G < columns
     queries, nonfinite = _load_queries(Q, strides, b, n, row, real, scores.scale, C)
     q_pos = tl.where(real, row.length + n // C.G, -1)
     last = tl.minimum((tile * C.Q + C.Q - 1) // C.G, row.count - 1)
     end = row.closed * C.BLOCK + row.length - row.open_start + last + 1
-    end = tl.where(tile * C.Q // C.G < queries_end(row, T, C), end, 0)
+    end = tl.where(tile * C.Q // C.G < columns, end, 0)
     sums = _nothing(F, C)
     for n0 in tl.range(0, end, TILE, num_stages=STAGES):
         i = n0 + tl.arange(0, TILE)
