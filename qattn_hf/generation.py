@@ -22,6 +22,7 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.long_prompts import prefill_chunk
 from qattn_hf.patched import BoundMethod, Patched, patch_of
+from qattn_hf.selection import restore
 from qattn_hf.soft_prompts import check_soft_prompt, soft_prompt
 from qattn_hf.window import check_reach
 
@@ -162,6 +163,15 @@ def _drafted(generation_config: GenerationConfig, generation_mode: GenerationMod
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         return 0
     return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+
+
+def candidate_generator(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Override of `_get_candidate_generator`: layers that predict several tokens (`use_mtp=True`) attend as before the
+    patch, since transformers builds them from the patched model's config, over a cache of their own."""
+    made = type(model)._get_candidate_generator(model, *args, **kwargs)
+    if (drafting := getattr(made, "mtp_model", None)) is not None:
+        restore([(drafting.config, patch_of(model).attention_before(model.config))])
+    return made
 
 
 def _check_rolls_back(patched: Patched) -> None:
