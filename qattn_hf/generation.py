@@ -22,6 +22,8 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.long_prompts import prefill_chunk
 from qattn_hf.patched import BoundMethod, Patched, patch_of
+from qattn_hf.selection import restore
+from qattn_hf.soft_prompts import check_soft_prompt, soft_prompt
 from qattn_hf.window import check_reach
 
 
@@ -67,6 +69,7 @@ def prepare_cache(
         UnsupportedError: another kind of cache is asked for; the checkpoint says that there is none; a prompt mask that
             is not left padding; more tokens than a sliding window shows.
     """
+    check_soft_prompt(model, model_kwargs.get("attention_mask"))
     _check_asked(model, generation_config)
     generation_config.cache_implementation = None  # of this call: what the checkpoint has is for stock caches
     drafted = _drafted(generation_config, generation_mode)
@@ -160,6 +163,15 @@ def _drafted(generation_config: GenerationConfig, generation_mode: GenerationMod
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         return 0
     return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+
+
+def candidate_generator(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Override of `_get_candidate_generator`: layers that predict several tokens (`use_mtp=True`) attend as before the
+    patch, since transformers builds them from the patched model's config, over a cache of their own."""
+    made = type(model)._get_candidate_generator(model, *args, **kwargs)
+    if (drafting := getattr(made, "mtp_model", None)) is not None:
+        restore([(drafting.config, patch_of(model).attention_before(model.config))])
+    return made
 
 
 def _check_rolls_back(patched: Patched) -> None:
@@ -279,6 +291,7 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
 
 def generate_masks(
     kinds: tuple[str, ...],
+    model: PreTrainedModel,
     *,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -287,12 +300,15 @@ def generate_masks(
     """Override of `create_masks_for_generate`: the mask of a step of one token, built directly.
 
     transformers' own function has the same result and takes 0.2 ms a token of host time, while the device waits.
+    A prompt that peft learned lengthens the user's 2-D mask, so peft gets that mask.
 
     Args:
         kinds: the layer types by which the model looks its mask up; empty if it takes the mask as it is.
         inputs_embeds: `[B, T, hidden]`. attention_mask: int64 `[B, S]`, cached tokens included, or None.
         kwargs: the cache as `CACHE`, and what only transformers' function reads.
     """
+    if soft_prompt(model) is not None:
+        return attention_mask
     cache = kwargs.get(CACHE)
     if inputs_embeds.shape[1] == 1 and isinstance(cache, QAttnCache):
         offset = cache.get_seq_length().to(inputs_embeds.device)

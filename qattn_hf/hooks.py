@@ -24,6 +24,7 @@ from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.generation import (
+    candidate_generator,
     check_cache,
     check_given,
     compiled_call,
@@ -248,9 +249,11 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
     defer_stop_checks()
     model._prepare_cache_for_generation = BoundMethod(prepare_cache, model)
     model.get_compiled_call = BoundMethod(compiled_call, model)
+    model._get_candidate_generator = BoundMethod(candidate_generator, model)
     if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # else masks of other kinds
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-        model.create_masks_for_generate = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
+        masks = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
+        model.create_masks_for_generate = BoundMethod(masks, model)
 
 
 def _positional(module: torch.nn.Module) -> tuple[str, ...]:
@@ -274,7 +277,7 @@ def uninstall(model: PreTrainedModel) -> None:
         del model._compiled_call_impl
     overrides = (
         "_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate", "save_pretrained",
-        "init_continuous_batching",
+        "init_continuous_batching", "_get_candidate_generator",
     )  # fmt: skip
     for name in (*overrides, "_compiled_call", "_last_compile_config"):
         model.__dict__.pop(name, None)

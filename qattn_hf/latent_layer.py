@@ -41,7 +41,7 @@ class LatentLayer(QAttnLayer):
             handle, span, scores, unpadded: as in `QAttnLayer.attend`. up: the module's up-projections.
 
         Returns:
-            `[B, Hq, T, v_head_dim]`, zeros for padding.
+            `[B, Hq, T, v_head_dim]`, zeros for padding on the left.
         """
         tokens, fixed = query.shape[2], torch.compiler.is_compiling() or capturing()
         masked = 0 if unpadded and self._used == 0 else self.capacity + tokens

@@ -211,8 +211,8 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             unpadded: every column of `span` is known to be real.
 
         Returns:
-            output `[B, Hq, T, Dv]`, zeros for padding, and fp32 log-sum-exp `[B, Hq, T]`; None for a prompt that
-            PyTorch's SDPA computed.
+            output `[B, Hq, T, Dv]`, zeros for padding on the left, and fp32 log-sum-exp `[B, Hq, T]`; None for a
+            prompt that PyTorch's SDPA computed.
         """
         self._check_call(query, handle)
         if handle.written is not None:

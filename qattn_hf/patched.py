@@ -73,6 +73,11 @@ class Patched:
         windows = any(isinstance(spec, WindowLayerSpec) for spec in self.specs)
         return attention.register(windows) if self.beside is None else model_attention.register(self.beside, windows)
 
+    def attention_before(self, config: PretrainedConfig) -> str | None:
+        """The attention that the decoder of a model with this config named before the patch."""
+        text = config.get_text_config(decoder=True)
+        return next((name for one, name in self.attn_implementations if one is text), None)
+
     @property
     def packed(self) -> list[LayerSpec]:
         """Specs of the packed layers."""

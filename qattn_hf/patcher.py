@@ -167,5 +167,5 @@ def release(model: PreTrainedModel) -> None:
 def _implementation(model: PreTrainedModel) -> str | None:
     """The attention implementation of the model's decoder as it is, or was before it was patched."""
     text = model.config.get_text_config(decoder=True)
-    before = patch_of(model).attn_implementations if hasattr(model, "_qattn") else []
-    return next((name for config, name in before if config is text), text._attn_implementation)
+    before = patch_of(model).attention_before(model.config) if hasattr(model, "_qattn") else None
+    return text._attn_implementation if before is None else before

@@ -72,7 +72,7 @@ def tiny(config: PretrainedConfig | None = None, seed: int = 0, **sizes: Any) ->
     """A random model, biases included; Llama with other `sizes` by default."""
     torch.manual_seed(seed)
     config = LlamaConfig(**{**GQA, **sizes}) if config is None else copy.deepcopy(config)
-    kind = "eager" if config.model_type == "gemma2" else "sdpa"  # SDPA leaves the softcap out
+    kind = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"  # SDPA leaves cap and sinks out
     model = AutoModelForCausalLM.from_config(config, attn_implementation=kind).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

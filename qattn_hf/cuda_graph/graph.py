@@ -208,6 +208,9 @@ def _unfit(inputs: dict[str, Any], tensors: list[torch.Tensor], cache: QAttnCach
     for name, value in inputs.items():
         if name != CACHE and not isinstance(value, (*PLAIN, torch.Tensor, dict)):
             return f"its input {name} is a {type(value).__name__}"
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return "its attention mask has two dimensions and grows with each step"
     if any(x.device != cache.device for x in tensors):
         return "an input is on another device"
     if torch.is_autocast_enabled(cache.device.type):  # its copies of weights die with it

@@ -53,14 +53,23 @@ def inputs(rows: int, tokens: int, sizes: Sizes = SMALL, seed: int = 0) -> Input
 
 
 def step(
-    run: Step, layer: QAttnLayer, qkv: Inputs, start: int, end: int, padding: int = 0, scores: Scores | None = None
+    run: Step,
+    layer: QAttnLayer,
+    qkv: Inputs,
+    start: int,
+    end: int,
+    padding: int = 0,
+    scores: Scores | None = None,
+    after: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One call of columns `start` to `end`, of which row 0 has `padding` on the left: outputs and log-sum-exp."""
+    """One call of columns `start` to `end`, of which row 0 has `padding` on the left and the last row `after` on the
+    right: outputs and log-sum-exp."""
     q, k, v = (x[:, :, start:end] for x in qkv)
     if not layer.is_initialized:
         layer.lazy_initialization(k, v)
     span = torch.tensor([[0, end - start]] * len(q), dtype=torch.int32)
     span[0] += torch.tensor([padding, -padding], dtype=torch.int32)
+    span[-1, 1] -= after
     args: tuple[Any, ...] = (q, k, v, span.to(DEVICE), layer.state, layer.spec, scores or Scores(q.shape[-1] ** -0.5))
     return run(*args, *([layer.blocks] if run is fused_step else []))
 

@@ -82,6 +82,22 @@ def test_a_later_prompt_sees_the_past(case: Case):
     check(case, inputs(2, 180), [100, 101, 180], first=3)
 
 
+@poisoned
+@pytest.mark.parametrize("case", [TURBO, ("none", {})], ids=case_id)
+@pytest.mark.parametrize("window", [0, 20])
+def test_padding_after_the_tokens_reads_their_row(case: Case, window: int):
+    """In a first prompt, a short call and a later prompt."""
+    qkv, scores, layers = inputs(2, 140), Scores(0.1, window=window), (make_layer(case), make_layer(case))
+    for start, end, after in ((0, 70, 31), (70, 75, 3), (75, 140, 40)):
+        want, got = (
+            step(run, layer, qkv, start, end, 2, scores, after)
+            for run, layer in zip((reference_step, fused_step), layers, strict=True)
+        )
+        assert max(map(error, got, want)) < 1e-3  # queries and weights in fp16
+        assert not got[0][0, :, :2].any() and (bool(window) or got[0][1].any(-1).all())
+    assert differing(*layers) == []
+
+
 @pytest.mark.parametrize("case", [TURBO, INT8], ids=case_id)
 def test_several_queries_are_single_steps(case: Case):
     """Drafted tokens, across the end of a block, in one call: the numbers of one by one."""

@@ -37,24 +37,30 @@ def numbers(rows: int, tokens: int) -> tuple[torch.Tensor, ...]:
     return q[..., : NOPE + SMALL.rope].contiguous(), k, v
 
 
-def feed(layer: LatentLayer, x: tuple[torch.Tensor, ...], cuts: list[int], padding: int = 0) -> list[torch.Tensor]:
-    """Outputs of calls that end at `cuts`; row 0 begins with `padding` columns of padding."""
+def feed(
+    layer: LatentLayer, x: tuple[torch.Tensor, ...], cuts: list[int], padding: int = 0, after: int = 0
+) -> list[torch.Tensor]:
+    """Outputs of calls that end at `cuts`; row 0 begins with `padding` columns of padding, and the last row's first
+    call ends with `after`."""
     out, start, scores = [], 0, Scores((NOPE + SMALL.rope) ** -0.5)
     for end in cuts:
         q, k, v = (part[:, :, start:end] for part in x)
         span = torch.tensor([[0, end - start]] * len(q), dtype=torch.int32, device=DEVICE)
         span[0] += torch.tensor([padding, -padding], dtype=torch.int32, device=DEVICE)
+        span[-1, 1] -= after
         if not layer.is_initialized:
             layer.lazy_initialization(k, v)
-        out.append(layer.attend_latents(q, Handle(layer, k, v), span, scores, padding == 0, up_of()))
-        start, padding = end, 0
+        out.append(layer.attend_latents(q, Handle(layer, k, v), span, scores, padding == after == 0, up_of()))
+        start, padding, after = end, 0, 0
     return out
 
 
-def both(case: Case, x: tuple[torch.Tensor, ...], cuts: list[int], padding: int = 0) -> list[list[torch.Tensor]]:
+def both(
+    case: Case, x: tuple[torch.Tensor, ...], cuts: list[int], padding: int = 0, after: int = 0
+) -> list[list[torch.Tensor]]:
     """Outputs of the specification and of kernels, whose caches are the same."""
     layers = [LatentLayer(spec_of(case, impl), 512) for impl in ("reference", "triton")]
-    outputs = [feed(layer, x, cuts, padding) for layer in layers]
+    outputs = [feed(layer, x, cuts, padding, after) for layer in layers]
     assert not differing(*layers)
     assert layers[0].prompt_by == "reference"
     return [*outputs, [layers[1].prompt_by]]
@@ -69,8 +75,9 @@ def test_prompts_are_the_specifications(case: Case):
 
 
 @pytest.mark.parametrize("case", [INT8, KIVI], ids=case_id)
-def test_padding_has_zeros_and_is_not_seen(case: Case):
-    want, got, by = both(case, numbers(2, 140), [100, 140], padding=37)
+def test_padding_before_the_tokens_has_zeros_and_is_not_seen(case: Case):
+    """Padding after them reads the row."""
+    want, got, by = both(case, numbers(2, 140), [100, 140], padding=37, after=50)
     assert max(map(error, got, want)) < CLOSE and by == ["sdpa"]
     assert not got[0][0, :, :37].any() and got[0][1].any(-1).all()
 

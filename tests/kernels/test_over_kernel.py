@@ -70,6 +70,7 @@ MORE_SCORES = Scores(64**-0.5, 5.0, 0, torch.tensor([0.5, -1.0, 2.0, 0.0], devic
 def test_reference_against_fp64(settings, scores):
     """The log-sum-exp is that of the true scores: what smoothing subtracts is far more than what is allowed."""
     q, k, v, key_mask = inputs(70, 150)
+    key_mask[1, 105:] = False  # padding after the last token of row 1 reads that row
     want, want_lse = exact(q, k, v, key_mask, 60, scores)
     out, lse = attend_over(q, k, v, key_mask, 60, spec_of(**settings), scores)
     assert noise(out, want) < (0.15 if settings.get("bits") == 4 else 0.06)
@@ -81,6 +82,7 @@ def test_reference_against_fp64(settings, scores):
 def test_kernels_against_fp64(settings, scores):
     """Their error is within twice the reference's. Keys and values stand in a longer cache, whose heads are apart."""
     q, k, v, key_mask = inputs(70, 150)
+    key_mask[1, 105:] = False
     offset, capacity = 60, 200
     held = [torch.full((2, capacity, 2, 64), 1e4, device=DEVICE).transpose(1, 2) for _ in "kv"]
     for cache, x in zip(held, (k, v), strict=True):
@@ -109,11 +111,15 @@ def test_last_tiles_may_reach_behind_the_last_block_of_codes(monkeypatch):
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_padding_queries_are_zeros(impl):
+def test_padding_before_the_first_token_is_zeros_and_changes_nothing_after_the_last(impl):
+    """Padding with large numbers shares no scale with the tokens of its row."""
     q, k, v, key_mask = inputs(70, 70)
     key_mask[1, 40:] = False
-    out, lse = attend_over(q, k, v, key_mask, 0, spec_of(impl), Scores(64**-0.5))
-    for x in (out, lse):
+    spec = spec_of(impl, smooth_q="block")
+    out, lse = attend_over(q, k, v, key_mask, 0, spec, Scores(64**-0.5))
+    for x in (out, lse[..., None]):
         assert not x[0, :, :7].any()
-        assert not x[1, :, 40:].any()
-        assert x[0, :, 7:].all()
+        assert x[0, :, 7:].any(-1).all() and x[1].any(-1).all()
+    q[1, :, 40:] *= 1e3
+    louder, _ = attend_over(q, k, v, key_mask, 0, spec, Scores(64**-0.5))
+    assert torch.equal(louder[1, :, :40], out[1, :, :40])

@@ -23,7 +23,8 @@ from qattn_kernels.ops.prefill.launch import prefill
 from qattn_kernels.reference.attention import attend
 from qattn_kernels.reference.operands import operands
 from qattn_kernels.reference.queries import long_queries
-from qattn_kernels.reference.rows import columns_back, real_first
+from qattn_kernels.reference.query_parts import in_columns, query_parts
+from qattn_kernels.reference.rows import columns_back
 from qattn_kernels.reference.tiles import FOREVER, Tiles, visible
 
 BLOCK = 64
@@ -165,14 +166,16 @@ def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **comp
     q, k, v = data(case)
     tiles, fields = tiles_of(case, k, v)
     span = fields[:, 4:6]
-    tokens = torch.arange(case.tokens)
-    q_pos = torch.where(tokens < span[:, 1:], case.past + tokens, -1).int()
-    first = real_first(q, span)
-    queries = long_queries(first, scores.scale, spec.compute, q_pos >= 0)
-    want = attend(queries, q_pos, operands(tiles, spec), scores, spec.compute, Sparsity(), prefill=True)
-    see = visible(tiles, q_pos, scores.window)
-    over = exact(first, see, tiles.k.dequantize(), tiles.v.dequantize(), scores)
-    plain = exact(first, see, k, v, scores)
+    parts, wants = query_parts(q, span, torch.full_like(span[:, 0], case.past)), []
+    over = plain = padding = 0.0
+    for part in parts:
+        queries = long_queries(part.q, scores.scale, spec.compute, part.pos >= 0)
+        wants.append(attend(queries, part.pos, operands(tiles, spec), scores, spec.compute, Sparsity(), prefill=True))
+        see = visible(tiles, part.pos, scores.window)
+        over = over + columns_back(exact(part.q, see, tiles.k.dequantize(), tiles.v.dequantize(), scores), part.span)
+        plain = plain + columns_back(exact(part.q, see, k, v, scores), part.span)
+        padding = padding + columns_back(torch.ones_like(wants[-1].out), part.span)
+    want_out, want_lse = in_columns(parts, wants, torch.float32)
 
     on_device = scores._replace(sinks=None if scores.sinks is None else scores.sinks.to(DEVICE))
     wide = q.to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # strides as a model's projection leaves them
@@ -182,14 +185,12 @@ def check(case: Case, scores: Scores | None = None, sas_gap: float = 0.0, **comp
     # a unit of an integer sum is a thousandth of a large score; rounded weights are off by 0.29 / 127 each, and each in
     # its own way where tiles differ: 200 of them by 0.03, of which three times is allowed
     atol = 0.1 if spec.compute.round_sum else 2e-2
-    torch.testing.assert_close(lse, columns_back(want.lse[..., None], span)[..., 0], atol=atol, rtol=1e-3)
-    own, codes = error(want.out, over), error(over, plain)
+    torch.testing.assert_close(lse, want_lse, atol=atol, rtol=1e-3)
+    own, codes = error(want_out, over), error(over, plain)
     rounding = 0.0 if case.dtype == torch.float32 else torch.finfo(case.dtype).eps  # the interpreter cuts off bits
     limit = max(1.5 * own, 0.25 * codes, 1e-5) + rounding + sas_gap
-    back = columns_back(over, span)
-    assert error(out, back) <= limit, f"reference {own:.2e}, codes {codes:.2e}"
-    padding = columns_back(torch.ones_like(over), span) == 0
-    assert not out[padding].any()
+    assert error(out, over) <= limit, f"reference {own:.2e}, codes {codes:.2e}"
+    assert not out[padding == 0].any()
 
 
 @pytest.mark.parametrize("kind", ["normal", "peaked", "outlier"])
@@ -233,8 +234,9 @@ def test_heads_and_head_dims(hq: int, heads: int, dim: int, dim_v: int):
 
 @pytest.mark.parametrize("compute", ["int8", "model"])
 def test_padding_masks_and_crops(compute: str):
-    """Rows of unlike lengths, one without any token; masked tokens; a block that a crop shortened."""
-    spans = ((7, 60), (0, 67), (5, 0))
+    """Rows of unlike lengths, one without any token; padding on both sides; masked tokens; a block that a crop
+    shortened."""
+    spans = ((7, 60), (0, 67), (5, 0), (0, 20), (3, 40))
     form = "flashq" if compute == "int8" else "model"
     check(Case(tokens=67, past=140, hq=1, form=form, spans=spans, masked=True, short=20), prefill=compute)
 
@@ -257,6 +259,9 @@ def test_softcap_window_and_sinks(short: int, compute: str):
     check(case, Scores(0.1, window=150, sinks=sinks), prefill=compute)
     # the first query sees one token of the tile before its own window's other tokens
     check(replace(case, tokens=10, past=131, short=0, hq=1), Scores(0.1, window=5), prefill=compute)
+    # a window that reaches from the padding to some of the row's tokens, and to none
+    check(replace(case, hq=1, spans=((2, 40), (0, 2), (0, 0))), Scores(0.1, window=40), prefill=compute)
+    check(replace(case, hq=1, spans=((2, 40),)), Scores(0.1, window=-64, sinks=sinks[:1]), prefill=compute)
 
 
 @pytest.mark.parametrize("block_q", [32, 128])

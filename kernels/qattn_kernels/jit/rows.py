@@ -32,6 +32,21 @@ def load_row(rows, b):
 
 
 @triton.jit
+def queries_end(row, T, C: tl.constexpr):
+    """End of a row's queries in a short call, among the columns from its first token on: its tokens, then the padding
+    after them, which sees them all. Columns before the first token are no queries, nor is the one of a step in which
+    the row has no token."""
+    return row.count if C.ONE_TOKEN else T - row.first
+
+
+@triton.jit
+def result_column(t, row, T):
+    """The column of query `t` of a row; queries beyond `queries_end` stand for the columns before the first token."""
+    to = row.first + t
+    return tl.where(to < T, to, to - T)
+
+
+@triton.jit
 def block_at(PAGES, b, index, NB, C: tl.constexpr):
     """Where blocks `index` of a row with `NB` lie among those of a head: in a pool their pages. `PAGES`: the table of
     all rows, `[B, NB]`, and the number of pages."""

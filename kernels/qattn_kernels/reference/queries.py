@@ -48,16 +48,20 @@ def short_queries(q: torch.Tensor, scale: float, compute: Compute) -> Queries:
     return Queries(exact, int8_tokens(exact, compute.decode_levels) if compute.decode == "int8" else None, broken)
 
 
-def long_queries(q: torch.Tensor, scale: float, compute: Compute, real: torch.Tensor) -> Queries:
-    """Queries `[B, Hq, T, D]` of a prefill, smoothed and quantized as `compute` says.
+def long_queries(
+    q: torch.Tensor, scale: float, compute: Compute, real: torch.Tensor, mean: torch.Tensor | None = None
+) -> Queries:
+    """Queries of a prefill, smoothed and quantized as `compute` says.
 
-    `real` bool `[B, T]` is false for padding, which stands behind the real queries of a row.
+    Args:
+        q: `[B, Hq, T, D]`. real: bool `[B, T]`, false after the last query of a row.
+        mean: fp32 `[B, Hq, 1, D]`, what smoothing subtracts in place of the mean of these queries.
     """
     exact, broken = _finite(q, scale)
     exact = torch.where(real[:, None, :, None], exact, 0.0)  # padding must not raise a scale
     if compute.prefill != "int8":
         return Queries(exact, None, broken)
-    mean = query_mean(exact, compute.smooth_q, real)
+    mean = query_mean(exact, compute.smooth_q, real) if mean is None else mean.expand_as(exact)
     left_out = broken | ~real[:, None]
     centered = exact if mean is None else torch.where(left_out[..., None], 0.0, exact - mean)
     return Queries(exact, quantize_queries(centered, compute), broken, mean)

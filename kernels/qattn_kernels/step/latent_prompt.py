@@ -56,7 +56,7 @@ def attend_expanded(
         unpadded: every column of `span` is known to be real.
 
     Returns:
-        `[B, Hq, T, Dv]` in the query's dtype, zeros for padding.
+        `[B, Hq, T, Dv]` in the query's dtype, zeros for padding before a row's first token.
 
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.
@@ -86,9 +86,9 @@ def _masked(query: torch.Tensor, unpacked: UnpackedKV, scores: Scores, up: UpPro
     """Attention with a mask made of the positions of queries and slots. Nothing was written behind a row's end."""
     row = Row(*unpacked.rows[:, : len(Row._fields)].unbind(1))
     t = torch.arange(query.shape[2], device=query.device) - row.first[:, None]
-    real = (t >= 0) & (t < row.count[:, None])
-    q_pos = torch.where(real, row.length[:, None] + t, -1)
     end = row.closed * block + row.length - row.open_start + row.count
+    real = (t >= 0) & (end > 0)[:, None]  # tokens and the padding after them
+    q_pos = torch.where(real, row.length[:, None] + t, -1)
     slots = torch.arange(unpacked.pos.shape[1], device=query.device)
     there = (unpacked.bias == 0.0) & (slots < end[:, None])[:, None]
     latent, rope = (x.masked_fill(~there[..., None], 0.0) for x in _stored(unpacked, query.dtype))

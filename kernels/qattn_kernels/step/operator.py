@@ -66,8 +66,9 @@ def _attend(
         past: an upper bound of the blocks that any row has closed before the call; the capacity always is one.
 
     Returns:
-        `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory, zeros for padding; fp32 log-sum-exp
-        `[B, Hq, T]`.
+        `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`.
+        Zeros for padding before a row's first token; padding after its last one sees all of the row's tokens, and in a
+        call of one column nothing.
 
     Raises:
         CapacityError: on a CPU, if the tokens do not fit; nothing was written.

@@ -17,7 +17,8 @@ from qattn_kernels.ops.rotate.reference import rotate, rotate_back, rotated
 from qattn_kernels.ops.sink_pool.mass import given
 from qattn_kernels.ops.sink_pool.reference import compete
 from qattn_kernels.ops.sink_pool.table import settle
-from qattn_kernels.reference.rows import build_open_span, columns_back, fitting, real_first
+from qattn_kernels.reference.query_parts import in_columns, query_parts
+from qattn_kernels.reference.rows import build_open_span, fitting, real_first
 
 
 def reference_step(
@@ -39,25 +40,23 @@ def reference_step(
     span = fitting(state, spec.window, given_span)
     count = span[:, 1].contiguous()
     state["overflow"].add_(given_span[:, 1] - count)
-    tokens = torch.arange(q.shape[2], device=q.device)
-    q_pos = torch.where(tokens < count[:, None], state["length"][:, None] + tokens, -1).int()
-    q, k, v = (real_first(x, span) for x in (q, k, v))
+    parts = query_parts(q, span, state["length"])
+    k, v = real_first(k, span), real_first(v, span)
     open_span = build_open_span(state, spec, k, v, count)
     short = q.shape[2] <= SHORT_CALL
     past = None if short else packed_past(state, spec)
     if spec.sink_pool.num:
         if spec.sink_pool.select == "attention":
-            open_span = open_span._replace(given=given(q, q_pos, state, spec.window, open_span, scores))
+            open_span = open_span._replace(given=given(parts[0].q, parts[0].pos, state, spec.window, open_span, scores))
         open_span = compete(state, spec, open_span)
     append(state, spec, open_span, span, q.shape[2])
     if past is None:
-        result = decode(q, q_pos, state, spec, open_span, scores)
+        results = decode(parts, state, spec, open_span, scores)
     else:
-        result = prefill(q, q_pos, past, state, spec, open_span, scores)
+        results = prefill(parts, past, state, spec, open_span, scores)
     if spec.sink_pool.num:
         settle(state, open_span.closed)
-    if result.skip_counts is not None:
-        add_skip_counts(state, result.skip_counts)
-    out = columns_back(result.out.to(q.dtype), span)
-    out = out if spec.compute.rotate_v == "none" else rotate_back(out)
-    return out, columns_back(result.lse[..., None], span)[..., 0]
+    if results[0].skip_counts is not None:
+        add_skip_counts(state, results[0].skip_counts)
+    out, lse = in_columns(parts, results, q.dtype)
+    return out if spec.compute.rotate_v == "none" else rotate_back(out), lse

@@ -13,7 +13,7 @@ from qattn_kernels.layer.spec import Compute, LayerSpec, decode_spec
 from qattn_kernels.layout import ROW_FIELDS, Row
 from qattn_kernels.ops.prefill.reference import attend_all
 from qattn_kernels.reference.operands import fp8_values
-from qattn_kernels.reference.rows import columns_back, real_first
+from qattn_kernels.reference.query_parts import in_columns, query_parts
 from qattn_kernels.reference.tiles import FOREVER, Tiles
 
 
@@ -37,7 +37,8 @@ def attend_over(
 
     Returns:
         `[B, Hq, T, Dv]` in the query's dtype; fp32 log-sum-exp `[B, Hq, T]` of the true scores, what smoothing
-        subtracted added back. Zeros in both for padding before a row's first and behind its last new token.
+        subtracted added back. Zeros in both for padding before a row's first new token; padding
+        after a row's last token sees all its tokens.
     """
     at = offset if isinstance(offset, torch.Tensor) else torch.full((), offset, device=query.device)
     at = at.to(query.device, torch.int32).expand(query.shape[0])
@@ -140,16 +141,14 @@ def _reference(
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernels compute, in plain PyTorch: the specification."""
-    length, span, block = rows[:, :1], rows[:, 4:6], spec.window.block
-    tokens = torch.arange(query.shape[2], device=query.device)
-    q_pos = torch.where(tokens < span[:, 1:], length + tokens, -1).int()
+    length, span, block = rows[:, 0], rows[:, 4:6], spec.window.block
+    parts = query_parts(query, span, length)
     behind = -key.shape[2] % block
     k, v = (Operand(pad(x, (0, 0, 0, behind)).unflatten(2, (-1, block)), None) for x in (key, value))
     keep = pad(key_mask, (0, behind)).unflatten(1, (-1, block))[:, None].expand(-1, key.shape[1], -1, -1)
     pos = torch.arange(key.shape[2] + behind, dtype=torch.int32, device=key.device).view(1, 1, -1, block)
     tiles = Tiles(k, v, pos, pos, torch.full_like(pos, FOREVER), keep)
     past = int(length.max()) if length.device.type == "cpu" else key.shape[2]  # elsewhere that would wait for a device
-    result = attend_all(real_first(query, span), q_pos, tiles, spec, scores, lambda end: -(-(past + end) // block))
-    out = columns_back(result.out.to(query.dtype), span)
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # in memory as kernels leave it
-    return out, columns_back(result.lse[..., None], span)[..., 0]
+    results = attend_all(parts, tiles, spec, scores, lambda end: -(-(past + end) // block))
+    out, lse = in_columns(parts, results, query.dtype)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse  # in memory as kernels leave it

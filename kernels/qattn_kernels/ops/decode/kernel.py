@@ -18,7 +18,7 @@ import triton.language as tl
 
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
-from qattn_kernels.jit.rows import commit_row, first_block, load_row, settle_sinks
+from qattn_kernels.jit.rows import commit_row, first_block, load_row, queries_end, result_column, settle_sinks
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.parts import (
@@ -149,8 +149,8 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
     real = t < row.count
-    q = load_queries(Q, strides, b, h, n, t, row, C)
-    q_pos = tl.where(real, row.length + t, -1)
+    q = load_queries(Q, strides, b, h, n, t, row, T, C)
+    q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
     blocks, per_split, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
     if (split == splits - 1) & (tile == 0) & (h == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
@@ -227,7 +227,8 @@ def _join(merged, parts, i, live, row, C: tl.constexpr):
 @triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
 def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, few, many, long,
                  least, CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Padding columns get zeros.
+    """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Columns without a query get
+    zeros.
     `SINKS`: the model's learned logits, one a query head, which are no tokens; `TABLE`: of the sink pool, by which the
     bits of `DROPPED` are brought up to date here, since every split has read the old ones. `C`: of values.
 
@@ -261,20 +262,18 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
         i = start + tl.arange(0, CHUNK)
         merged = _join(merged, load_parts(OUT, STATS, base, i, live, T, C), i, live, row, C)
     m, l, lost, acc = merged
-    first, count = row.first, row.count
     if C.SPARSE_V:
-        if t < count:
+        if t < row.count:
             share = lost / tl.where(l == 0.0, 1.0, l)
             tl.atomic_add(SKIP_COUNTS.queries + b * C.H + h, tl.full([], 1, tl.int64))
             tl.atomic_add(SKIP_COUNTS.dropped + b * C.H + h, share.to(tl.float64))
             tl.atomic_max(SKIP_COUNTS.worst + b * C.H + h, share)
-    spare = t - count  # of the columns that are padding, before `first` and behind the row's tokens
-    column = tl.where(t < count, first + t, tl.where(spare < first, spare, spare + count))
-    result = tl.where(t < count, acc / tl.where(l == 0.0, 1.0, l), 0.0)
+    column, query = result_column(t, row, T), t < queries_end(row, T, C)
+    result = tl.where(query, acc / tl.where(l == 0.0, 1.0, l), 0.0)
     if C.ROTATION is not None:
         R: tl.constexpr = C.ROTATION
         result = tl.reshape(rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], True, R), [C.DP])
-    lse = tl.where(t < count, m * LN2 + tl.log(l), 0.0)
+    lse = tl.where(query, m * LN2 + tl.log(l), 0.0)
     heads = C.H * C.G
     out, d = (b.to(tl.int64) * T + column) * heads + head, tl.arange(0, C.DP)
     tl.store(RESULT + out * C.D + d, result.to(RESULT.dtype.element_ty), mask=d < C.D)

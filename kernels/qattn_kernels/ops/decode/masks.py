@@ -70,7 +70,8 @@ def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
     else:  # tokens stand in their final form at once
         start = tl.where(late, row.open_start + (block - row.closed) * C.BLOCK, tl.load(blocks.pos + at))
         keep = keep & (late | (t < tokens))
-        see = keep[:, None] & ((~late) | ((start + t)[:, None] <= q_pos[None, :]))
+        q_end = tl.minimum(q_pos, row.length + row.count - 1)  # padding after the row's tokens lies beyond them
+        see = keep[:, None] & ((~late) | ((start + t)[:, None] <= q_end[None, :]))
     if C.LOCAL:
         see = see & in_window((start + t)[:, None], q_pos[None, :], program.scoring.window, C.CHUNKS)
     return tl.where(see, s, NOTHING)

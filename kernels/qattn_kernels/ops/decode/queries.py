@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import TINY, broken, round_even
+from qattn_kernels.jit.rows import queries_end
 from qattn_kernels.jit.split_int8 import split_int8
 
 
@@ -31,15 +32,15 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def load_queries(Q, strides, b, h, n, t, row, C: tl.constexpr):
-    """Queries `n` of KV head `h`, of tokens `t`: `[DP, Q]` as the model made them, zeros for tokens that the row has
-    not. A step does not wait for the row: if that has no token, its query is loaded too, and read by nobody.
+def load_queries(Q, strides, b, h, n, t, row, T, C: tl.constexpr):
+    """Queries `n` of KV head `h`, of tokens `t`: `[DP, Q]` as the model made them, zeros beyond the row's
+    queries. A step does not wait for the row: if that has no token, its query is loaded too, and read by nobody.
     """
     d, head = tl.arange(0, C.DP), h * C.G + n % C.G
     if C.ONE_TOKEN:
         column, there = t, t == 0
     else:
-        column, there = row.first + t, t < row.count
+        column, there = row.first + t, t < queries_end(row, T, C)
     base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
     spread = tl.max_contiguous(d, 1)  # so lanes hold neighbours, and bytes made of them meet in no bank
     return tl.load(Q + base[None, :] + spread[:, None], mask=there[None, :] & (d < C.D)[:, None], other=0.0)

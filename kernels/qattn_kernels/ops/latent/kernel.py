@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, TINY, broken
-from qattn_kernels.jit.rows import commit_row, in_window, load_row
+from qattn_kernels.jit.rows import commit_row, in_window, load_row, queries_end, result_column
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.ops.decode.kernel import split_range, store_split
@@ -109,7 +109,7 @@ def _operand(x, top, C: tl.constexpr):
 @triton.jit
 def _load_queries(Q, strides, b, n, row, real, scale, C: tl.constexpr):
     """Queries `n` of a row as `Queries`, and which of them are not finite: those stand as zeros. A query has its latent
-    part first. `real`: which of them the row has."""
+    part first. `real`: which of them are queries."""
     V_C: tl.constexpr = C.V
     d, r = tl.arange(0, V_C.DP), tl.arange(0, C.DP)
     head, column = n % C.G, row.first + n // C.G
@@ -232,7 +232,7 @@ def latent_decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, 
     V_C: tl.constexpr = C.V
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
-    real = n // C.G < row.count
+    real = n // C.G < queries_end(row, T, C)
     _, _, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
     if (split == splits - 1) & (tile == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
@@ -270,7 +270,7 @@ def _unpacked_side(x, scale, b, i, N, CODES: tl.constexpr, VALUES: tl.constexpr,
 
 @triton.jit
 def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: tl.constexpr, C: tl.constexpr):
-    """Normalise and write the outputs of queries `n`, and their log-sum-exp: zeros for columns without a token, and for
+    """Normalise and write the outputs of queries `n`, and their log-sum-exp: zeros for columns without a query, and for
     queries that see nothing; NaN outputs of queries that are not finite."""
     V_C: tl.constexpr = C.V
     d, t, head = tl.arange(0, V_C.DP), n // C.G, n % C.G
@@ -283,8 +283,7 @@ def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: t
     some = real & (total > 0.0)
     total = tl.where(some, total, 1.0)
     weight = tl.where(some, sums.unit / total, 0.0) + tl.where(real & nonfinite, float("nan"), 0.0)
-    to = row.first + t
-    to = tl.where(to < T, to, to - T)  # tokens beyond the row's count stand for its padding columns
+    to = result_column(t, row, T)
     lse = tl.where(some, top * LN2 + tl.log(total), tl.where(real, float("-inf"), 0.0))
     tl.store(LSE + (b.to(tl.int64) * C.G + head) * T + to, lse, mask=t < T)
     at = ((b.to(tl.int64) * T + to) * C.G + head) * V_C.D
@@ -302,12 +301,13 @@ def latent_prefill_kernel(Q, strides, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, sco
     V_C: tl.constexpr = C.V
     row, scores, unpacked = load_row(ROWS, b), Scoring(*scoring), UnpackedTensors(*UNPACKED)
     n = tile * C.Q + tl.arange(0, C.Q)
-    real = n // C.G < row.count
+    columns = T - row.first  # those of its tokens, then those of the padding after them
+    real = n // C.G < columns
     queries, nonfinite = _load_queries(Q, strides, b, n, row, real, scores.scale, C)
     q_pos = tl.where(real, row.length + n // C.G, -1)
     last = tl.minimum((tile * C.Q + C.Q - 1) // C.G, row.count - 1)
     end = row.closed * C.BLOCK + row.length - row.open_start + last + 1
-    end = tl.where(tile * C.Q // C.G < row.count, end, 0)
+    end = tl.where(tile * C.Q // C.G < columns, end, 0)
     sums = _nothing(F, C)
     for n0 in tl.range(0, end, TILE, num_stages=STAGES):
         i = n0 + tl.arange(0, TILE)

@@ -63,7 +63,7 @@ def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tenso
 
     Returns:
         `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
-        for padding; a query that sees nothing has zeros and -inf.
+        for padding before a row's first token; a query that sees nothing has zeros and -inf.
     """
     most, query, sinks = max(LATENT_COLUMNS), call.query, call.scores.sinks
     size = call.sizes._replace(Q=most, N=most)

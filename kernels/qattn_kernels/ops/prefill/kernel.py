@@ -21,7 +21,7 @@ import triton.language as tl
 from qattn_kernels.formats.fp8.jit import rounded
 from qattn_kernels.formats.granularity import QUERY_BLOCK
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, ROUNDER, ROUNDER_BITS, float_to_int8, largest, to_codes
-from qattn_kernels.jit.rows import in_window, load_row
+from qattn_kernels.jit.rows import in_window, load_row, result_column
 from qattn_kernels.ops.prefill.weights import (
     LARGEST,
     LEVELS,
@@ -260,33 +260,35 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
     """One program: `BM` queries of a head. Those of one KV head follow one another, long ones first. `extra`: of the
     `UnpackedKV` `k_mean`, `q_mean`, `shift`, `v_channel`, `v_mean`, where it has them. `cap`: the soft cap in
     log2 units, while a decode takes it in the units of the model (`ops.decode.parts.Scoring`)."""
-    blocks = tl.cdiv(T, C.BM)
+    blocks = tl.cdiv(T, C.BM) + 1
     pid = tl.program_id(0)
     group = pid // C.G
-    t0 = (blocks - 1 - group % blocks) * C.BM
     bh = group // blocks
     b, h = bh // (C.HQ // C.G), bh % (C.HQ // C.G) * C.G + pid % C.G
     row = load_row(rows, b)
 
-    t = t0 + tl.arange(0, C.BM)
-    real = t < row.count
-    to = row.first + t
-    to = tl.where(to < T, to, to - T)  # tokens beyond the row's count stand for its padding columns
+    block = blocks - 1 - group % blocks
+    t0, until = block * C.BM, row.count
+    if t0 >= row.count:  # columns of padding, which share no scale with tokens and begin a block of their own
+        t0, until = row.count + (block - tl.cdiv(row.count, C.BM)) * C.BM, T
+    t, stop = t0 + tl.arange(0, C.BM), tl.minimum(t0 + C.BM, tl.minimum(until, T - row.first))
+    inside, real = t < until, t < stop
+    to = result_column(t, row, T)
     k_mean, q_mean, shift, v_channel, v_mean = extra
     if C.SMOOTH_Q != "none":
         part = (b * C.HQ + h).to(tl.int64)
         if C.SMOOTH_Q == "block":
-            part = part * tl.cdiv(T, MEAN_QUERIES) + t0 // MEAN_QUERIES
+            token = tl.maximum(tl.minimum(t0, row.count - 1), 0)  # padding takes the mean of the last token
+            part = part * tl.cdiv(T, MEAN_QUERIES) + token // MEAN_QUERIES
         q_mean, shift = q_mean + part * C.D, shift + part * N
     q, lse = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, lse + (b * C.HQ + h).to(tl.int64) * T + to
-    x, unit, k_mean_scores = _queries(q, q_t, to, real, t < T, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
+    x, unit, k_mean_scores = _queries(q, q_t, to, real, inside, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
 
     base = bh.to(tl.int64) * N
     head = HeadKV(k + base * C.D, k_scale + base, v + base * C.DV, bias + base, v_factor + base,
                      pos + b.to(tl.int64) * N, shift)  # fmt: skip
     slot = row.closed * C.BLOCK + row.length - row.open_start
-    last = tl.minimum(t0 + C.BM, row.count)
-    end = tl.where(t0 < row.count, slot + last, 0)
+    end = tl.where(t0 < stop, slot + tl.minimum(stop, row.count), 0)
     plain = tl.minimum(slot + t0 + 1, end)  # slots below are seen by every query
     if C.BLOCK_SCALES:
         plain = tl.minimum(plain, tl.load(clean + bh))
@@ -295,9 +297,8 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
     start = 0
     main = 0
     if C.LOCAL_WINDOW:
-        oldest = tl.minimum(t0, row.count - 1)
-        start = _window_start(head.pos, slot + oldest, row.length + oldest, C)
-        main = tl.maximum(tl.cdiv(slot + last - 1 - _reach(row.length + last - 1, C), C.BN) * C.BN, start)
+        start = _window_start(head.pos, slot + tl.minimum(t0, row.count - 1), row.length + t0, C)
+        main = tl.maximum(tl.cdiv(slot + stop - 1 - _reach(row.length + stop - 1, C), C.BN) * C.BN, start)
     plain = tl.maximum(plain // C.BN * C.BN, main)
 
     nothing = tl.full([C.BM], NOTHING, tl.float32)
@@ -313,14 +314,14 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
     for n0 in tl.range(plain, end, C.TAIL, num_stages=C.STAGES):
         sums = _tile(Queries(x, unit, row.length + t, k_mean_scores), sums, head, n0, N, cap, threshold,
                      C.TAIL, False, True, C)  # fmt: skip
-    _finish(sums, k_mean_scores, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real, t < T, T,
+    _finish(sums, k_mean_scores, sinks, v_channel + bh * C.DV, v_mean + bh * C.DV, out, lse, b, h, to, real, inside, T,
             C)  # fmt: skip
 
 
 @triton.jit
 def _finish(sums, k_mean_scores, sinks, v_channel, v_mean, out, lse, b, h, to, real, inside, T,
             C: tl.constexpr):  # fmt: skip
-    """Normalise and write the outputs, and their log-sum-exp to `lse` `[BM]`: zeros for columns without a token, and
+    """Normalise and write the outputs, and their log-sum-exp to `lse` `[BM]`: zeros for columns without a query, and
     for queries that see nothing; NaN outputs where `lse` holds a NaN (what follows there in `lse` is any number)."""
     tl.debug_barrier()
     mark = tl.load(lse, mask=inside, other=0.0)

@@ -137,7 +137,7 @@ def prefill(
 
     Returns:
         `[B, Hq, T, Dv]` in the query's dtype, `[B, T, Hq, Dv]` in memory; fp32 log-sum-exp `[B, Hq, T]`. Zeros in both
-        for padding; a query that sees nothing has zeros and -inf.
+        for padding before a row's first token; a query that sees nothing has zeros and -inf.
     """
     from qattn_kernels.ops.prefill.coded import with_codes
     from qattn_kernels.ops.prefill.kernel import attend
@@ -157,7 +157,7 @@ def prefill(
     )
     cut = max(spec.compute.sas_threshold * LOG2E, LEAST_CUT)
     launch(
-        attend, (batch * hq * -(-tokens // sizes.BM),),
+        attend, (batch * hq * (-(-tokens // sizes.BM) + 1),),  # blocks of tokens, then of padding: one more at most
         q, *q.stride()[:3], unpacked.k, k_scale, unpacked.v, bias, v_factor, clean, unpacked.pos, unpacked.rows, sinks,
         extra, out, lse, tokens, unpacked.bias.shape[2], scores.scale, scores.softcap * LOG2E, cut, C=sizes,
         num_warps=config.warps * max(1, sizes.BM // 64), num_stages=config.stages, enable_fp_fusion=True,

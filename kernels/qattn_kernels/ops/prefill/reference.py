@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,8 +14,9 @@ from qattn_kernels.layout import State
 from qattn_kernels.ops.sink_pool.reference import sink_tiles
 from qattn_kernels.reference.attention import Attended, attend
 from qattn_kernels.reference.operands import operands
-from qattn_kernels.reference.queries import long_queries
-from qattn_kernels.reference.rows import OpenSpan, open_span_blocks
+from qattn_kernels.reference.queries import Queries, long_queries
+from qattn_kernels.reference.query_parts import QueryPart
+from qattn_kernels.reference.rows import OpenSpan, open_span_blocks, pick
 from qattn_kernels.reference.tiles import FOREVER, Tiles, packed_tiles
 
 
@@ -40,22 +41,21 @@ def packed_past(state: State, spec: LayerSpec) -> Tiles:
 
 
 def prefill(
-    q: torch.Tensor,
-    q_pos: torch.Tensor,
+    parts: Sequence[QueryPart],
     past: Tiles,
     state: State,
     spec: LayerSpec,
     open_span: OpenSpan,
     scores: Scores,
-) -> Attended:
+) -> list[Attended]:
     """Attention of a long call, TurboAttention Algorithm 1, after its tokens were appended.
 
     Args:
-        q: `[B, Hq, T, D]`, real tokens first. q_pos: int32 `[B, T]` row positions, negative for padding.
+        parts: queries of the call.
         past: `packed_past` of the call. state: the layer's tensors.
         open_span: the open tokens before the call and the new ones.
     """
-    closes = torch.arange(open_span.pos.shape[1], device=q.device) < open_span.closing[:, None]
+    closes = torch.arange(open_span.pos.shape[1], device=open_span.pos.device) < open_span.closing[:, None]
     since = torch.where(open_span.valid, open_span.pos, FOREVER)[:, None]
     k = _prefill_form(spec.k, side_of(state, "k"), open_span.k, closes)
     v = _prefill_form(spec.v, side_of(state, "v"), open_span.v, closes)
@@ -65,19 +65,33 @@ def prefill(
     def reach(end: int) -> int:
         return before + open_span_blocks(spec.window, end)
 
-    return attend_all(q, q_pos, past.joined(fresh), spec, scores, reach)
+    return attend_all(parts, past.joined(fresh), spec, scores, reach)
 
 
 def attend_all(
-    q: torch.Tensor, q_pos: torch.Tensor, tiles: Tiles, spec: LayerSpec, scores: Scores, reach: Callable[[int], int]
-) -> Attended:
-    """Queries of a long call over all that it sees; the first `end` queries see no tile from `reach(end)` on."""
-    parts = []
+    parts: Sequence[QueryPart], tiles: Tiles, spec: LayerSpec, scores: Scores, reach: Callable[[int], int]
+) -> list[Attended]:
+    """The parts of a long call over all that they see; the first `end` tokens see no tile from `reach(end)` on.
+
+    Smoothing subtracts from padding what it subtracts from the last token before.
+    """
     tiles = tiles.latent() if spec.latent else operands(tiles, spec)
-    queries = long_queries(q, scores.scale, spec.compute, q_pos >= 0)
-    rows = spec.compute.block_q  # what shares a scale of the weights too, with `p_scale: tile`
-    for i in range(0, q.shape[2], rows):  # the scores of all queries at once would not fit a long prompt
-        some = tiles.first(reach(i + rows))  # later tiles are later tokens
-        part = queries.part(i, i + rows), q_pos[:, i : i + rows]
-        parts.append(attend(*part, some, scores, spec.compute, spec.sparsity, prefill=True))
-    return Attended(torch.cat([p.out for p in parts], 2), torch.cat([p.lse for p in parts], 2))
+    results, mean = [], None
+    for part in parts:
+        queries = long_queries(part.q, scores.scale, spec.compute, part.pos >= 0, mean)
+        results.append(_in_chunks(part, queries, tiles, spec, scores, reach))
+        if queries.mean is not None and mean is None:
+            mean = pick(queries.mean, (part.span[:, 1:] - 1).clamp(min=0))
+    return results
+
+
+def _in_chunks(
+    part: QueryPart, queries: Queries, tiles: Tiles, spec: LayerSpec, scores: Scores, reach: Callable[[int], int]
+) -> Attended:
+    """One part, some queries at a time: the scores of all at once would not fit a long prompt."""
+    chunks, rows = [], spec.compute.block_q  # what shares a scale of the weights too, with `p_scale: tile`
+    for i in range(0, part.q.shape[2], rows):
+        some = tiles.first(reach(part.ahead + i + rows))  # later tiles are later tokens
+        chunk = queries.part(i, i + rows), part.pos[:, i : i + rows]
+        chunks.append(attend(*chunk, some, scores, spec.compute, spec.sparsity, prefill=True))
+    return Attended(torch.cat([x.out for x in chunks], 2), torch.cat([x.lse for x in chunks], 2))
