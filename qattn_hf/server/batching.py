@@ -34,6 +34,8 @@ class Batching(Engine):
         config: GenerationConfig = GenerationConfig.from_dict(model.generation_config.to_dict())
         config.update(num_return_sequences=1, num_beams=1, stop_strings=None)
         self._eos = eos or [-1]
+        penalty = config.repetition_penalty
+        self._left_out = "" if penalty in (None, 1) else f"; the checkpoint's repetition_penalty={penalty} is left out"
         self._manager: Any = model.init_continuous_batching(
             generation_config=config,
             continuous_batching_config=ContinuousBatchingConfig(page_size=BLOCK, **settings),
@@ -47,7 +49,7 @@ class Batching(Engine):
         self._manager.start()
         return (
             f"pool: {pool.tokens} tokens in {size(pool.bytes)} ({pool.bytes / 2**30:.2f} GiB), {self._bits:.2f} bits a "
-            f"value; at most {pool.requests} requests at once, of {self.limits.longest} tokens each"
+            f"value; at most {pool.requests} requests at once, of {self.limits.longest} tokens each{self._left_out}"
         )
 
     def stop(self) -> bool:

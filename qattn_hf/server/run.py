@@ -65,12 +65,10 @@ def serve(recipe: Recipe, options: Options, sockets: list[socket.socket]) -> int
         QAttnError: the model cannot be served so.
     """
     service = loaded(recipe, options)
-    app = build(service, options.key, options.max_body)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE)
     host, port = sockets[0].getsockname()[:2]
     print(f"serving {service.name} at http://{host}:{port}/v1; Ctrl-C ends it", file=sys.stderr, flush=True)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal once more after its end
-        Server(config, service.engine).run(sockets=sockets)
+        Server(service, options).run(sockets=sockets)
     code = 0 if service.engine.lost is None else LOST
     if not service.engine.stop():
         logger.warning("the worker is in the middle of a step: the process ends without it")
@@ -121,12 +119,15 @@ class Server(uvicorn.Server):
     """uvicorn's server, which watches the worker and ends streams in words.
 
     Args:
-        engine: the worker; where it is lost, the server ends.
+        service: whose engine runs; where its worker is lost, the server ends.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: Engine):
-        super().__init__(config)
-        self._engine = engine
+    def __init__(self, service: Service, options: Options):
+        app = build(service, options.key, options.max_body)
+        super().__init__(
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE)
+        )
+        self._engine = service.engine
 
     async def main_loop(self) -> None:
         watching = asyncio.ensure_future(self._watch())
