@@ -59,7 +59,8 @@ def main(command: list[str]) -> None:
         busy = subprocess.run(serve, capture_output=True, text=True, timeout=SECONDS)
         assert busy.returncode == 1 and "--port" in busy.stderr, busy
         with ask(port, stream=True) as stream:
-            assert stream.readline().startswith(b"data: ")
+            lines = [stream.readline() for _ in range(8)]  # the role and three pieces of text
+            assert all(line.startswith(b"data: ") for line in lines[::2]), lines
             server.send_signal(signal.SIGINT)
             began = time.monotonic()
             code = server.wait(ENDS)

@@ -218,7 +218,7 @@ def test_a_request_has_a_line_in_the_log_and_counts(server: Any, caplog: pytest.
     text = server.ask("/metrics")[1]
     assert f'qattn_requests_total{{path="{COMPLETIONS}",status="400"}}' in text
     if transformers_api.continuous_api is not None:
-        assert "bits=4" in line
+        assert float(line.rpartition("=")[2]) > 4  # heads of 16 have large scales
         server.until_idle()
         assert server.gauge("qattn_pool_bytes_packed") < server.gauge("qattn_pool_bytes")
 
