@@ -29,39 +29,47 @@ class LogLevel(str, Enum):
     error = "error"
 
 
+NameOption = Annotated[
+    str | None, typer.Option(help="Name by which requests call the model.", show_default="the model's own")
+]
+BatchingOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--batching/--no-batching",
+        help="Serve requests together, by continuous batching over a pool of packed pages, or in turn.",
+        show_default="together from transformers 5.23 on",
+    ),
+]
+BlocksOption = Annotated[
+    int | None, typer.Option(min=1, help="Blocks of 256 tokens in the pool.", show_default="what memory allows")
+]
+BatchTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of a forward, of all requests.", show_default="8192")
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(envvar="QATTN_API_KEY", help="Key that clients must send.", show_default="everybody is served"),
+]
+DtypeOption = Annotated[
+    str, typer.Option(help="Precision of the weights, such as bfloat16.", show_default="the checkpoint's")
+]
+
+
 def serve(
     model: ModelArgument = None,
     method: MethodOption = None,
     recipe: RecipeOption = None,
     settings: SetOption = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name by which requests call the model.", show_default="the model's own")
-    ] = None,
-    batching: Annotated[
-        bool | None,
-        typer.Option(
-            "--batching/--no-batching",
-            help="Serve requests together, by continuous batching over a pool of packed pages, or in turn.",
-            show_default="together from transformers 5.23 on",
-        ),
-    ] = None,
-    blocks: Annotated[
-        int | None, typer.Option(min=1, help="Blocks of 256 tokens in the pool.", show_default="what memory allows")
-    ] = None,
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a forward, of all requests.", show_default="8192")
-    ] = None,
+    served_model_name: NameOption = None,
+    batching: BatchingOption = None,
+    blocks: BlocksOption = None,
+    batch_tokens: BatchTokensOption = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 is a free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="QATTN_API_KEY", help="Key that clients must send.", show_default="everybody is served"),
-    ] = None,
+    api_key: KeyOption = None,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB that the body of a request may have.")] = 4,
     device: DeviceOption = None,
-    dtype: Annotated[
-        str, typer.Option(help="Precision of the weights, such as bfloat16.", show_default="the checkpoint's")
-    ] = "auto",
+    dtype: DtypeOption = "auto",
     log_level: Annotated[LogLevel, typer.Option(help="What the log has at least.")] = LogLevel.info,
 ) -> None:
     """Serve a patched model with OpenAI's API: chat completions and completions (extra `serve`).
