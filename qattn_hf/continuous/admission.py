@@ -77,14 +77,15 @@ class Limits(NamedTuple):
         room = self.longest - prompt
         if given is None:
             return room
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        count = -1 if isinstance(given, bool) or not hasattr(given, "__index__") else operator.index(given)
+        if count < 1:
             raise RequestError(f"max_new_tokens is an integer of 1 or more, this is {shown(given)}")
-        if given > room:
+        if count > room:
             raise RequestError(
                 f"the prompt's {prompt:,} tokens and max_new_tokens={shown(given)} need more than {self._room()}: ask "
                 f"for at most {room:,} new tokens" + self._way_out()
             )
-        return given
+        return count
 
     def _room(self) -> str:
         owner = "the pool" if self.longest == self.pool else "the model's positions"

@@ -105,6 +105,7 @@ class PackedProcessor(ContinuousBatchProcessor):
 
         Raises:
             RuntimeError: the device does not answer any more.
+            Exception: `error`, which would come again at once, since it met no request.
         """
         self.failures += 1
         log.error("a forward of continuous batching failed", exc_info=error)
@@ -121,6 +122,8 @@ class PackedProcessor(ContinuousBatchProcessor):
             states += [] if child is None else [child]
             self.cache.free_blocks(request_id, no_cache=True)
         scheduler._requests_to_fork.clear()
+        if not states:
+            raise error
         for state in states:
             self._take_out(state)
             if state.status == RequestStatus.FINISHED:
