@@ -35,10 +35,10 @@ POSITIONS = 512
 SECONDS = 60  # after which a test gives up
 
 
-def small_model(folder: Path, template: str | None = None) -> str:
+def small_model(folder: Path, template: str | None = None, head_dim: int = 16) -> str:
     """A folder with a Llama of one layer and random weights, and the embedded model's tokenizer."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": head_dim}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=4096, max_position_embeddings=POSITIONS, eos_token_id=2, **sizes, **heads)
     LlamaForCausalLM(config).save_pretrained(folder)

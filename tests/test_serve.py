@@ -223,24 +223,32 @@ def test_a_request_has_a_line_in_the_log_and_counts(server: Any, caplog: pytest.
         assert server.gauge("qattn_pool_bytes_packed") < server.gauge("qattn_pool_bytes")
 
 
-@batching
-def test_a_dead_worker_is_restarted_and_at_last_ends_the_process(folder: str, monkeypatch: pytest.MonkeyPatch):
-    """What ends the loop is nothing that a request can bring, such as the end of its thread."""
-    from qattn_hf.continuous.manager import PackedBatchingManager
+@pytest.mark.parametrize("together", [pytest.param(True, marks=batching), False], ids=["together", "in turn"])
+def test_a_dead_worker_is_restarted_and_at_last_ends_the_process(
+    folder: str, monkeypatch: pytest.MonkeyPatch, together: bool
+):
+    """What ends a worker is nothing that a request can bring, such as the end of its thread."""
+    if together:
+        from qattn_hf.continuous.manager import PackedBatchingManager as Worker
 
-    step, deadly = PackedBatchingManager._generation_step, 1
+        name = "_generation_step"
+    else:
+        from qattn_hf.server.one_by_one import OneByOne as Worker  # type: ignore[assignment]
 
-    def fails(manager: Any) -> None:
+        name = "_answer"
+    step, deadly = getattr(Worker, name), 1
+
+    def fails(*args: Any) -> None:
         nonlocal deadly
         deadly -= 1
         if deadly >= 0:
             raise SystemExit("the device is gone")
-        step(manager)
+        step(*args)
 
-    monkeypatch.setattr(PackedBatchingManager, "_generation_step", fails)
+    monkeypatch.setattr(Worker, name, fails)
     sockets = here.listening("127.0.0.1", 0)
     client = here.Client(sockets[0].getsockname()[1])
-    options = here.Options(model=folder, blocks=8, device="cpu", dtype="float32")
+    options = here.Options(model=folder, blocks=8, device="cpu", dtype="float32", batching=together)
     with ThreadPoolExecutor(1) as pool:
         code = pool.submit(here.serve, find_recipe("turbo", None, {}), options, sockets)
         status, body = client.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 2})
@@ -256,6 +264,23 @@ def test_a_dead_worker_is_restarted_and_at_last_ends_the_process(folder: str, mo
 
         here.until(ended)
         assert code.result() == here.LOST
+
+
+def test_a_request_that_fails_in_turn_fails_alone(folder: str, monkeypatch: pytest.MonkeyPatch):
+    with here.served(folder, batching=False) as client:
+        generate = client.service.engine._model.generate
+
+        def fails(ids: torch.Tensor, **kwargs: Any) -> Any:
+            if int(ids[0, 0]) == 7:
+                raise RuntimeError("out of memory")
+            return generate(ids, **kwargs)
+
+        monkeypatch.setattr(client.service.engine._model, "generate", fails)
+        status, body = client.ask(COMPLETIONS, {"prompt": [7, 5], "max_tokens": 2})
+        assert status == 500 and "out of memory" in body["error"]["message"]
+        answer = client.send(COMPLETIONS, {"prompt": [7, 5], "max_tokens": 2, "stream": True})
+        assert b"out of memory" in answer.read()
+        assert client.ask("/health")[0] == 200 and client.ask(COMPLETIONS, {"prompt": [5], "max_tokens": 2})[0] == 200
 
 
 def test_a_busy_port_is_an_error_before_anything_loads(monkeypatch: pytest.MonkeyPatch, capsys: Any):
