@@ -137,6 +137,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     *[({"prompt": prompt}, "prompt") for prompt in ("", [], [[]], ["a", "b"], [-1], [4096], [2**70], [1.5], 5, None)],
     ({"prompt": "a \ud800"}, "prompt"),
     ({"prompt": [5] * here.POSITIONS}, "prompt"),
+    ({"prompt": "word " * 200_000}, "prompt"),
     ({}, "prompt"),
     *[
         ({"prompt": "a", "max_tokens": value}, "max_tokens")

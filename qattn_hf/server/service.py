@@ -63,6 +63,7 @@ class Service:
         stops = self._config.stop_strings
         self._stops = [stops] if isinstance(stops, str) else list(stops or [])
         self.plain = not getattr(tokenizer, "chat_template", None)
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         tokenizer("a")  # settles what a first call changes in a fast tokenizer, which threads share
 
     def check_model(self, name: str | None) -> None:
@@ -92,8 +93,7 @@ class Service:
 
         def read() -> list[int]:
             text = chat_text(self.tokenizer, messages, template, options)
-            # a template writes special tokens itself
-            return token_ids(self.tokenizer, text, special=self.plain, param="messages")
+            return self._ids(text, self.plain, "messages")  # a template writes special tokens itself
 
         ids = await asyncio.to_thread(read)
         own = [PLAIN_STOP] if self.plain else []
@@ -108,8 +108,21 @@ class Service:
         self.check_model(request.model)
         ids = request.prompt
         if isinstance(ids, str):
-            ids = await asyncio.to_thread(token_ids, self.tokenizer, ids, True, "prompt")
+            ids = await asyncio.to_thread(self._ids, ids, True, "prompt")
         return self._begin(request, request.new_tokens(), ids, request.stops(), "prompt", record)
+
+    def _ids(self, text: str, special: bool, param: str) -> list[int]:
+        """Ids of a text; one that is too long however it is cut is refused before, since reading megabytes takes a
+        minute."""
+        least = len(text) // self._longest_token
+        if least > self.engine.limits.longest:
+            raise Refused(
+                f"the prompt has {len(text):,} characters, at least {least:,} tokens, and prompt and answer have room "
+                f"for {self.engine.limits.longest:,}: shorten the prompt",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return token_ids(self.tokenizer, text, special, param)
 
     def _begin(
         self, request: Request, new: int | None, ids: list[int], stops: list[str], param: str, record: Record
