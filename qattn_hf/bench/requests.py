@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from qattn_hf.bench.timing import attempt, release
 from qattn_hf.bench.ways import Way, all_ways
 from qattn_hf.continuous.cache import mean_page_bytes
-from qattn_hf.continuous.manager import layouts
 from qattn_hf.continuous.pages import row_bytes
+from qattn_hf.continuous.resolve import layouts
 from qattn_hf.heads import head_sizes
 from qattn_hf.recipe import Recipe
 

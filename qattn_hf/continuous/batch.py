@@ -40,7 +40,7 @@ class _Placed(NamedTuple):
 def batches(
     requests: Sequence[Held], specs: Sequence[LayerSpec], device: torch.device, slots: int, in_place: bool = False
 ) -> list[Steps]:
-    """Calls that serve these requests: those with one token together; each other one alone.
+    """Calls that serve these requests: those with one token together; each other one alone, and none without tokens.
 
     Args:
         specs: of all layers, whose blocks have one size. slots: rows that these have.
@@ -56,7 +56,7 @@ def batches(
     for held in requests:
         if held.tokens == 1 and not held.new:
             decoding[0 if in_place else len(held.pages).bit_length()].append(_Placed(column, held))
-        else:
+        elif held.tokens:
             calls.append([_Placed(column, held)])
         column += held.tokens
     found = [_steps(call, slots, column, device) for call in decoding.values()] if in_place else []

@@ -100,11 +100,18 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.ended.update(self.held.values())
         self.held.clear()
         self.new.clear()
+        self.to_copy.clear()
 
     def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int) -> Any:
         slot = self.held[dest_request_id] = self.free_slots()[0]
         self.to_copy.append((self.held[source_request_id], slot))
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
+
+    def unfinished_forks(self) -> list[str]:
+        """Requests that were forked and whose rows were not copied; nothing copies them any more."""
+        slots = {slot for _, slot in self.to_copy}
+        self.to_copy.clear()
+        return [request_id for request_id, slot in self.held.items() if slot in slots]
 
     def clear_rows(self) -> None:
         """Empty the rows of requests that ended, on the stream of the forward."""
@@ -194,6 +201,15 @@ class PagedCache(PagedAttentionCache):
         found: PackedAllocator = self.cache_allocators[FULL_ATTENTION]
         return found
 
+    def held_now(self) -> dict[str, int]:
+        """Blocks and bytes in use; may be called while the loop runs."""
+        allocator = self.allocator
+        free = self.pool.num_free_sectors * allocator.blocks_per_sector + self.pool.count_free_blocks(allocator.index)
+        cached = len(allocator.ledger.cached_blocks)
+        used = max(0, allocator.num_blocks - free - cached)
+        packed = used * allocator.bytes_per_block + len(allocator.held) * int(self.figures["bytes_per_request"])
+        return {"blocks_used": used, "blocks_cached": cached, "bytes_packed": packed}
+
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         allocator = self.allocator
         if state.request_id not in allocator.held and not allocator.free_slots():
@@ -235,7 +251,7 @@ class PagedCache(PagedAttentionCache):
             )
             for one in requests
         ]
-        allocator.new.difference_update(one.state.request_id for one in requests)
+        allocator.new.difference_update(one.state.request_id for one in requests if one.query_length)
         held = len({page for pages in allocator.block_table.values() for page in pages})
         for key, now in (("most_requests", len(allocator.held)), ("most_blocks", held)):
             self.figures[key] = max(self.figures[key], now)

@@ -16,18 +16,34 @@ try:
     from transformers.generation.continuous_batching import continuous_api
     from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
     from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, FullAttentionCacheAllocator
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+    from transformers.generation.continuous_batching.continuous_api import (
+        ContinuousBatchingManager,
+        ContinuousBatchProcessor,
+        OutputRouter,
+    )
+    from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
+    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 except ImportError:  # too old
     continuous_api = FULL_ATTENTION = None
     PagedAttentionCache = PagedAttentionMemoryHandler = FullAttentionCacheAllocator = object
-    ContinuousBatchingManager = object
+    ContinuousBatchingManager = ContinuousBatchProcessor = OutputRouter = object
+    ContinuousBatchingLogitsProcessorList = GenerationOutput = RequestState = RequestStatus = None
+    SCHEDULER_MAPPING = {}
 
 __all__ = [
     "FULL_ATTENTION",
+    "SCHEDULER_MAPPING",
+    "ContinuousBatchProcessor",
+    "ContinuousBatchingLogitsProcessorList",
     "ContinuousBatchingManager",
     "FullAttentionCacheAllocator",
+    "GenerationOutput",
+    "OutputRouter",
     "PagedAttentionCache",
     "PagedAttentionMemoryHandler",
+    "RequestState",
+    "RequestStatus",
     "check_version",
     "continuous_api",
     "with_names",

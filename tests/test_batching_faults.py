@@ -1,0 +1,279 @@
+"""Continuous batching: whatever becomes of one request, the others get what `generate` gives them alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from batching import NEW, SECONDS, Fault, answer, outputs, refuse_token, running
+from helpers import DEVICE, tiny_llama
+from test_continuous_batching import alone, batched, prompts_of
+
+from qattn_hf import patch
+from qattn_hf.continuous import transformers_api
+from qattn_hf.continuous.batch import Held, batches
+from qattn_hf.errors import QAttnError
+
+pytestmark = pytest.mark.skipif(
+    transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "layer", "error"),
+    [
+        ("none", 0, KeyError("lost")),
+        ("turbo", 1, RuntimeError("broken")),
+        ("kivi", 1, torch.OutOfMemoryError("no memory")),
+    ],
+)
+def test_a_forward_that_fails_fails_its_request_alone(method: str, layer: int, error: Exception):
+    model, (bad, *good) = tiny_llama(), prompts_of(70, 5, 130)
+    patch(model, method)
+    right = [alone(model, prompt, max_new_tokens=NEW) for prompt in good]
+    refuse_token(model, 90, layer, error)
+    bad[40] = 90
+    with running(model) as manager:
+        ids = manager.add_requests([good[0], bad, good[1]])
+        found = outputs(manager, ids)
+        assert type(error).__name__ in found[ids[1]].error and found[ids[1]].generated_tokens == []
+        assert [found[ids[0]].generated_tokens, found[ids[2]].generated_tokens] == right
+        assert manager.failed is None and manager.metrics()["requests_failed"] == 1
+        assert manager.metrics()["blocks_used"] == manager.metrics()["requests_running"] == 0
+
+
+PLACES = {
+    "forward": lambda processor: (processor.model_runner, "compute_batch"),
+    "inputs": lambda processor: (processor.logit_processor, "prepare_tensor_args"),
+    "begin": lambda processor: (processor.cache, "begin"),
+    "rows": lambda processor: (processor.cache.allocator, "clear_rows"),
+    "update": lambda processor: (processor.cache, "mark_complete_blocks"),
+    "output": lambda processor: (processor.inputs_and_outputs, "prepare_batch_update"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_that_does_not_come_again_costs_no_token(place: str):
+    """At each of four calls; codes of `none` are exact, so that a request that is read again goes on as before."""
+    model, prompts = patch(tiny_llama(), "none"), prompts_of(5, 70, 64)
+    want = [alone(model, prompt, max_new_tokens=3) for prompt in prompts]
+    with running(model, max_new_tokens=3) as manager:
+        fault = Fault(*PLACES[place](manager.batch_processor), [], RuntimeError("once"))
+        for at in (1, 2, 3, 4):
+            with manager.pause():  # so that the first forward has all three
+                fault.at = {fault.calls + at}
+                ids = manager.add_requests(prompts)
+            found = outputs(manager, ids)
+            assert [(found[one].error, found[one].generated_tokens) for one in ids] == [(None, one) for one in want]
+        assert manager.batch_processor.failures >= 3
+        assert manager.metrics()["blocks_used"] == 0 and manager.failed is None
+
+
+def test_an_error_of_the_scheduler_leaves_a_loop_that_answers():
+    model, prompts = patch(tiny_llama(), "turbo"), prompts_of(5, 130)
+    with running(model) as manager:
+        Fault(manager.batch_processor.scheduler, "schedule_batch", [3], RuntimeError("confused"))
+        with manager.pause():
+            ids = manager.add_requests(prompts)
+        assert all("confused" in one.error for one in outputs(manager, ids).values())
+        assert answer(manager, prompts[1]) == alone(model, prompts[1], max_new_tokens=NEW)
+        assert manager.metrics()["blocks_used"] == 0
+
+
+def test_blocks_of_a_forward_that_failed_are_no_prefix_of_others():
+    model, (prefix, end) = patch(tiny_llama(), "turbo"), prompts_of(192, 5)
+    with running(model) as manager:
+        Fault(manager.batch_processor.model_runner, "compute_batch", [1], RuntimeError("once"))
+        (first,) = manager.add_requests([prefix + end])
+        assert "once" in outputs(manager, [first])[first].error
+        assert manager.metrics()["blocks_cached"] == 0
+        assert answer(manager, prefix + end) == alone(model, prefix + end, max_new_tokens=NEW)
+        assert manager.metrics()["blocks_cached"] > 0
+
+
+@pytest.mark.parametrize(("name", "at"), [("fork_blocks", 1), ("fork_blocks", 2), ("copy_rows", 1), ("copy_blocks", 1)])
+def test_an_error_of_a_fork_costs_no_answer(name: str, at: int):
+    """Two prompts, or the request that was forked would fail as one that was alone in its forward."""
+    model, prompts = patch(tiny_llama(), "kivi"), prompts_of(75, 40)
+    with running(model, do_sample=True, top_k=1, num_return_sequences=3, max_new_tokens=3) as manager:
+        fault = Fault(manager.batch_processor.cache.allocator, name, [at], RuntimeError("once"))
+        with manager.pause():
+            ids = manager.add_requests(prompts)
+        right = [alone(model, prompt, max_new_tokens=3) for prompt in prompts]
+        assert answers_to(manager, *ids) == [tokens for tokens in right for _ in range(3)]
+        assert fault.calls >= at and manager.batch_processor.failures == 1
+        assert manager.metrics()["blocks_used"] == 0
+
+
+def answers_to(manager: Any, *ids: str) -> list[list[int]]:
+    """All three answers to each prompt."""
+    answers = [one + child for one in ids for child in ("", "__child#0", "__child#1")]
+    found = outputs(manager, answers)
+    assert [found[one].error for one in answers] == [None] * len(answers)
+    return [found[one].generated_tokens for one in answers]
+
+
+def test_a_fork_that_fails_alone_fails_all_its_answers():
+    model, (prompt,) = patch(tiny_llama(), "none"), prompts_of(75)
+    with running(model, do_sample=True, top_k=1, num_return_sequences=3) as manager:
+        Fault(manager.batch_processor.cache.allocator, "fork_blocks", [2], RuntimeError("once"))
+        (first,) = manager.add_requests([prompt])
+        found = outputs(manager, [first, f"{first}__child#0", f"{first}__child#1"])
+        assert all("once" in one.error for one in found.values())
+        assert manager.metrics()["blocks_used"] == 0 and manager.failed is None
+
+
+@pytest.mark.parametrize("method", ["none", "turbo"])
+def test_a_prompt_of_one_token_has_several_answers(method: str):
+    """A fork needs a token in front of it; of a prompt whose whole blocks are shared one may be left too."""
+    model, (long, short) = patch(tiny_llama(), method), prompts_of(129, 1)
+    with running(model, do_sample=True, top_k=1, num_return_sequences=3) as manager:
+        for prompt in (short, long, long, short):
+            (first,) = manager.add_requests([prompt])
+            assert answers_to(manager, first) == [alone(model, prompt, max_new_tokens=NEW)] * 3
+
+
+def test_a_call_of_no_tokens_is_left_out():
+    from qattn_hf.continuous.resolve import layouts
+
+    specs = [layouts(patch(tiny_llama(), "turbo"))[0].spec]
+    idle, busy = Held(0, 0, 0, [], True), Held(1, 0, 5, [1], True)
+    calls = batches([idle, busy, idle], specs, torch.device("cpu"), 2)
+    assert [call.columns.tolist() for call in calls] == [[[0, 1, 2, 3, 4]]]
+    assert batches([idle], specs, torch.device("cpu"), 2) == []
+
+
+def test_requests_are_cancelled_at_any_time():
+    model, prompts = patch(tiny_llama(), "turbo"), prompts_of(5, 130, 64, 90)
+    with running(model, batching={"max_requests_per_batch": 2}) as manager:
+        manager.cancel_request("nobody")
+        ids = [manager.add_request(prompt, max_new_tokens=40) for prompt in prompts]
+        for request_id in (ids[0], ids[0], ids[2]):  # one that runs, twice; one that waits for a row
+            manager.cancel_request(request_id)
+        found = outputs(manager, [ids[1], ids[3]])
+        manager.cancel_request(ids[1])
+        for request_id, prompt in ((ids[1], prompts[1]), (ids[3], prompts[3])):
+            assert found[request_id].generated_tokens == alone(model, prompt, max_new_tokens=40)
+        with pytest.raises(QAttnError, match="a text"):
+            manager.cancel_request([1])  # type: ignore[arg-type]
+        assert answer(manager, prompts[0]) == alone(model, prompts[0], max_new_tokens=NEW)
+        assert manager.metrics()["blocks_used"] == 0 and manager.metrics()["requests_cancelled"] == 2
+
+
+def test_a_request_that_gave_its_blocks_back_does_not_wait_for_a_cancelled_one():
+    model, (first, second) = patch(tiny_llama(), "none"), prompts_of(60, 59)
+    with running(model, blocks=2, max_new_tokens=60) as manager:
+        scheduler = manager.batch_processor.scheduler
+        own, cancelled = scheduler.add_waiting_request, []
+
+        def once(state: Any) -> None:
+            own(state)
+            if len(state.initial_tokens) > 60 and not cancelled:  # the one that gave its blocks back
+                cancelled.extend({"first", "second"} - {state.request_id})
+                manager.cancel_request(cancelled[0])
+
+        scheduler.add_waiting_request = once
+        with manager.pause():
+            manager.add_request(first, request_id="first")
+            manager.add_request(second, request_id="second")
+        assert outputs(manager, ["first"])["first"].generated_tokens == alone(model, first, max_new_tokens=60)
+        assert cancelled == ["second"]
+
+
+def test_two_requests_that_each_fill_the_pool_both_end():
+    model, prompts = patch(tiny_llama(), "none"), prompts_of(60, 50)
+    got = batched(model, prompts, blocks=2, max_new_tokens=68)
+    assert got == [alone(model, prompt, max_new_tokens=68) for prompt in prompts]
+
+
+def test_a_loop_that_ended_says_so_and_starts_again():
+    from qattn_hf.continuous.admission import EngineError
+
+    model, prompts = patch(tiny_llama(), "turbo"), prompts_of(5, 130)
+    with running(model) as manager:
+        fault = Fault(manager.batch_processor.model_runner, "compute_batch", [3], SystemExit("gone"))
+        ids = manager.add_requests(prompts)
+        assert all("SystemExit" in one.error for one in outputs(manager, ids).values())
+        manager._generation_thread.join(SECONDS)
+        assert isinstance(manager.failed, EngineError) and not manager.is_running()
+        with pytest.raises(EngineError, match="Start the manager again"):
+            manager.add_request(prompts[0])
+        assert fault.calls == 3
+        manager.start()
+        assert manager.failed is None
+        assert answer(manager, prompts[1]) == alone(model, prompts[1], max_new_tokens=NEW)
+        assert manager.metrics()["blocks_used"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["turbo", "kivi"])
+def test_kernels_outlive_a_forward_that_fails(method: str):
+    """One that runs out of memory, among seeded draws, whose tokens are those of requests alone."""
+    model, prompts = tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE), prompts_of(5, 63)
+    patch(model, method, impl="triton")
+    wishes = [{"seed": seed, "do_sample": True, "top_p": 0.9} for seed in range(2)]
+    with running(model, max_new_tokens=2) as manager:
+        right = [answer(manager, prompt, **wish) for prompt, wish in zip(prompts, wishes, strict=True)]
+        refuse_token(model, 90, 0, torch.OutOfMemoryError("no memory"))
+        bad = manager.add_request([1] * 10 + [90])
+        ids = [manager.add_request(prompt, **wish) for prompt, wish in zip(prompts, wishes, strict=True)]
+        found = outputs(manager, [bad, *ids])
+        assert "OutOfMemoryError" in found[bad].error
+        assert [found[one].generated_tokens for one in ids] == right
+
+
+def test_a_handler_that_fails_or_is_gone_stops_no_other():
+    model, prompts = patch(tiny_llama(), "none"), prompts_of(5, 33, 64)
+    gone, got = asyncio.new_event_loop(), {}
+
+    async def ask(manager: Any) -> None:
+        async def there() -> None:
+            manager.register_result_handler("gone", print)
+
+        done = asyncio.Event()
+
+        def take(output: Any) -> None:
+            got["good"] = output
+            if output.is_finished():
+                done.set()
+
+        def fail(output: Any) -> None:
+            raise RuntimeError("the client is gone")
+
+        manager.register_result_handler("good", take)
+        manager.register_result_handler("bad", fail)
+        await asyncio.get_running_loop().run_in_executor(None, gone.run_until_complete, there())
+        gone.close()
+        for request_id, prompt in zip(("gone", "bad", "good"), prompts, strict=True):
+            manager.add_request(prompt, request_id=request_id, streaming=True, max_new_tokens=100)
+        await asyncio.wait_for(done.wait(), SECONDS)
+
+    with running(model) as manager:
+        asyncio.run(ask(manager))
+        assert got["good"].generated_tokens == alone(model, prompts[2], max_new_tokens=100)
+        assert manager.failed is None and manager.metrics()["requests_cancelled"] == 2
+        assert manager.output_router.result_handlers == {}
+
+
+def test_a_cancelled_request_tells_its_handler():
+    model, (prompt,) = patch(tiny_llama(), "none"), prompts_of(5)
+
+    async def ask(manager: Any) -> Any:
+        last = asyncio.get_running_loop().create_future()
+
+        def take(output: Any) -> None:
+            if output.is_finished():
+                last.set_result(output)
+            elif len(output.generated_tokens) == 3:
+                manager.cancel_request("mine")
+
+        manager.register_result_handler("mine", take)
+        manager.add_request(prompt, request_id="mine", streaming=True, max_new_tokens=900)
+        return await asyncio.wait_for(last, SECONDS)
+
+    with running(model) as manager:
+        output = asyncio.run(ask(manager))
+    assert output.error == "cancelled" and 3 <= len(output.generated_tokens) < 900
