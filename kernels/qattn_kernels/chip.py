@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,7 +51,7 @@ def properties(device: torch.device) -> Chip:
 
 @lru_cache
 def _gpu(index: int) -> Chip:
-    found = torch.cuda.get_device_properties(index)
+    found: Any = torch.cuda.get_device_properties(index)  # of which its type stubs list less
     return Chip(
         found.multi_processor_count,
         found.shared_memory_per_multiprocessor,

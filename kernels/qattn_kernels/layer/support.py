@@ -20,9 +20,10 @@ FP8_CAPABILITY = (8, 9)
 LATENT_DIMS = (16, 32, 64, 128, 256, 512)
 ROPE_DIMS = (16, 32, 64, 128)
 LATENT_BLOCK = 64 * 512
-LATENT_SHARED = 227  # KiB of shared memory that a program over latents of more than 128 channels needs
-# KiB that a program needs with the smallest tiles of `launch/tuned/`, in any dtype, by the largest head dim
+# KiB of shared memory that a program needs in any dtype, with the smallest tiles of `launch/tuned/`: by the largest
+# head dim, and by the channels of a latent
 LEAST_SHARED = {128: 64, 256: 99}
+LATENT_SHARED = {128: 64, 512: 227}
 
 
 def no_triton(device_type: str) -> str | None:
@@ -54,14 +55,14 @@ def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | No
         return "sparse V over blocks of two widths is the reference's"
     if spec.k.smoothed and (pool.num or spec.k.core.mixed):
         return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
-    least = next(kib for dim, kib in LEAST_SHARED.items() if k_dim <= dim)
-    return _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec) or _no_room(f"head dim {k_dim}", least)
+    no_room = _no_room(f"head dim {k_dim}", k_dim, LEAST_SHARED)
+    return _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec) or no_room
 
 
-def _no_room(what: str, least: int) -> str | None:
-    """Why this GPU has too little shared memory for programs of `least` KiB, or None. A Hopper GPU stands for the
+def _no_room(what: str, channels: int, table: dict[int, int]) -> str | None:
+    """Why this GPU has too little shared memory for kernels of so many channels, or None. A Hopper GPU stands for the
     interpreter."""
-    have = chip_of(_device()).block // KIB
+    least, have = next(kib for most, kib in table.items() if channels <= most), chip_of(_device()).block // KIB
     if have >= least:
         return None
     limited = f" ({LIMIT} limits it)" if os.environ.get(LIMIT) else ""
@@ -80,7 +81,7 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
             return f"{what} of latent attention (MLA) have {dim} channels; the kernels know {', '.join(map(str, dims))}"
     if latent * spec.window.block > LATENT_BLOCK:
         return f"blocks have {spec.window.block} tokens, and of latents of {latent} channels the kernels hold fewer"
-    if latent > 128 and (reason := _no_room(f"latents of {latent} channels", LATENT_SHARED)):
+    if reason := _no_room(f"latents of {latent} channels", latent, LATENT_SHARED):
         return reason
     if spec.sparsity.tau > 0:
         return "sparse V over the latents of latent attention (MLA) is the reference's"
