@@ -28,13 +28,11 @@ from qattn_kernels.launch.tiles import first_that_fits, prefill_bytes, prefill_t
 from qattn_kernels.launch.tuned import Prefill
 from qattn_kernels.layer.support import LEAST_SHARED, unsupported
 from qattn_kernels.step.kernels import fused_step
-from qattn_kernels.step.reference import reference_step
 from qattn_kernels.step.warm import LayerShape, launches
 
 SCRIPT = Path(__file__).with_name("compile_for.py")
 METHODS = ["turbo", "int8", "sinkq", "nf4", "turboquant", "fp8", "kivi"]
 DIMS, OTHER_GPUS = [64, 128, 256], [80, 86, 89, 120]
-NEAR_THE_LIMIT = ["attend", "decode_kernel"]  # all others take at most 32 KiB
 FP8_GPUS = [89, 120]
 
 # Queries, slots of a tile, slots of a tail, loads in flight and warps of a prefill on Hopper, by method and head dim
@@ -167,20 +165,20 @@ def test_one_method_fits_each_gpu():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", OTHER_GPUS)
-def test_prefill_and_decode_of_every_method_fit(capability: int):
-    rows = [*compiled({capability: {method: DIMS for method in METHODS}}, *NEAR_THE_LIMIT)]
+def test_the_prefill_of_every_method_fits(capability: int):
+    rows = [*compiled({capability: {method: DIMS for method in METHODS}}, "attend")]
     check(rows)
     refused = {row["method"] for row in rows if "refused" in row}
     assert refused == (set() if capability in FP8_GPUS else {"fp8"})
-    assert len(rows) > 20
+    assert {row["dim"] for row in rows} == {*DIMS}
 
 
 @pytest.mark.slow
 def test_all_other_kernels_are_far_from_the_limit():
-    """Of the widest heads, on one GPU: what these take does not depend on the GPU's memory."""
+    """Of the widest heads, on one GPU: of these only the decode's loads in flight depend on the GPU's memory."""
     rows = [*compiled({89: {method: [256] for method in METHODS}})]
     check(rows)
-    assert max(row["shared"] for row in rows if row["kernel"] not in NEAR_THE_LIMIT) <= 32 * KIB
+    assert max(row["shared"] for row in rows if row["kernel"] != "attend") <= 64 * KIB
 
 
 @pytest.mark.gpu
@@ -190,16 +188,15 @@ def test_all_other_kernels_are_far_from_the_limit():
 def test_less_shared_memory_changes_the_order_of_sums_alone(
     method: str, dim: int, kib: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """A prompt, steps and a later prompt: the same state as the reference's, and outputs near those of large tiles."""
+    """A prompt, steps and a later prompt: the state bit for bit, and outputs nearly, as with the tiles of this GPU."""
     qkv = tuple(x.to(torch.bfloat16) for x in inputs(1, 150, heads=1, group=2, dim=dim))
     cuts = [100, 101, 103, 150]
     case = (method, {})
-    layers = [make_layer(case, 256, 1) for _ in range(3)]
-    feed(reference_step, layers[0], qkv, cuts)
-    full = feed(fused_step, layers[1], qkv, cuts)
+    one, other = make_layer(case, 256, 1), make_layer(case, 256, 1)
+    full = feed(fused_step, one, qkv, cuts)
     monkeypatch.setenv(LIMIT, str(kib))
-    limited = feed(fused_step, layers[2], qkv, cuts)
-    assert differing(layers[0], layers[2]) == []
+    limited = feed(fused_step, other, qkv, cuts)
+    assert differing(one, other) == []
     # weights are rounded to bf16 against the largest score so far, which is another one where tiles differ
     rounding = 2 * torch.finfo(torch.bfloat16).eps
     assert all(error(a, b) < rounding for a, b in zip(limited, full, strict=True))
