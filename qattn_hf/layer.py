@@ -43,7 +43,7 @@ def _checked(geometry: Geometry, spec: LayerSpec) -> Outline:
         )
     reason = unsupported(spec, geometry.heads, geometry.k_dim, geometry.v_dim) if spec.impl == "triton" else None
     if reason is not None:
-        raise UnsupportedError(f"this layer was meant for Triton kernels, but {reason}: use impl='reference'")
+        raise UnsupportedError(f"Triton kernels cannot compute this layer: {reason}. impl='reference' can, far slower")
     return outline(Layout(geometry, spec))
 
 

@@ -6,7 +6,7 @@ D head dim, NB blocks of capacity. Tensors are `[B, H, T, D]`.
 
 Rooms, each of which imports only those above it:
 
-- `layout`: sizes of a layer's state tensors; `jit`: what kernels share inside Triton.
+- `chip`: what a GPU has; `layout`: sizes of a layer's state tensors; `jit`: what kernels share inside Triton.
 - `formats`: how keys and values are stored, a folder each: `reference.py` in plain PyTorch, `jit.py` for kernels.
 - `layer`: settings of a layer as text, its state tensors, what kernels know of them.
 - `reference`: attention in plain PyTorch. `launch`: what launches of kernels share.

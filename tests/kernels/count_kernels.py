@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,12 +51,18 @@ class Hopper:
         return torch.device("cpu")
 
 
-def follow_launches(compiled: list[JITFunction]) -> None:
-    """From here on launches compile and run nothing, and `compiled` gets the kernels that were not there."""
-    launch = JITFunction.run
+@contextlib.contextmanager
+def follow_launches(see: Callable[..., None]) -> Iterator[None]:
+    """In this context launches compile and run nothing. `see(kernel, signature, constants, options, attributes)` gets
+    each kernel that was not there; afterwards none is, so that another context sees it again."""
+    launch, compile_, device_of = JITFunction.run, JITFunction._do_compile, torch.cuda.device_of
+    seen = []
 
-    def compile_nothing(self: Any, key: str, signature: Any, device: int, *rest: Any) -> object:
-        compiled.append(self)
+    def compile_nothing(
+        self: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, *rest: Any
+    ) -> object:
+        see(self, signature, constants, options, attributes)
+        seen.append(self)
         kernel = self.device_caches[device][0][key] = object()
         return kernel
 
@@ -63,9 +70,14 @@ def follow_launches(compiled: list[JITFunction]) -> None:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     driver.set_active(Hopper())
-    JITFunction._do_compile = compile_nothing
-    JITFunction.run = launch_nothing
+    JITFunction._do_compile, JITFunction.run = compile_nothing, launch_nothing
     torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
+    try:
+        yield
+    finally:
+        JITFunction._do_compile, JITFunction.run, torch.cuda.device_of = compile_, launch, device_of
+        for kernel in seen:
+            kernel.device_caches.clear()
 
 
 def warm(spec: LayerSpec) -> None:
@@ -76,36 +88,32 @@ def warm(spec: LayerSpec) -> None:
 
 
 def main(*methods: str) -> None:
-    compiled: list[JITFunction] = []
-    follow_launches(compiled)
     for method in methods:
         name, settings = split_method(method)
         spec = replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton")
         for when in ("cold", "warm"):
-            if when == "warm":
-                warm(spec)
-            known = len(compiled)
-            serve(spec)
+            compiled: list[JITFunction] = []
+            with follow_launches(lambda kernel, *_, compiled=compiled: compiled.append(kernel)):
+                if when == "warm":
+                    warm(spec)
+                known = len(compiled)
+                serve(spec)
             for kernel in sorted(kernel.fn.__name__ for kernel in compiled[known:]):
                 print(method, when, kernel)
-            for kernel in compiled:
-                kernel.device_caches.clear()
-            compiled.clear()
 
 
-def serve(spec: LayerSpec) -> None:
+def serve(spec: LayerSpec, dim: int = HEAD_DIM, shapes: Sequence[tuple[int, int]] = SHAPES) -> None:
     """Launch what each of the shapes needs."""
-    for batch, prompt in SHAPES:
+    for batch, prompt in shapes:
         layer = QAttnLayer(spec, prompt + NEW_TOKENS)
         for tokens in (prompt, 1, 1):
             q, k, v = (
-                torch.empty(batch, heads, tokens, HEAD_DIM, dtype=torch.bfloat16)
-                for heads in (HEADS, KV_HEADS, KV_HEADS)
+                torch.empty(batch, heads, tokens, dim, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)
             )
             if not layer.is_initialized:
                 layer.lazy_initialization(k, v)
             span = torch.tensor([[0, tokens]] * batch, dtype=torch.int32)
-            fused_step(q, k, v, span, layer.state, spec, Scores(HEAD_DIM**-0.5), 1)
+            fused_step(q, k, v, span, layer.state, spec, Scores(dim**-0.5), 1)
 
 
 if __name__ == "__main__":

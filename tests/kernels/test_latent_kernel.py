@@ -4,7 +4,6 @@ in fp16 cost. Without a GPU in Triton's interpreter: few heads, short contexts."
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from qattn_hf import patch, report
 from qattn_hf.handle import Handle
 from qattn_hf.layer import QAttnLayer
+from qattn_kernels import chip
 from qattn_kernels.launch import plan
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.support import unsupported
@@ -214,10 +214,8 @@ def test_what_the_kernels_take(case: Case, sizes: tuple[int, int], reason: str |
 
 
 def test_wide_latents_need_the_shared_memory_of_hopper(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    a100 = SimpleNamespace(shared_memory_per_multiprocessor=167936)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: a100)
-    assert "233472 bytes of shared memory; this GPU has 167936" in unsupported(spec_of(TURBO), 1, 64, 512)
+    monkeypatch.setattr(chip, "properties", lambda device: chip.H200._replace(block=163 * chip.KIB))
+    assert "need 227 KiB of shared memory a block, and this GPU has 163" in unsupported(spec_of(TURBO), 1, 64, 512)
     assert unsupported(spec_of(TURBO), 1, 64, 128) is None
 
 

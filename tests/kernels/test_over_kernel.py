@@ -105,7 +105,7 @@ def test_last_tiles_may_reach_behind_the_last_block_of_codes(monkeypatch):
     assert unpacked.bias.shape[2] == unpacked.pos.shape[1] == 256
     results = []
     for tail in (64, 128):
-        monkeypatch.setattr(launch, "_config", lambda *_, tail=tail: Prefill(128, tail, 4, 2))
+        monkeypatch.setattr(launch, "prefill_tiles", lambda *_, tail=tail: (Prefill(128, tail, 4, 2),))
         results.append(attend_over(q, k, v, key_mask, 80, spec_of("triton"), Scores(64**-0.5))[0])
     assert noise(*results) < 0.02  # weights are of other maxima, and have four bits in FP8
 

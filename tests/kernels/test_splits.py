@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qattn_hf.methods import get_method, list_methods
+from qattn_kernels.chip import DEFAULT, H200, Chip
 from qattn_kernels.launch.constants import sizes_of
-from qattn_kernels.launch.tuned import DEFAULT, tuned_for
-from qattn_kernels.ops.decode.table import H200, Chip, choose, plan
+from qattn_kernels.launch.tuned import tuned_for
+from qattn_kernels.ops.decode.table import choose, plan
 
 TUNED = tuned_for(DEFAULT).decode
 

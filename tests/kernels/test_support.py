@@ -10,6 +10,7 @@ from qattn_hf import RecipeError, UnsupportedError, patch, report
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_hf.recipe import find_recipe
+from qattn_kernels import chip
 from qattn_kernels.layer.support import no_triton, unsupported
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
@@ -66,12 +67,13 @@ def test_triton_where_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
 def test_fp8_needs_a_gpu_that_has_it(capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(chip, "properties", lambda device: chip.H200._replace(capability=capability))
     for method, settings in (("sage2", {}), ("fp8", {}), ("sage2", {"cache": "model"})):
         found = unsupported(get_method(method)(**settings).layer_spec(0, 1, 2), 2, 64, 64)
-        assert found is None if fits else "pv='model'" in found
-    for method, settings in (("sage2", {"pv": "model"}), ("int8", {})):
+        assert found is None if fits else "int8 or turboquant" in found
+    sage2 = get_method("sage2")().layer_spec(0, 1, 2)
+    assert fits or "sage2:pv=model" in unsupported(sage2, 2, 64, 64)
+    for method, settings in (("sage2", {"pv": "model"}), ("int8", {}), ("turboquant", {})):
         assert unsupported(get_method(method)(**settings).layer_spec(0, 1, 2), 2, 64, 64) is None
 
 

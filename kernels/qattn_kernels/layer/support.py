@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from qattn_kernels.chip import KIB, LIMIT, chip_of
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.base import Low
 from qattn_kernels.layer.spec import LayerSpec
@@ -19,7 +20,10 @@ FP8_CAPABILITY = (8, 9)
 LATENT_DIMS = (16, 32, 64, 128, 256, 512)
 ROPE_DIMS = (16, 32, 64, 128)
 LATENT_BLOCK = 64 * 512
-LATENT_SHARED = 233472  # bytes of shared memory of a multiprocessor that latents of more than 128 channels need
+# KiB of shared memory that a program needs in any dtype, with the smallest tiles of `launch/tuned/`: by the largest
+# head dim, and by the channels of a latent
+LEAST_SHARED = {128: 64, 256: 99}
+LATENT_SHARED = {128: 64, 512: 227}
 
 
 def no_triton(device_type: str) -> str | None:
@@ -51,7 +55,23 @@ def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | No
         return "sparse V over blocks of two widths is the reference's"
     if spec.k.smoothed and (pool.num or spec.k.core.mixed):
         return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
-    return _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec)
+    no_room = _no_room(f"head dim {k_dim}", k_dim, LEAST_SHARED)
+    return _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec) or no_room
+
+
+def _no_room(what: str, channels: int, table: dict[int, int]) -> str | None:
+    """Why this GPU has too little shared memory for kernels of so many channels, or None. A Hopper GPU stands for the
+    interpreter."""
+    least, have = next(kib for most, kib in table.items() if channels <= most), chip_of(_device()).block // KIB
+    if have >= least:
+        return None
+    limited = f" ({LIMIT} limits it)" if os.environ.get(LIMIT) else ""
+    return f"kernels for {what} need {least} KiB of shared memory a block, and this GPU has {have}{limited}"
+
+
+def _device() -> torch.device:
+    """The GPU in use, or where there is none the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> str | None:
@@ -61,10 +81,8 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
             return f"{what} of latent attention (MLA) have {dim} channels; the kernels know {', '.join(map(str, dims))}"
     if latent * spec.window.block > LATENT_BLOCK:
         return f"blocks have {spec.window.block} tokens, and of latents of {latent} channels the kernels hold fewer"
-    if latent > 128 and torch.cuda.is_available():
-        shared = torch.cuda.get_device_properties().shared_memory_per_multiprocessor
-        if shared < LATENT_SHARED:
-            return f"latents of {latent} channels need {LATENT_SHARED} bytes of shared memory; this GPU has {shared}"
+    if reason := _no_room(f"latents of {latent} channels", latent, LATENT_SHARED):
+        return reason
     if spec.sparsity.tau > 0:
         return "sparse V over the latents of latent attention (MLA) is the reference's"
     if any(fmt.core.low_kind(heads) > Low.ALL for fmt in (spec.k, spec.v)):
@@ -76,12 +94,11 @@ def _no_fp8(spec: LayerSpec) -> str | None:
     """Why this GPU cannot compute a spec with FP8, which came with compute capability 8.9, or None. The interpreter
     can."""
     fp8 = spec.compute.prefill == "int8" and spec.compute.pv == "e4m3"
-    if not (fp8 or spec.k.core.fp8 or spec.v.core.fp8) or not torch.cuda.is_available():
+    major, minor = chip_of(_device()).capability
+    if not (fp8 or spec.k.core.fp8 or spec.v.core.fp8) or (major, minor) >= FP8_CAPABILITY:
         return None
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) >= FP8_CAPABILITY:
-        return None
-    return f"FP8 needs compute capability 8.9, and this GPU has {major}.{minor}: sage2 has pv='model', others int8"
+    instead = "sage2:pv=model, int8 or turboquant" if fp8 else "int8 or turboquant"
+    return f"FP8 needs compute capability 8.9, and this GPU has {major}.{minor}: use {instead}, which have kernels here"
 
 
 def _unsupported_sides(spec: LayerSpec, k_dim: int, v_dim: int) -> str | None:

@@ -2,7 +2,7 @@
 
 A file is named as the GPU is, in small letters with hyphens: `nvidia-h200.json` for "NVIDIA H200". A GPU without a file
 gets that of `DEFAULT`, and a line is logged. Results do not depend on them, but for the last digits, by the order of
-sums.
+sums, and where weights are rounded to INT8 by the tile against whose largest weight they are.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from functools import lru_cache
 from importlib import resources
 from typing import NamedTuple
 
-import torch
+from qattn_kernels.chip import DEFAULT
 
-DEFAULT = "NVIDIA H200"
 log = logging.getLogger(__name__)
 
 
@@ -28,6 +27,7 @@ class Prefill(NamedTuple):
         warps: of a program, for each 64 of its queries.
         stages: tiles in flight.
         queries: of a program, unless their scale says.
+        kib: of shared memory that a program must be able to have, if the configuration pays on such GPUs alone.
     """
 
     bn: int
@@ -35,6 +35,7 @@ class Prefill(NamedTuple):
     warps: int
     stages: int
     queries: int = 64
+    kib: int = 0
 
 
 class Decode(NamedTuple):
@@ -62,12 +63,13 @@ class Tuned(NamedTuple):
         gpu: its name, as `torch.cuda.get_device_name` has it.
         decode: for all calls.
         prefill: by the dtype of the product with values ("int8", "fp8", "half", "float"), and the power of two from 64
-            on that holds the larger head dim; "half of 227 KiB" where a program has so much shared memory.
+            on that holds the larger head dim; the best first, then those that take less shared memory
+            (`launch.tiles`).
     """
 
     gpu: str
     decode: Decode
-    prefill: dict[tuple[str, int], Prefill]
+    prefill: dict[tuple[str, int], tuple[Prefill, ...]]
 
 
 def read(gpu: str) -> Tuned | None:
@@ -77,7 +79,9 @@ def read(gpu: str) -> Tuned | None:
         return None
     table = json.loads(file.read_text(encoding="utf-8"))
     prefill = {
-        (kind, int(dim)): Prefill(**config) for kind, dims in table["prefill"].items() for dim, config in dims.items()
+        (kind, int(dim)): tuple(Prefill(**config) for config in configs)
+        for kind, dims in table["prefill"].items()
+        for dim, configs in dims.items()
     }
     return Tuned(table["gpu"], Decode(**table["decode"]), prefill)
 
@@ -91,9 +95,3 @@ def tuned_for(gpu: str) -> Tuned:
         found = read(DEFAULT)
         assert found is not None
     return found
-
-
-@lru_cache
-def gpu_name(device: torch.device) -> str:
-    """The GPU that `device` is; `DEFAULT` stands for the interpreter."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else DEFAULT

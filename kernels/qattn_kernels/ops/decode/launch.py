@@ -6,13 +6,14 @@ import math
 
 import torch
 
+from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
-from qattn_kernels.ops.decode.table import chip_of, choose
+from qattn_kernels.ops.decode.table import choose
 
 LOG2E = math.log2(math.e)
 ONE_WARP, MANY_SPLITS = 16, 64  # splits that one warp, and that four, merge at once

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from qattn_kernels.chip import Chip
 from qattn_kernels.launch.constants import Sizes
-from qattn_kernels.launch.tuned import DEFAULT, Decode, gpu_name, tuned_for
+from qattn_kernels.launch.tuned import Decode, tuned_for
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry
@@ -23,19 +24,8 @@ ONE_WARP_DIM = 128
 # Of shared memory, for tiles in flight. On an H200 three loads of 12 KiB took 5 % longer than two, of 16 to 32 KiB
 # up to 10 % in 16 rows; in one row they were 2 % faster.
 MOST_SHARED = 0.75
-OWN_SHARED = 2048  # bytes of a program beside its tiles
-
-
-class Chip(NamedTuple):
-    """What differs between GPUs in how many programs they run at once: multiprocessors, and the bytes of shared memory
-    that each of them has; and their name, under which is kept what was measured on them."""
-
-    multiprocessors: int
-    shared: int
-    name: str = DEFAULT
-
-
-H200 = Chip(132, 233472)  # stands for the interpreter, too
+OWN_SHARED = 2048  # bytes of a program beside its tiles, as a rule
+MOST_OWN_SHARED = 16 * 1024  # in any kernel: what passes between threads, and its queries
 
 
 class Launch(NamedTuple):
@@ -51,15 +41,6 @@ class Launch(NamedTuple):
     warps: int
     stages: int
     registers: int | None
-
-
-@lru_cache
-def chip_of(device: torch.device) -> Chip:
-    """The GPU that `device` is."""
-    if device.type != "cuda":
-        return H200
-    found = torch.cuda.get_device_properties(device)
-    return Chip(found.multi_processor_count, found.shared_memory_per_multiprocessor, gpu_name(device))
 
 
 @lru_cache(maxsize=1024)
@@ -79,6 +60,8 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
         stages = 2  # with three, shared memory would hold half as many programs
     elif 2 * tile * programs > MOST_SHARED * chip.shared:
         stages = 2  # whatever the rows: another kernel would be compiled for some of them
+    if (stages - 1) * tile + MOST_OWN_SHARED > chip.block:
+        stages = max(1, 1 + (chip.block - MOST_OWN_SHARED) // tile)
     programs = max(1, min(programs, chip.shared // ((stages - 1) * tile + OWN_SHARED)))
     # else the compiler may give these 168, which was 5 % slower at 32k on an H200 than the 226 they take so
     most = MOST_REGISTERS if spec.k.asks_registers(size.H) and spec.v.asks_registers(size.H) else None

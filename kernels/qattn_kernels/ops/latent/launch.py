@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import FEW_SPLITS, LATENT_COLUMNS, Sizes
@@ -13,7 +14,7 @@ from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.tuned import tuned_for
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
 from qattn_kernels.ops.decode.launch import merge, parts_of, scoring
-from qattn_kernels.ops.decode.table import chip_of, plan
+from qattn_kernels.ops.decode.table import plan
 from qattn_kernels.ops.latent.kernel import Forms, latent_decode_kernel, latent_prefill_kernel
 
 MERGE_WARPS = 4

@@ -7,26 +7,19 @@ import os
 
 import torch
 
+from qattn_kernels.chip import chip_of
 from qattn_kernels.launch.constants import FACTORS_STEP, PrefillSizes, power_of_two
 from qattn_kernels.launch.launches import launch
-from qattn_kernels.launch.tuned import Prefill, tuned_for
+from qattn_kernels.launch.tiles import first_that_fits, prefill_bytes, prefill_tiles
+from qattn_kernels.launch.tuned import Prefill
 from qattn_kernels.launch.unpacked_kv import UnpackedKV
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.ops.decode.table import chip_of
 
-LARGE = 227 * 1024  # bytes of shared memory that a program can have on Hopper
 # SAS's threshold in log2 units is at least this. A weight below counts for nothing, and `exp2_sas` takes what is below
 # -125, a masked score too, for -125: that must lie under the threshold.
 LEAST_CUT = -80.0
 LOG2E = math.log2(math.e)
-
-
-def _config(q: torch.Tensor, kind: str | None, width: int) -> Prefill:
-    kind, width, chip = kind or ("float" if q.dtype == torch.float32 else "half"), max(width, 64), chip_of(q.device)
-    table = tuned_for(chip.name).prefill
-    large = table.get((f"{kind} of 227 KiB", width)) if chip.shared > LARGE else None
-    return large or table[kind, width]
 
 
 def _plain(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> bool:
@@ -78,17 +71,29 @@ def _tail(config: Prefill, block: int, rounded_once: bool) -> int:
     return min(config.tail, 64 if rounded_once else config.tail, block if block < 64 else 2 * block)
 
 
-def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> tuple[PrefillSizes, Prefill]:
-    """What a call is compiled for, and how it is launched."""
+def _value_dim(unpacked: UnpackedKV) -> int:
+    """Values with codes are transposed."""
+    coded = unpacked.v_scale is not None or unpacked.v_channel is not None
+    return unpacked.v.shape[2] if coded else unpacked.v.shape[3]
+
+
+def _config(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> Prefill:
+    """How a call is launched: by the first configuration that the GPU has shared memory for."""
+    chip, width = chip_of(q.device), q.element_size()
+    coded = "int8" if unpacked.v_scale is not None else "fp8" if unpacked.v_channel is not None else None
+    tiles = prefill_tiles(chip, coded or ("float" if width == 4 else "half"), max(q.shape[3], _value_dim(unpacked)))
+    return first_that_fits(tiles, lambda one: prefill_bytes(_sizes(q, unpacked, spec, scores, one), width, chip), chip)
+
+
+def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores, config: Prefill) -> PrefillSizes:
+    """What a call is compiled for, with the tiles of `config`."""
     compute, block = spec.compute, spec.window.block
-    hq, dim, heads = q.shape[1], q.shape[3], unpacked.k.shape[1]
+    hq, dim, heads, dim_v = q.shape[1], q.shape[3], unpacked.k.shape[1], _value_dim(unpacked)
     k_int8, v_int8, v_fp8 = (x is not None for x in (unpacked.k_scale, unpacked.v_scale, unpacked.v_channel))
-    dim_v = unpacked.v.shape[2] if v_int8 or v_fp8 else unpacked.v.shape[3]
     dp, dvp = (max(16 if not (k_int8 or v_int8 or v_fp8) else 32, power_of_two(d)) for d in (dim, dim_v))
-    config = _config(q, "int8" if v_int8 else "fp8" if v_fp8 else None, max(dp, dvp))
     grouped = _plain(unpacked, spec, scores) and compute.smooth_q == "none" and compute.k_scale in ("thread", "block")
     by_block, by_row = spec.k.block_scales and spec.v.block_scales, _by_row(unpacked, spec, scores)
-    sizes = PrefillSizes(
+    return PrefillSizes(
         BM=compute.block_q if k_int8 and compute.q_scale == "block" else config.queries,
         BN=min(config.bn, 2 * block),
         TAIL=_tail(config, block, by_row and v_int8),
@@ -118,7 +123,6 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
         SINK_LOGITS=scores.sinks is not None,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )
-    return sizes, config
 
 
 def prefill(
@@ -144,7 +148,8 @@ def prefill(
 
     q = q if q.stride(3) == 1 else q.contiguous()
     unpacked = with_codes(q, unpacked, spec, scores.scale)
-    sizes, config = _sizes(q, unpacked, spec, scores)
+    config = _config(q, unpacked, spec, scores)
+    sizes = _sizes(q, unpacked, spec, scores, config)
     batch, hq, tokens = q.shape[:3]
     out = torch.empty((batch, tokens, hq, sizes.DV), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, hq, tokens), dtype=torch.float32, device=q.device)
