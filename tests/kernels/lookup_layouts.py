@@ -11,7 +11,6 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import count_kernels
 from count_kernels import KV_HEADS, JITFunction, follow_launches, get_method, serve, split_method
 
 COMPILE = JITFunction._do_compile
@@ -26,25 +25,24 @@ def layouts(text: str) -> list[str]:
 
 
 def main(dim: str, *methods: str) -> None:
-    texts: list[str] = []
-    follow_launches([])
-    skip = JITFunction._do_compile
-
-    def compile_decode(self: Any, *args: Any) -> object:
-        if self.fn.__name__ != "decode_kernel":
-            return skip(self, *args)
-        kernel = COMPILE(self, *args)
-        texts.append(kernel.asm["ttgir"])
-        return kernel
-
-    JITFunction._do_compile = compile_decode
-    count_kernels.HEAD_DIM, count_kernels.SHAPES = int(dim), [(2, 300)]
     for method in methods:
         name, settings = split_method(method)
-        serve(replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton"))
+        texts: list[str] = []
+        with follow_launches(lambda *_: None):
+            skip = JITFunction._do_compile
+
+            def compile_decode(self: Any, *args: Any, skip: Any = skip, texts: list[str] = texts) -> object:
+                if self.fn.__name__ != "decode_kernel":
+                    return skip(self, *args)
+                kernel = COMPILE(self, *args)
+                texts.append(kernel.asm["ttgir"])
+                return kernel
+
+            JITFunction._do_compile = compile_decode
+            spec = replace(get_method(name)(**settings).last_layer_spec(KV_HEADS), impl="triton")
+            serve(spec, int(dim), [(2, 300)])
         for layout in (layout for text in texts for layout in layouts(text)):
             print(method, layout)
-        texts.clear()
 
 
 if __name__ == "__main__":

@@ -151,7 +151,8 @@ def test_codes_of_stored_keys(granularity: str, bits: int, smooth_k: bool):
 @pytest.mark.parametrize("smooth_q", ["none", "tensor"])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_padding_has_no_part_in_codes(impl: str, smooth_q: str):
-    """A row with padding behind it is coded as the row alone, whatever stands there."""
+    """A row with padding after its tokens is coded as the row alone, whatever the padding holds. Queries of padding read
+    the row's tokens, so their outputs are averages of the row's values."""
     q, k, v, mask = inputs()
     settings = {"bits": 4, "smooth_q": smooth_q, "pv": "model"}
     alone = attended(impl, settings, q[:, :, :-10], k[:, :, :-10], v[:, :, :-10], mask[:, :-10])
@@ -159,7 +160,8 @@ def test_padding_has_no_part_in_codes(impl: str, smooth_q: str):
     q[:, :, -10:] = k[:, :, -10:] = v[:, :, -10:] = 50.0
     padded = attended(impl, settings, q, k, v, mask)
     assert error(padded[:, :, :-10], alone.double()) < LIMIT[impl]
-    assert not padded[:, :, -10:].any()
+    assert padded[:, :, -10:].any()
+    assert padded[:, :, -10:].abs().max() <= v[:, :, :-10].abs().max() * (1 + LIMIT[impl])
 
 
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
