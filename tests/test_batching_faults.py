@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from batching import NEW, SECONDS, Fault, answer, outputs, refuse_token, running
-from helpers import DEVICE, tiny_llama
+from helpers import DEVICE, make_layer, tiny_llama
 from test_continuous_batching import alone, batched, prompts_of
 
 from qattn_hf import patch
@@ -136,9 +136,7 @@ def test_a_prompt_of_one_token_has_several_answers(method: str):
 
 
 def test_a_call_of_no_tokens_is_left_out():
-    from qattn_hf.continuous.resolve import layouts
-
-    specs = [layouts(patch(tiny_llama(), "turbo"))[0].spec]
+    specs = [make_layer(("turbo", {})).spec]
     idle, busy = Held(0, 0, 0, [], True), Held(1, 0, 5, [1], True)
     calls = batches([idle, busy, idle], specs, torch.device("cpu"), 2)
     assert [call.columns.tolist() for call in calls] == [[[0, 1, 2, 3, 4]]]
@@ -184,8 +182,8 @@ def test_a_request_that_gave_its_blocks_back_does_not_wait_for_a_cancelled_one()
 
 def test_two_requests_that_each_fill_the_pool_both_end():
     model, prompts = patch(tiny_llama(), "none"), prompts_of(60, 50)
-    got = batched(model, prompts, blocks=2, max_new_tokens=68)
-    assert got == [alone(model, prompt, max_new_tokens=68) for prompt in prompts]
+    got = batched(model, prompts, blocks=2, max_new_tokens=30)
+    assert got == [alone(model, prompt, max_new_tokens=30) for prompt in prompts]
 
 
 def test_a_loop_that_ended_says_so_and_starts_again():
