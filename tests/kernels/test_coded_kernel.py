@@ -151,8 +151,10 @@ def test_codes_of_stored_keys(granularity: str, bits: int, smooth_k: bool):
 @pytest.mark.parametrize("smooth_q", ["none", "tensor"])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_padding_has_no_part_in_codes(impl: str, smooth_q: str):
-    """A row with padding after its tokens is coded as the row alone, whatever the padding holds. Queries of padding read
-    the row's tokens, so their outputs are averages of the row's values."""
+    """A row with padding after its tokens is coded as the row alone, whatever the padding holds.
+
+    Queries of padding read the row's tokens, so their outputs are averages of the row's values.
+    """
     q, k, v, mask = inputs()
     settings = {"bits": 4, "smooth_q": smooth_q, "pv": "model"}
     alone = attended(impl, settings, q[:, :, :-10], k[:, :, :-10], v[:, :, :-10], mask[:, :-10])
