@@ -6,6 +6,7 @@ the first and the last time; with `QATTN_FAULTS=every` for each kind of cache, w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import qattn_hf
 import qattn_kernels
-from qattn_hf import QAttnCache, QAttnError, patch
+from qattn_hf import CapacityError, QAttnCache, QAttnError, patch
+from qattn_hf.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -96,6 +98,7 @@ class Played:
     def __init__(self, model: Any, edit: str, folder: Path):
         self.model, self.edit, self.folder = model, EDITS[edit], folder
         self.cache = QAttnCache.for_model(model)
+        self.cache.activate_past_recording()  # so that windows of the model's own can be cropped
         model(IDS, past_key_values=self.cache)
         model(IDS[:, :1], past_key_values=self.cache)
         if edit == "load":
@@ -143,7 +146,7 @@ class Played:
     def goes_on(self, what: str, cache: QAttnCache, call: Any, want: torch.Tensor) -> None:
         try:
             right = torch.equal(call(cache), want)
-        except QAttnError:  # only an empty cache is of use then
+        except (QAttnError, CapacityError):  # only an empty cache is of use then
             cache.reset()
             self.outcomes["refused"] += 1
             right = bool(self.model(IDS[:, :9], past_key_values=cache).logits.isfinite().all())
@@ -157,7 +160,7 @@ def play(kind: str, edit: str, fault: str, folder: Path, most: int | None = None
     """Fail at all places of an edit, or at `most` of them."""
     try:
         played = Played(MODELS[kind](), edit, folder)
-    except QAttnError:  # linear attention cannot be cropped, blocks with fewer bits are not saved and cannot grow
+    except (QAttnError, CapacityError):  # linear attention is not cropped; a memory budget saves and grows less
         return Counter()
     places = played.places(fault)
     for at in places[:: -(-len(places) // most)] if most and places else places:
@@ -196,3 +199,49 @@ def test_at_every_place(kind: str, tmp_path: Path):
             total += outcomes
     print(f"{kind}: {dict(total)}, none wrong")
     assert total["faults"] >= 500
+
+
+@pytest.mark.parametrize("edit", ["crop", "crop all", "reorder", "reset"])
+def test_a_file_that_a_cache_maps_is_never_written(edit: str, tmp_path: Path):
+    """Edits of a loaded cache copy the mapped bytes first, and a failed edit is not put back into the file."""
+    played = Played(MODELS["turbo"](), "load", tmp_path)
+    file = tmp_path / "prefix"
+    written = file.read_bytes()
+    for at in (1, 2, 5, 25, 60, 120, 180):
+        cache = QAttnCache.load(file, played.model)
+        try:
+            with Interrupted(at, FILES):
+                EDITS[edit](cache, played.model, tmp_path)
+        except KeyboardInterrupt:
+            played.goes_on(f"{edit} {at}", cache, played.step, played.before)
+    assert played.wrong == [] and played.outcomes["right"] > 0
+    assert file.read_bytes() == written
+
+
+@pytest.mark.parametrize("what", ["crop", "step"])
+def test_an_interrupt_while_a_cache_is_put_back(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C twice: during a crop or a step, and at each line that puts the cache back."""
+    played, at, again = Played(MODELS["turbo"](), "crop", tmp_path), 1, True
+    with Interrupted(0, FILES) as counted:
+        copy.deepcopy(played.cache).crop(-30)
+
+    def broken(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    while again:
+        cache = copy.deepcopy(played.cache)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Snapshot, "put_back", broken)
+            if what == "crop":
+                with Interrupted(counted.count * 3 // 4, FILES):  # in the second layer
+                    cache.crop(-30)
+            else:
+                patched.setattr(played.model.model.layers[0].mlp, "forward", broken)
+                played.step(cache)
+        assert len({layer.edits for layer in cache.layers}) == 2
+        with contextlib.suppress(KeyboardInterrupt), Interrupted(at, FILES):
+            cache.check_whole()
+            again = False
+        played.goes_on(f"{what}, again interrupted at line {at}", cache, played.step, played.before)
+        at += 1 if EVERY else 5
+    assert at > 15 and played.wrong == []

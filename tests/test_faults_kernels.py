@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, Case, case_id, tiny_llama
+from helpers import DEVICE, Case, case_id, same_state, tiny_llama
 from test_faults import CALLS, CASES, EVERY, fails_everywhere, fed, new
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -90,3 +90,43 @@ def test_an_interrupt_between_launches(launching, call: str, case: Case):
                 model(ids, past_key_values=cache)
         else:
             assert torch.equal(model(ids, past_key_values=cache).logits, want)
+
+
+EDITS: dict[str, Any] = {
+    "crop": lambda cache: cache.crop(-9),
+    "far": lambda cache: cache.crop(-68),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+}
+
+
+@interpreted
+@pytest.mark.product("crop-turbo")
+@pytest.mark.parametrize("case", [CASES[0], *(case for case in CASES if case[0] == "sinkq")], ids=case_id)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_that_is_interrupted_between_launches(launching, edit: str, case: Case):
+    """The same edit again, and a step: right. A reorder keeps nothing, so its cache is refused."""
+    model, left = model_of(case), [0]
+
+    def interrupt() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    launching(interrupt)
+    base = fed(model, [70])
+    twin, before = copy.deepcopy(base), left[0]
+    EDITS[edit](twin)
+    launches, ids = before - left[0], new(model, 70, 1)
+    for launch in (2, launches) if ALL else (launches,):
+        cache, left[0] = copy.deepcopy(base), launch
+        with pytest.raises(KeyboardInterrupt):
+            EDITS[edit](cache)
+        if edit == "reorder":
+            with pytest.raises(UnsupportedError, match=r"interrupted.*cache\.reset\(\)"):
+                EDITS[edit](cache)
+            continue
+        EDITS[edit](cache)
+        for layer, other in zip(cache.layers, twin.layers, strict=True):
+            assert same_state(layer, other) == []
+    if edit != "reorder":
+        assert torch.equal(*(model(ids, past_key_values=x).logits for x in (cache, twin)))
