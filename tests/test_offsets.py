@@ -14,6 +14,7 @@ from test_vision_types import IMAGE, prompt, tiny
 from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, patch, unpatch
+from qattn_hf._compat import VERSION
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -116,6 +117,7 @@ def generated(model: PreTrainedModel, ids: torch.Tensor) -> Any:
     return out.past_key_values
 
 
+@pytest.mark.skipif(VERSION < (5, 23), reason="older transformers keep the first offset where a second image comes")
 def test_a_second_image_gives_the_conversation_its_offset():
     model, seen = model_of("qwen2_5_vl"), about_an_image()
     cache = generated(model, random_ids(1, 10) % 90 + 3)
@@ -149,6 +151,7 @@ def test_offsets_are_those_of_the_rows(change: str, tmp_path: Path):
         assert torch.allclose(got, want[rows], atol=1e-5)  # roundings of another batch
 
 
+@pytest.mark.skipif(VERSION < (5, 23), reason="older transformers fail on several answers to each of several images")
 def test_two_answers_to_each_of_two_images_go_on():
     """transformers computes an offset a prompt; the cache has a row an answer."""
     model, seen = model_of("qwen2_5_vl"), about_an_image(2)
