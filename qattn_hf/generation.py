@@ -14,13 +14,14 @@ from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
 from qattn_hf._compat import CACHE
-from qattn_hf.attention import check_prompt_mask, is_span, mask
+from qattn_hf.attention import is_span, mask
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import python_hook
 from qattn_hf.cuda_graph.graph import GraphedCall
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.long_prompts import prefill_chunk
+from qattn_hf.masks import check_earlier_mask, check_prompt_mask
 from qattn_hf.patched import BoundMethod, Patched, patch_of
 from qattn_hf.selection import restore
 from qattn_hf.soft_prompts import check_soft_prompt, soft_prompt
@@ -88,6 +89,7 @@ def prepare_cache(
         cache = model_kwargs[CACHE] = model._qattn.new_cache()
     else:
         check_cache(cache, len(model._qattn.specs))
+        check_earlier_mask(cache, wait=True)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
         cache.check_whole(layers)
         cache._is_user_defined = True
