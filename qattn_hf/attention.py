@@ -76,8 +76,9 @@ def attention(
         return paged.attend(index, query, key, value, scores_of(query, scaling, kwargs)), None
     if not (isinstance(key, Handle) and key is value):
         raise UnsupportedError(
-            "keys or values did not come untouched from a packed cache: run the model with use_cache=True and a cache "
-            "made by its patch, or unpatch(model)"
+            "keys or values did not come untouched from a packed cache: the model changes them on the way, or a part "
+            "of the model, or another model with its config, was called by itself. Call the patched model, or "
+            "unpatch(model)"
         )
     if attention_mask is None or not is_span(attention_mask):
         refuse_mask(attention_mask)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qattn_hf import attention, latent
+from qattn_hf import attention, direct_forward, latent
 from qattn_hf._compat import CACHE, by_cache_name
 from qattn_hf.cache import QAttnCache
 from qattn_hf.continuous.cache import PagedCache
@@ -238,6 +238,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         if packs:
             ended = module.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
             patched.hook_ids.append(ended.id)
+            direct_forward.install(module)
     model.save_pretrained = BoundMethod(save_pretrained, model)
     model.init_continuous_batching = BoundMethod(init_continuous_batching, model)
     if not packs:
@@ -269,6 +270,7 @@ def uninstall(model: PreTrainedModel) -> None:
                 getattr(module, f"_{when}").pop(hook_id, None)
                 getattr(module, f"_{when}_with_kwargs").pop(hook_id, None)
             module._forward_hooks_always_called.pop(hook_id, None)
+        direct_forward.uninstall(module)
         del module._qattn
     latent.uninstall(model)
     if isinstance(model.__dict__.get("_compiled_call_impl"), BoundMethod):
