@@ -70,8 +70,7 @@ def prepare_cache(
         UnsupportedError: another kind of cache is asked for; the checkpoint says that there is none; a prompt mask that
             is not left padding; more tokens than a sliding window shows.
     """
-    check_soft_prompt(model, model_kwargs.get("attention_mask"))
-    _check_asked(model, generation_config)
+    _check_asked(model, generation_config, model_kwargs)
     generation_config.cache_implementation = None  # of this call: what the checkpoint has is for stock caches
     drafted = _drafted(generation_config, generation_mode)
     if drafted:
@@ -124,8 +123,10 @@ def _whole_model(model: PreTrainedModel) -> bool:
     return model.config.get_text_config(decoder=True).num_hidden_layers == len(model._qattn.specs)
 
 
-def _check_asked(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
-    """Refuse another kind of cache, and a checkpoint that says there is none: its user would wait without a reason."""
+def _check_asked(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse another kind of cache, a learned prompt that needs one, and a checkpoint that says there is none: its user
+    would wait without a reason."""
+    check_soft_prompt(model, model_kwargs.get("attention_mask"))
     implementation, default = generation_config.cache_implementation, model.generation_config.cache_implementation
     if implementation is not None and implementation != default:
         raise UnsupportedError(
