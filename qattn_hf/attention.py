@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from qattn_hf.continuous.cache import PagedCache
@@ -76,8 +76,9 @@ def attention(
         return paged.attend(index, query, key, value, scores_of(query, scaling, kwargs)), None
     if not (isinstance(key, Handle) and key is value):
         raise UnsupportedError(
-            "keys or values did not come untouched from a packed cache: run the model with use_cache=True and a cache "
-            "made by its patch, or unpatch(model)"
+            "keys or values did not come untouched from a packed cache: the model changes them on the way, or a part "
+            "of the model, or another model with its config, was called by itself. Call the patched model, or "
+            "unpatch(model)"
         )
     if attention_mask is None or not is_span(attention_mask):
         refuse_mask(attention_mask)
@@ -240,59 +241,6 @@ def _marked(span: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
     if new is None or bool(new.all()):
         setattr(span, UNPADDED, True)
     return span
-
-
-def check_mask(attention_mask: torch.Tensor, cached: int | torch.Tensor, tokens: int) -> None:
-    """Check a 2-D mask `[B, S]` against the cache; waits for the device.
-
-    Args:
-        cached: columns that the cache holds, padding included. tokens: new columns.
-
-    Raises:
-        UnsupportedError: another width than `cached + tokens`, or zeros between real tokens: padding stands on the
-            left, or on the right of a single call.
-    """
-    width = int(cached) + tokens
-    if attention_mask.shape[-1] != width:
-        raise UnsupportedError(
-            f"the attention_mask has {attention_mask.shape[-1]} columns, but the cache holds {int(cached)} and "
-            f"{tokens} are new: it must have {width}, the cached tokens included"
-        )
-    real = attention_mask.bool()
-    runs = real[:, :1].int().sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
-    if bool((runs > 1).any()):
-        row = int((runs > 1).nonzero()[0])
-        raise UnsupportedError(
-            f"the attention_mask of row {row} has zeros between real tokens; a packed cache takes padding on the left, "
-            "or on the right of a single call. Move the padding to the left"
-        )
-
-
-def check_prompt_mask(attention_mask: torch.Tensor, generation_config: GenerationConfig) -> None:
-    """Check the 2-D mask of a prompt in `generate`: every row must be zeros (padding), then ones.
-
-    Without a mask from the user, `generate` takes every pad token of the prompt for padding, unless it is an end token
-    too; the message then says so.
-
-    Raises:
-        UnsupportedError: padding on the right or between tokens, or a row without a real token.
-    """
-    try:
-        check_mask(attention_mask, 0, attention_mask.shape[1])
-        empty = ~attention_mask.bool().any(1)
-        if bool(empty.any()):
-            row = int(empty.nonzero()[0])
-            raise UnsupportedError(f"row {row} of the attention_mask has no real token: leave that row out")
-        if not bool(attention_mask[:, -1].all()):
-            raise UnsupportedError("generate needs padding on the left; this attention_mask has it on the right")
-    except UnsupportedError as error:
-        pad, eos = generation_config._pad_token_tensor, generation_config._eos_token_tensor
-        if pad is None or (eos is not None and bool(torch.isin(eos, pad).any())):
-            raise
-        raise UnsupportedError(
-            f"{error}. If you gave none, transformers made it and took every token {int(pad)} (pad_token_id) for "
-            "padding: pass attention_mask=torch.ones_like(input_ids) where that token is text"
-        ) from None
 
 
 def register(windows: bool = False) -> str:

@@ -14,13 +14,14 @@ from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
 from qattn_hf._compat import CACHE
-from qattn_hf.attention import check_prompt_mask, is_span, mask
+from qattn_hf.attention import is_span, mask
 from qattn_hf.cache import QAttnCache
 from qattn_hf.cuda_graph.capture import python_hook
 from qattn_hf.cuda_graph.graph import GraphedCall
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec
 from qattn_hf.long_prompts import prefill_chunk
+from qattn_hf.masks import check_earlier_mask, check_prompt_mask
 from qattn_hf.patched import BoundMethod, Patched, patch_of
 from qattn_hf.selection import restore
 from qattn_hf.soft_prompts import check_soft_prompt, soft_prompt
@@ -69,8 +70,7 @@ def prepare_cache(
         UnsupportedError: another kind of cache is asked for; the checkpoint says that there is none; a prompt mask that
             is not left padding; more tokens than a sliding window shows.
     """
-    check_soft_prompt(model, model_kwargs.get("attention_mask"))
-    _check_asked(model, generation_config)
+    _check_asked(model, generation_config, model_kwargs)
     generation_config.cache_implementation = None  # of this call: what the checkpoint has is for stock caches
     drafted = _drafted(generation_config, generation_mode)
     if drafted:
@@ -88,6 +88,7 @@ def prepare_cache(
         cache = model_kwargs[CACHE] = model._qattn.new_cache()
     else:
         check_cache(cache, len(model._qattn.specs))
+        check_earlier_mask(cache, wait=True)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
         cache.check_whole(layers)
         cache._is_user_defined = True
@@ -122,8 +123,10 @@ def _whole_model(model: PreTrainedModel) -> bool:
     return model.config.get_text_config(decoder=True).num_hidden_layers == len(model._qattn.specs)
 
 
-def _check_asked(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
-    """Refuse another kind of cache, and a checkpoint that says there is none: its user would wait without a reason."""
+def _check_asked(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse another kind of cache, a learned prompt that needs one, and a checkpoint that says there is none: its user
+    would wait without a reason."""
+    check_soft_prompt(model, model_kwargs.get("attention_mask"))
     implementation, default = generation_config.cache_implementation, model.generation_config.cache_implementation
     if implementation is not None and implementation != default:
         raise UnsupportedError(

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qattn_hf import attention, latent, offsets
+from qattn_hf import attention, direct_forward, latent, offsets
 from qattn_hf._compat import CACHE, by_cache_name
-from qattn_hf.attention import check_mask
 from qattn_hf.cache import QAttnCache
 from qattn_hf.continuous.cache import PagedCache
 from qattn_hf.continuous.manager import init_continuous_batching
@@ -32,6 +31,7 @@ from qattn_hf.generation import (
     prepare_cache,
     prepare_stock_cache,
 )
+from qattn_hf.masks import check_earlier_mask, check_mask, check_mask_later
 from qattn_hf.patched import BoundMethod, Patched, patch_of
 from qattn_hf.recipe_files import RECIPE_FILE
 from qattn_hf.stop_check import defer_stop_checks
@@ -100,6 +100,7 @@ def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: boo
     patched, (rows, tokens) = patch_of(module), _shape(kwargs)
     within = cache.within_call(module, tokens)
     if not within:
+        check_earlier_mask(cache, wait=tokens > 1)
         check_writer(cache, module, tokens)
         cache.check_whole(module.config.get_text_config(decoder=True).num_hidden_layers)
     _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
@@ -188,8 +189,10 @@ def _check_new_mask(mask: Any, cache: QAttnCache, tokens: int) -> None:
         return
     if mask.dim() != 2:
         raise UnsupportedError(f"a mask of {mask.dim()} dimensions is not supported; pass a 2-D attention_mask")
-    if tokens > 1 or mask.device.type == "cpu":  # on a GPU a step of one token must not wait for the device
+    if tokens > 1:
         check_mask(mask, cache.get_seq_length(), tokens)
+    else:  # on a GPU a step of one token must not wait for the device
+        check_mask_later(mask, cache, tokens)
 
 
 def _requested(module: torch.nn.Module, kwargs: dict[str, Any], name: str) -> bool:
@@ -238,6 +241,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
         if packs:
             ended = module.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
             patched.hook_ids.append(ended.id)
+            direct_forward.install(module)
     model.save_pretrained = BoundMethod(save_pretrained, model)
     model.init_continuous_batching = BoundMethod(init_continuous_batching, model)
     if not packs:
@@ -270,6 +274,7 @@ def uninstall(model: PreTrainedModel) -> None:
                 getattr(module, f"_{when}").pop(hook_id, None)
                 getattr(module, f"_{when}_with_kwargs").pop(hook_id, None)
             module._forward_hooks_always_called.pop(hook_id, None)
+        direct_forward.uninstall(module)
         del module._qattn
     latent.uninstall(model)
     offsets.uninstall(model)

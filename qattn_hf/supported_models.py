@@ -13,6 +13,7 @@ from qattn_hf.decoder import decoder_of
 from qattn_hf.device import only_moves
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import WINDOWED, model_layers
+from qattn_hf.patched import BoundMethod
 from qattn_hf.tensor_parallel import splits
 
 OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate")
@@ -160,8 +161,8 @@ def _check_untouched(model: PreTrainedModel) -> None:
     overrides = [] if patched else [name for name in OVERRIDES if name in vars(model)]
     for name, module in model.named_modules():
         own = vars(module).get("forward")
-        # dispatch is no patch, nor is tensor parallelism
-        if own is None or only_moves(module) or splits(own):
+        # dispatch is no patch, nor is tensor parallelism; a model that is patched again has an override of ours
+        if own is None or isinstance(own, BoundMethod) or only_moves(module) or splits(own):
             continue
         parts = list(module.modules())
         around = module is not decoder and any(part is decoder for part in parts)

@@ -180,3 +180,9 @@ def test_a_recipe_file_and_a_patched_model_are_taken(lm, loaded):
     model, tokenizer = loaded
     assert QAttnLM(patch(model, method="int8"), tokenizer=tokenizer).recipe.method == "int8"
     assert QAttnLM(model, tokenizer=tokenizer, method="full").recipe is None and not hasattr(model, "_qattn")
+
+
+def test_a_continuation_longer_than_max_length_is_refused_by_its_name(lm):
+    model = lm(method="turbo", max_length=96)
+    with pytest.raises(QAttnError, match=r"request 1: the continuation ' Once.*has \d{3} tokens, and max_length=96"):
+        scores(model, (LONG, " the"), ("Once", " Once" + LONG * 2))

@@ -139,7 +139,14 @@ class QAttnLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """Score (name, context, continuation) triples; those that differ only in their last token share a row."""
         shared: dict[tuple[int, ...], list[int]] = {}
-        for i, (_, context, continuation) in enumerate(requests):
+        for i, (name, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                said = "" if name is None else f" {name[1][:40]!r}..."
+                raise QAttnError(
+                    f"request {i}: the continuation{said} has {len(continuation)} tokens, and "
+                    f"max_length={self.max_length} leaves no room for all of them: raise max_length in model_args, or "
+                    "leave the request out (--limit, --samples)"
+                )
             tokens = (context + continuation)[-(self.max_length + 1) :][:-1]
             if len(tokens) < len(context + continuation) - 1:
                 log.warning(

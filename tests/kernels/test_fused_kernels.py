@@ -125,33 +125,6 @@ def test_columns_of_padding_in_the_last_of_many_rows(tokens: int):
     assert other.state["padded"] == 2 and other.state["columns_seen"] == tokens
 
 
-@pytest.mark.parametrize("case", FORMATS, ids=case_id)
-def test_padding_after_the_tokens_reads_their_row(case: Case):
-    """In a long call, then in a short one that closes a block: kernels agree with the reference, and padding with large
-    queries changes no token."""
-    spans = [[[0, 61], [5, 35]], [[0, 3], [1, 2]]]
-    outs: dict[tuple, list[torch.Tensor]] = {}
-    for run, loud in ((reference_step, 1.0), (fused_step, 1.0), (fused_step, 1e3)):
-        layer, start, out = make_layer(case, 128), 0, []
-        for (columns, rows), seed in zip(((64, spans[0]), (5, spans[1])), (0, 1), strict=True):
-            q, k, v = inputs(2, columns, seed=seed)
-            span = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-            if not layer.is_initialized:
-                layer.lazy_initialization(k, v)
-            after = torch.arange(columns, device=DEVICE) >= span.sum(1)[:, None]
-            q = torch.where(after[:, None, :, None], q * loud, q)
-            past = [2] if run is fused_step else []
-            out.append(run(q, k, v, span, layer.state, layer.spec, Scores(q.shape[-1] ** -0.5), *past)[0])
-            start += columns
-        outs[run, loud] = out
-    for i, (want, got, louder) in enumerate(zip(*outs.values(), strict=True)):
-        for row, (first, count) in enumerate(spans[i]):
-            assert not got[row, :, :first].any()
-            assert torch.equal(got[row, :, first : first + count], louder[row, :, first : first + count])
-            assert want[row, :, first:].any(-1).all()
-        assert error(got, want) < ROUNDING
-
-
 @pytest.mark.parametrize("case", SMOOTHED, ids=case_id)
 @pytest.mark.parametrize("cuts", [[2], [63, 64], [64]], ids=["not yet", "step", "prefill"])
 def test_a_block_that_closes_again_leaves_nothing_of_the_first_time(case: Case, cuts: list[int]):

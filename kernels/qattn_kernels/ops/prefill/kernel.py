@@ -278,8 +278,8 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
     if C.SMOOTH_Q != "none":
         part = (b * C.HQ + h).to(tl.int64)
         if C.SMOOTH_Q == "block":
-            token = tl.maximum(tl.minimum(t0, row.count - 1), 0)  # padding takes the mean of the last token
-            part = part * tl.cdiv(T, MEAN_QUERIES) + token // MEAN_QUERIES
+            # padding takes the mean of the last token
+            part = part * tl.cdiv(T, MEAN_QUERIES) + tl.maximum(tl.minimum(t0, row.count - 1), 0) // MEAN_QUERIES
         q_mean, shift = q_mean + part * C.D, shift + part * N
     q, lse = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, lse + (b * C.HQ + h).to(tl.int64) * T + to
     x, unit, k_mean_scores = _queries(q, q_t, to, real, inside, lse, scale, cap, k_mean + bh * C.D, q_mean, C)
@@ -294,8 +294,7 @@ def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, si
         plain = tl.minimum(plain, tl.load(clean + bh))
         if not C.V_FP8:
             plain = tl.minimum(plain, (row.closed + row.closing) * C.BLOCK)
-    start = 0
-    main = 0
+    start, main = 0, 0
     if C.LOCAL_WINDOW:
         start = _window_start(head.pos, slot + tl.minimum(t0, row.count - 1), row.length + t0, C)
         main = tl.maximum(tl.cdiv(slot + stop - 1 - _reach(row.length + stop - 1, C), C.BN) * C.BN, start)
