@@ -34,6 +34,7 @@ SCRIPT = Path(__file__).with_name("compile_for.py")
 METHODS = ["turbo", "int8", "sinkq", "nf4", "turboquant", "fp8", "kivi"]
 DIMS, OTHER_GPUS = [64, 128, 256], [80, 86, 89, 120]
 FP8_GPUS = [89, 120]
+WITH_MOST_KERNELS = ["turbo", "sinkq", "kivi"]  # an append of codes, a sink pool, a residual
 
 # Queries, slots of a tile, slots of a tail, loads in flight and warps of a prefill on Hopper, by method and head dim
 ON_HOPPER = {
@@ -176,7 +177,7 @@ def test_the_prefill_of_every_method_fits(capability: int):
 @pytest.mark.slow
 def test_all_other_kernels_are_far_from_the_limit():
     """Of the widest heads, on one GPU: of these only the decode's loads in flight depend on the GPU's memory."""
-    rows = [*compiled({89: {method: [256] for method in METHODS}})]
+    rows = [*compiled({89: {method: [256] for method in WITH_MOST_KERNELS}})]
     check(rows)
     assert max(row["shared"] for row in rows if row["kernel"] != "attend") <= 64 * KIB
 
