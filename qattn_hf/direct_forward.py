@@ -38,7 +38,7 @@ def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _inside_call(kwargs: dict[str, Any]) -> bool:
     """Whether a call's hooks have seen these arguments: they begin the call of a packed cache."""
     cache = kwargs.get(CACHE)
-    return isinstance(kwargs.get("cache"), PagedCache) or (isinstance(cache, QAttnCache) and cache._call is not None)
+    return isinstance(kwargs.get("cache"), PagedCache) or (isinstance(cache, QAttnCache) and cache.calling)
 
 
 def install(module: torch.nn.Module) -> None:

@@ -183,6 +183,11 @@ class Recoverable:
         call = self._unfinished
         return isinstance(call, Call) and call.enter(self.layers, id(caller), tokens)
 
+    @property
+    def calling(self) -> bool:
+        """Whether a call of a model runs, or was interrupted."""
+        return isinstance(self._unfinished, Call)
+
     def begin(self, caller: torch.nn.Module, tokens: int) -> None:
         """Note that a call of so many tokens a row begins, for which `reserve` made room, and keep what it changes."""
         self._unfinished = Call(self.layers, self.conversation, id(caller), tokens)

@@ -146,5 +146,5 @@ def test_what_cannot_be_compensated_is_refused(monkeypatch: pytest.MonkeyPatch):
     model = model_of()
     candidates = find_recipes(["kivi:compensate_k=true", "int8"])
     reading = read_as(random_ids(1, 60), batch=1)
-    with pytest.raises(QAttnError, match="tune without"):
+    with pytest.raises(QAttnError, match="tune with compensate_k=False"):
         tune(model, candidates, reading, reading, Budget(bits=4))
