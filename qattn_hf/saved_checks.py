@@ -187,7 +187,7 @@ def _check_window(
     layer: Any, host: dict[str, Any], held: Tensors, tokens: int, sizes: HeadSizes, where: str, path: str | Path
 ) -> None:
     """Check the keys and values of a window, of a row of so many tokens."""
-    keys, values = (held.get(name, torch.empty(0)) for name in ("keys", "values"))
+    keys, values = (held.get(name, torch.empty(0, device="cpu")) for name in ("keys", "values"))
     shapes = [(sizes.kv, x.shape[2], dim) for x, dim in ((keys, sizes.dim), (values, sizes.v_dim)) if x.dim() == 4]
     if [tuple(x.shape[1:]) for x in (keys, values)] != shapes or keys.shape[2] != values.shape[2]:
         raise unusable(path, f"keys and values of {where} are {_shape(keys)} and {_shape(values)}")

@@ -70,9 +70,9 @@ def _between(x: torch.Tensor, high: torch.Tensor) -> bool:
 def _in_order(state: State, closed: torch.Tensor, start: torch.Tensor, block: int) -> bool:
     """Whether each closed block has tokens and begins where the one before ends, the last where open tokens begin."""
     pos, size = state["block_pos"].long(), state["block_len"].long()
-    is_closed = torch.arange(pos.shape[1]) < closed[:, None]
+    is_closed = torch.arange(pos.shape[1], device=pos.device) < closed[:, None]
     after = torch.cat([pos[:, 1:], pos.new_zeros(len(pos), 1)], 1)
-    after = torch.where(torch.arange(pos.shape[1]) == closed[:, None] - 1, start[:, None], after)
+    after = torch.where(torch.arange(pos.shape[1], device=pos.device) == closed[:, None] - 1, start[:, None], after)
     follows = (pos >= 0) & (size >= 1) & (size <= block) & (pos + size == after)
     return bool(torch.where(is_closed, follows, (pos == 0) & (size == 0)).all()) and not bool(start[closed == 0].any())
 

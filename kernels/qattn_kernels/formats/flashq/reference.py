@@ -220,7 +220,7 @@ class FlashQFormat(Format):
 
     def places_known(self, state: State, closed: torch.Tensor) -> bool:
         head_of = state["head_of"]
-        every = torch.arange(head_of.shape[1])
+        every = torch.arange(head_of.shape[1], device=head_of.device)
         placed = (head_of.sort(-1).values == every).all(-1)
         return bool((placed | ((closed == 0) & (head_of == 0).all(-1))).all())
 
