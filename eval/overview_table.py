@@ -25,7 +25,7 @@ FRONT = (
     "low2",
     "sinkq",
 )
-RELEASED = {"released-smollm2": "SmolLM2-135M", "released-gemma3": "Gemma 3 270M"}  # records, as columns
+RELEASED = {"released-smollm2": "SmolLM2", "released-gemma3": "Gemma 3"}  # records, as columns
 # A released checkpoint may have other head dims than `HEAD_DIM`, which moves the share of scales by a quarter bit. More
 # is another format, as of a family whose defaults change bits: such a figure does not belong to the row.
 SAME_BITS = 0.3
@@ -98,7 +98,7 @@ def settings_table(results: Path, names: Iterable[str] | None = None) -> str:
 
 
 def _table(known: dict[str, Figures], names: Iterable[str]) -> str:
-    quality = [f"{what}, {model}" for model in RELEASED.values() for what in ("KL", "same top-1")]
+    quality = [f"{what}, {model}" for model in RELEASED.values() for what in ("KL", "top-1")]
     speed = [f"decode {title}" for title in DECODES] + [f"prefill {title}" for title in PREFILLS]
     rows = [
         [
