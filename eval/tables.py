@@ -111,7 +111,9 @@ def report_example(results: Path) -> str:
 
 
 def _conditions(results: Path, page: str) -> str:
-    return conditions(results, *PAGES[page])
+    text = conditions(results, *PAGES[page])
+    # lines of the front page are short
+    return text.replace("; ", ";\n").replace(". Commands", ".\nCommands") if page == "overview" else text
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
