@@ -25,6 +25,7 @@ from transformers import MistralConfig, MistralForCausalLM
 import qattn_hf
 import qattn_kernels
 from qattn_hf import CapacityError, QAttnCache, QAttnError, patch
+from qattn_hf._compat import VERSION
 from qattn_hf.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -98,7 +99,8 @@ class Played:
     def __init__(self, model: Any, edit: str, folder: Path):
         self.model, self.edit, self.folder = model, EDITS[edit], folder
         self.cache = QAttnCache.for_model(model)
-        self.cache.activate_past_recording()  # so that windows of the model's own can be cropped
+        if VERSION >= (5, 23):  # before, a window that records its past has masks of another width
+            self.cache.activate_past_recording()  # so that windows of the model's own can be cropped
         model(IDS, past_key_values=self.cache)
         model(IDS[:, :1], past_key_values=self.cache)
         if edit == "load":
@@ -183,7 +185,8 @@ def test_an_edit_that_fails_is_taken_back_or_refused(edit: str, fault: str, tmp_
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "turbo"])
 def test_each_kind_of_cache(kind: str, edit: str, tmp_path: Path):
     outcomes = play(kind, edit, "interrupt", tmp_path, 6)
-    assert outcomes["faults"] or (edit == "crop" and kind in ("linear", "hybrid"))
+    uncropped = ("linear", "hybrid", *(["own windows"] if VERSION < (5, 23) else []))
+    assert outcomes["faults"] or (edit == "crop" and kind in uncropped)
 
 
 @pytest.mark.slow
