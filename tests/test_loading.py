@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import qattn_hf.check  # noqa: F401  kernels cannot be imported while the test pretends that there is a GPU
 from qattn_hf.cli import main
 
 COMMANDS = {
@@ -38,3 +39,10 @@ def test_a_folder_of_gguf_is_told_how_to_be_converted(command, capsys, tmp_path,
 def test_a_folder_without_a_config_is_named(capsys, tmp_path):
     error = said_of(capsys, "check", str(tmp_path))
     assert str(tmp_path) in error and "no config.json" in error and "save_pretrained" in error
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_a_checkpoint_of_the_records_is_told_how_to_be_had(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    error = said_of(capsys, "check", name)
+    assert f"python eval/checkpoints.py fetch {name}" in error and "--model" in error
