@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-
 # The released checkpoints of this project's records: the names that `eval/` gives them, and those on the hub.
 MEASURED_ON = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct", "gemma3": "google/gemma-3-270m"}
 
