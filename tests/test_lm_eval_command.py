@@ -50,6 +50,7 @@ def test_a_table_of_methods_with_bits_and_bytes(qattn, tmp_path):
     full, turbo, _ = written["rows"]
     assert full["n"] == 2 and full["effective_bits"] is None and full["kv_share"] == 1 and full["packed_requests"] == 0
     assert turbo["recipe"]["v_bits"] == 2 and 3 < turbo["effective_bits"] < 4 and turbo["packed_requests"] == 2
+    assert "agrees" not in full and 0 <= turbo["agrees"] <= 1
     assert "packed cache" in turbo["mode"] and "nothing packed" in full["mode"]
     assert written["versions"]["torch"] and written["command"].startswith("qattn")
 

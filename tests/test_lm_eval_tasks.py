@@ -236,13 +236,22 @@ def test_needles_lie_at_their_depths_in_texts_of_their_lengths(without_data):
             sentence = f"The special magic number of {row['name']} is {row['target']}. "
             where = row["input"].index(sentence) / (row["input"].index("\nWhat is") - len(sentence))
             assert where == pytest.approx(row["depth"] / 100, abs=0.1)
-    count = generated._counter({"pretrained": str(demo_model_dir())})
-    lengths = [count(row["input"]) / row["length"] for row in tasks["needle_multikey"].eval_docs]
+    tokenizer = generated.tokenizer_of({"pretrained": str(demo_model_dir())}, "needle")
+    lengths = [len(tokenizer(row["input"]).input_ids) / row["length"] for row in tasks["needle_multikey"].eval_docs]
     assert min(lengths) > 0.9 and max(lengths) <= 1
     with pytest.raises(QAttnError, match="lengths are of"):
         generated.needle(0, lengths=[1000])
     with pytest.raises(QAttnError, match="name a tokenizer"):
         generated.needle(0, lengths=[1024])
+
+
+def test_an_oracle_calls_every_tool_right():
+    names, lengths = ["qattn_tools"], {"lengths": [4096], "samples": 3}
+    found = TaskManager(
+        include_path=str(tasks_dir()), include_defaults=False, metadata={"pretrained": str(demo_model_dir()), **lengths}
+    )
+    scored = results(Oracle(found.load(names)["tasks"], answer), found, names)["qattn_tools"]
+    assert scored["acc,none"] == scored["arguments,none"] == scored["tokens_4096,none"] == 1
 
 
 def test_drift_tells_early_errors_from_late_ones():

@@ -20,7 +20,8 @@ ANSWER = 32  # tokens of a length reserved for the answer and a first special to
 DEPTHS = (0, 25, 50, 75, 100)  # per cent of the text before the sentence
 
 
-def _splits(**rows: list[dict[str, Any]]) -> Any:
+def datasets_of(**rows: list[dict[str, Any]]) -> Any:
+    """Rows as a `DatasetDict`, by the names of their splits."""
     from datasets import Dataset, DatasetDict
 
     return DatasetDict({name: Dataset.from_list(split) for name, split in rows.items()})
@@ -30,13 +31,13 @@ def sums(**metadata: Any) -> Any:
     """400 word sums, and eight for few-shot prompts, as `question` and `answer` in GSM8K's form."""
     rng = random.Random(0)
     rows = [dict(zip(("question", "answer"), demo_tasks.sums(rng), strict=True)) for _ in range(408)]
-    return _splits(train=rows[:8], test=rows[8:])
+    return datasets_of(train=rows[:8], test=rows[8:])
 
 
 def recall(pairs: int, **metadata: Any) -> Any:
     """200 lists of `pairs` names with numbers and a question for one, as `input` and `target`."""
     rng = random.Random(pairs)
-    return _splits(
+    return datasets_of(
         test=[dict(zip(("input", "target"), demo_tasks.recall(rng, pairs), strict=True)) for _ in range(200)]
     )
 
@@ -61,20 +62,28 @@ def needle(
     """
     if other := [n for n in lengths if n not in LENGTHS] + [d for d in depths if d not in DEPTHS]:
         raise QAttnError(f"needle: {other[0]}: lengths are of {LENGTHS}, depths of {DEPTHS}")
-    count = _counter(metadata)
+    tokenizer = tokenizer_of(metadata, "needle")
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+
     rng = random.Random(distractors)
     rows = [_hidden(rng, n, d, distractors, count) for n in lengths for d in depths for _ in range(samples)]
-    return _splits(test=rows)
+    return datasets_of(test=rows)
 
 
-def _counter(metadata: dict[str, Any]) -> Callable[[str], int]:
+def tokenizer_of(metadata: dict[str, Any], task: str) -> Any:
+    """The tokenizer by which a task counts tokens.
+
+    Raises:
+        QAttnError: `metadata` names none, as `tokenizer` or as `pretrained`.
+    """
     from transformers import AutoTokenizer
 
     source = metadata.get("tokenizer") or metadata.get("pretrained")
     if not isinstance(source, str):
-        raise QAttnError("needle counts tokens: name a tokenizer, --metadata tokenizer=FOLDER_OR_HUB_NAME")
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    return lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
+        raise QAttnError(f"{task} counts tokens: name a tokenizer, --metadata tokenizer=FOLDER_OR_HUB_NAME")
+    return AutoTokenizer.from_pretrained(source)
 
 
 def _hidden(
@@ -108,7 +117,7 @@ def drift(lines: int = 480, cycle: int = 12, **metadata: Any) -> Any:
         names = rng.sample(demo_tasks.NAMES, cycle)
         numbered = [f"{i + 1}: {names[i % cycle]}\n" for i in range(2 * cycle + lines)]
         rows.append({"input": "".join(numbered[: 2 * cycle]), "target": "".join(numbered[2 * cycle :])})
-    return _splits(test=rows)
+    return datasets_of(test=rows)
 
 
 def drift_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

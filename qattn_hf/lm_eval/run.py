@@ -10,6 +10,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from qattn_hf.errors import QAttnError
+from qattn_hf.lm_eval.agreement import Answer, Place, agreement, answers
 from qattn_hf.lm_eval.arguments import FULL
 from qattn_hf.lm_eval.local import task_folders
 from qattn_hf.lm_eval.model import QAttnLM
@@ -28,6 +29,9 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Evaluate, and yield one row for each method, task and metric.
 
+    Full precision is evaluated first if it is among the methods. The rows of the others then have
+    `agreement.agreement` with its answers.
+
     Args:
         methods: recipes by name; None is full precision.
         tasks: names of tasks, of lm-eval or this package.
@@ -42,11 +46,17 @@ def rows(
         manager = _manager(folders, tasks, metadata)
         if unknown := [name for name in tasks if name not in manager.all_tasks]:
             raise QAttnError(f"--task {unknown[0]}: no such task; `python -m qattn_hf.lm_eval ls tasks` lists them")
-        for name, recipe in methods.items():
+        of_full: dict[Place, Answer] = {}
+        for name, recipe in sorted(methods.items(), key=lambda method: method[1] is not None):
             how = {"method": FULL} if recipe is None else {"recipe": recipe}
             lm = QAttnLM(model, tokenizer=tokenizer, **how, **arguments)
-            results = simple_evaluate(lm, tasks=tasks, task_manager=manager, log_samples=False, **options)
-            yield from _rows(name, lm, results)
+            results = simple_evaluate(lm, tasks=tasks, task_manager=manager, log_samples=True, **options)
+            if results is None:  # only the first of several processes has them
+                continue
+            own = answers(results["samples"])
+            for row in _rows(name, lm, results):
+                yield {**row, **agreement(own, of_full, row["task"], row["filter"])}
+            of_full = own if recipe is None else of_full
 
 
 def _manager(folders: list[str], tasks: list[str], metadata: dict[str, Any]) -> TaskManager:

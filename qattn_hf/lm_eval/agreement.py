@@ -1,0 +1,79 @@
+"""How often a method answers as full precision does, whatever the right answer is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+HOLDS = 0.9  # share of equal answers up to which a method is said to hold
+
+Place = tuple[str, str, int]  # task, filter, number of the row
+
+
+class Answer(NamedTuple):
+    """What a row was answered, in a form that can be compared, and the row's length in tokens if it has one."""
+
+    said: Any
+    length: int | None
+
+
+def answers(samples: dict[str, list[dict[str, Any]]]) -> dict[Place, Answer]:
+    """Answers from lm-eval's `samples`: texts behind their filter, or the number of the choice.
+
+    Rows that have no answer, as those of a perplexity, are left out.
+    """
+    found = {}
+    for task, rows in samples.items():
+        for row in rows:
+            said = _said(row["filtered_resps"])
+            if said is not None:
+                length = row["doc"].get("length") if isinstance(row["doc"], dict) else None
+                found[task, row["filter"], row["doc_id"]] = Answer(said, length)
+    return found
+
+
+def _said(responses: Any) -> Any:
+    """A text or texts as they are; of choices, each a pair of its log-likelihood and whether greedy decoding gives it,
+    the number of the likeliest; of one, whether it is greedy."""
+    if all(isinstance(response, tuple | list) and _is_score(response) for response in responses):
+        if len(responses) == 1:
+            return bool(responses[0][1])
+        return max(range(len(responses)), key=lambda i: responses[i][0])
+    return None if any(isinstance(response, float) for response in responses) else responses
+
+
+def _is_score(response: Any) -> bool:
+    return len(response) == 2 and isinstance(response[0], float)
+
+
+def agreement(own: dict[Place, Answer], full: dict[Place, Answer], task: str, kind: str) -> dict[str, Any]:
+    """Of the rows of a task that both answered: the share of equal answers (`agrees`) with its standard error; where
+    rows have lengths also `agrees_by_length`, and `holds_to`, the length up to which it is at least `HOLDS`.
+
+    Args:
+        own, full: `answers` of a method and of full precision. kind: name of lm-eval's filter.
+    """
+    lengths: dict[int | None, list[bool]] = defaultdict(list)
+    for place, answer in own.items():
+        if place[:2] == (task, kind) and place in full:
+            lengths[answer.length].append(answer.said == full[place].said)
+    equal = [one for of_length in lengths.values() for one in of_length]
+    if not equal:
+        return {}
+    share = sum(equal) / len(equal)
+    found: dict[str, Any] = {"agrees": share}
+    found["agrees_stderr"] = (share * (1 - share) / (len(equal) - 1)) ** 0.5 if len(equal) > 1 else None
+    if None not in lengths:
+        by_length = {length: sum(lengths[length]) / len(lengths[length]) for length in sorted(lengths)}  # type: ignore[type-var]
+        found |= {"agrees_by_length": by_length, "holds_to": holds_to(by_length)}
+    return found
+
+
+def holds_to(by_length: dict[Any, float]) -> int:
+    """The greatest length at which, and at all smaller ones, the share is at least `HOLDS`; 0 if there is none."""
+    held = 0
+    for length, share in by_length.items():
+        if share < HOLDS:
+            break
+        held = length
+    return held
