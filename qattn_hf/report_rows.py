@@ -135,7 +135,7 @@ def _unread(layer: QAttnLayer, packed: int) -> bool | None:
 
 
 def _clamped_scales(layer: QAttnLayer) -> int:
-    """Number of scales, norms and zero points of closed blocks that stand at the end of fp16's range."""
+    """Number of scales and zero points of closed blocks that stand at the end of fp16's range."""
     sides = ((layer.spec.k.core, side_of(layer.state, "k")), (layer.spec.v.core, side_of(layer.state, "v")))
     counts = [fmt.clamped_scales(state) for fmt, state in sides]
     closed = (layer.state["block_len"] > 0)[:, None]

@@ -107,8 +107,8 @@ class Report:
           own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
           window is not packed. A packed one has the tokens of its `window`, or None, whether it is `quantized` (not
           with the method `none`, and not where windows are unquantized), and `tokens_by_bits`: of a side whose blocks
-          differ, as `memory` makes them, the packed tokens by the bits of their codes. `clamped_scales`: scales, norms
-          and zero points at the end of fp16's range (65,504), to which keys or values beyond it are clamped.
+          differ, as `memory` makes them, the packed tokens by the bits of their codes. `clamped_scales`: scales and
+          zero points in fp16 at the end of its range (65,504), to which keys or values beyond it are clamped.
         """
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
         counted = [row for row in self.layers if "own" not in row]

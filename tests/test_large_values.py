@@ -20,6 +20,7 @@ METHODS = [
     "turboquant:k_format=q4,v_format=q8",
     "turbo:smooth_k=True",
 ]
+IN_FP16 = ("kivi", "sinkq", "low", "q4")  # methods with a zero point or a signed scale
 
 
 def scaled(side: str, factor: float):
@@ -53,14 +54,16 @@ def test_the_error_is_the_same_at_every_factor_or_scales_are_counted(exact, meth
 
     base, counted = error("v", 1)
     assert counted == 0
+    may_clamp = any(name in method for name in IN_FP16)
     for side, factor in FACTORS:
         # powers of ten round otherwise; a method's own random error varies by less than a factor of 2
         grown, counted = error(side, factor)
+        assert may_clamp or not counted
         assert grown < 2 * base + 1e-4 or counted, f"{side} * {factor:g}: {grown:.2g}, at factor 1 {base:.2g}"
 
 
 def test_a_crop_takes_the_count_back():
-    model = patch(scaled("v", 1e6), "nf4")
+    model = patch(scaled("v", 1e7), "turboquant:v_format=q4")
     _, cache = steps(model)
     few = report(cache).to_dict()["layers"][0]["clamped_scales"]
     assert few > 0

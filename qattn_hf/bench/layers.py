@@ -10,6 +10,7 @@ import torch
 
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import Method
+from qattn_kernels.formats.scales import to_bits
 from qattn_kernels.layer.support import no_triton, unsupported
 from qattn_kernels.layout import State
 from qattn_kernels.ops.sink_pool.table import at_slots
@@ -108,6 +109,8 @@ def _fill_numbers(state: State, name: str) -> None:
         tensor.random_(-119, 120)
     elif kind in ("x", "ring", "sink"):
         tensor.normal_()
+    elif tensor.dtype == torch.int16:  # scales, as bits
+        tensor.copy_(to_bits(torch.empty(tensor.shape, device=tensor.device).uniform_(0.02, 0.03)))
     else:  # scales
         tensor.uniform_(0.02, 0.03)
 

@@ -14,6 +14,7 @@ from qattn_hf.methods import get_method
 from qattn_kernels.formats.base import Operand, int8_tokens
 from qattn_kernels.formats.flashq.reference import head_priority, stage_one, stage_two
 from qattn_kernels.formats.packed import pack, unpack
+from qattn_kernels.formats.scales import from_bits, to_bits
 from qattn_kernels.layer.state import side_of
 
 
@@ -65,10 +66,10 @@ def test_values_with_a_scale_a_token_are_codes_of_their_int8_numbers(bits: int):
     state, tokens = side_of(layer.state, "v"), int8_tokens(v)
     code, channel_scale, zero_point = stage_two(tokens.x, torch.ones(1, 2, 64, dtype=torch.bool), bits)
     numbers = code.int() * channel_scale[:, :, None].int() + zero_point[:, :, None]
-    want = numbers.double() * tokens.scales.half().double()[..., None]
+    want = numbers.double() * from_bits(to_bits(tokens.scales)).double()[..., None]
     held = layer.spec.v.read(state, 1).dequantize()[:, :, 0]
     torch.testing.assert_close(held.double(), want, rtol=1e-6, atol=0)  # one product in fp32
-    assert state["scale"].shape == (1, 2, 8, 64) and state["scale"].dtype == torch.float16
+    assert state["scale"].shape == (1, 2, 8, 64) and state["scale"].dtype == torch.int16
     error = ((held - v).norm(dim=-1) / v.norm(dim=-1)).mean((0, 1))
     assert error[-16:].mean() < 1.2 * error[:16].mean()  # smallest and largest tokens, each a mean of 32
 

@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def restored(fmt: ChannelBlockFormat, x: torch.Tensor) -> torch.Tensor:
     code, scale = fmt.encode(x)
-    return fmt.levels(code) * scale.float()[..., None]
+    return fmt.levels(code) * fmt.scales(scale)[..., None]
 
 
 def mse(fmt: ChannelBlockFormat, x: torch.Tensor) -> float:
@@ -75,7 +75,7 @@ def test_codes_are_the_nearest_and_the_norm_is_kept(bits: int, norm_block: int):
     chosen = distance.gather(-1, code.long()[..., None])[..., 0]
     assert (chosen <= distance.amin(-1) + 1e-6).all(), "another level is nearer"
     norm, kept = x.norm(dim=-1), restored(fmt, x).norm(dim=-1)
-    torch.testing.assert_close(kept, norm, rtol=2**-11 + 1e-6, atol=0)  # an fp16 rounds by 2^-11 at most
+    torch.testing.assert_close(kept, norm, rtol=2**-11 + 1e-6, atol=0)  # 11 bits round by 2^-11 at most
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -130,7 +130,7 @@ def test_q4_beats_one_scale_of_seven_steps():
 def test_q8_errs_by_half_a_step():
     x = normal(500, 32) * 10
     step = x.abs().amax(-1, keepdim=True) / 127
-    # the scale is rounded to fp16, by 2^-11 of up to 127 steps
+    # the scale is rounded to 11 bits, by 2^-11 of up to 127 steps
     assert ((restored(QuantBlockFormat(bits=8), x) - x).abs() <= step * (0.5 + 127 * 2**-11)).all()
 
 

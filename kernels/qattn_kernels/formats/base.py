@@ -277,8 +277,8 @@ class Format:
         raise NotImplementedError
 
     def clamped_scales(self, state: State) -> torch.Tensor | None:
-        """int64 `[B, Hkv, blocks]`: how many fp16 scales, norms and zero points of each block stand at the end of
-        fp16's range, to which `write` clamps what lies beyond. None: nothing is clamped, since all are fp32.
+        """int64 `[B, Hkv, blocks]`: how many fp16 scales and zero points of each block stand at the end of its range,
+        to which `write` clamps what lies beyond. None: nothing is in fp16.
 
         The stored bytes alone give the count, so kernels and reference count alike, and a crop takes the count back.
         """

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.packing import read_codes, write_codes
 from qattn_kernels.formats.planes import in_half_order, load_planes, quarter_columns, spread_planes
+from qattn_kernels.formats.scale_bits import from_bits
 from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import (
@@ -23,8 +24,6 @@ from qattn_kernels.jit.tile_order import (
     to_token_order,
     unstack,
 )
-
-LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
 class Tensors(NamedTuple):
@@ -42,9 +41,12 @@ def _grouped(x, GROUP: tl.constexpr):
 
 
 @triton.jit
-def to_half(scale):
-    """fp16, finite."""
-    return tl.clamp(scale, -LARGEST, LARGEST).to(tl.float16)
+def restored(scale):
+    """fp32 of scales as they are stored: bits in int16, or fp16."""
+    if scale.dtype == tl.int16:
+        return from_bits(scale)
+    else:
+        return scale.to(tl.float32)
 
 
 @triton.jit
@@ -58,7 +60,7 @@ def _scale_offsets(at, GROUP: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def put_block(S, x, at, ENCODE: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """A full block `[BLOCK, DP]`, whose tokens come as they are. `ENCODE` makes int32 codes of fp32 groups `[BLOCK,
-    groups, GROUP]`, and their fp16 scales; `SHUFFLED`: see `write_codes`."""
+    groups, GROUP]`, and their scales as they are stored; `SHUFFLED`: see `write_codes`."""
     BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
     GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
     code, scale = ENCODE(_grouped(x, GROUP), BITS)
@@ -77,7 +79,7 @@ def get_block(
     GROUP: tl.constexpr = C.V_CHANNELS if VALUES else C.K_CHANNELS
     level = LEVELS(read_codes(S.codes, at, BITS, SHUFFLED, VALUES, C), BITS).to(tl.float32) * UNIT
     offsets, mask = _scale_offsets(at, GROUP, C)
-    scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
+    scale = restored(tl.load(S.scale + offsets, mask=mask, other=0))
     return tl.reshape(_grouped(level, GROUP) * scale[:, :, None], level.shape), tl.full([C.BLOCK], 0, tl.float32)
 
 
@@ -85,7 +87,7 @@ def get_block(
 def _scales(S, at, g: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
     """Scales fp32 `[BLOCK]` of a block's tokens for group `g` of channels."""
     COUNT: tl.constexpr = (C.D + GROUP - 1) // GROUP
-    return tl.load(S.scale + at * (COUNT * C.BLOCK) + g * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
+    return restored(tl.load(S.scale + at * (COUNT * C.BLOCK) + g * C.BLOCK + tl.arange(0, C.BLOCK)))
 
 
 @triton.jit

@@ -8,17 +8,17 @@ from typing import ClassVar
 
 import torch
 
-from qattn_kernels.formats.base import FP16_MAX, Block, OpenFormat, Operand, at_fp16_max, write_rows
+from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.packed import pack, unpack
+from qattn_kernels.formats.scales import from_bits
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
-LARGEST = FP16_MAX
 LEAST_GROUP = 32  # channels that a product of integers takes at once
 
 
 @dataclass(frozen=True)
 class ChannelBlockFormat(OpenFormat):
-    """Base: codes of `bits` bits, `value = level * scale` with an fp16 scale for `group(D)` channels of a token.
+    """Base: codes of `bits` bits, `value = level * scale` with a scale of 16 bits for `group(D)` channels of a token.
 
     Attributes:
         bits: of a code; 8 are INT8 as they are, fewer are packed (`pack`).
@@ -46,8 +46,17 @@ class ChannelBlockFormat(OpenFormat):
         raise NotImplementedError
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes in [0, 2^bits), or INT8, of fp32 groups `[..., groups, group]`, and their fp16 scales."""
+        """Codes in [0, 2^bits), or INT8, of fp32 groups `[..., groups, group]`, and their scales as they are stored."""
         raise NotImplementedError
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of scales as they are stored: int16 holds the bits of `formats/scales.py`."""
+        return torch.int16
+
+    def scales(self, stored: torch.Tensor) -> torch.Tensor:
+        """fp32 scales of stored ones."""
+        return from_bits(stored)
 
     def levels(self, code: torch.Tensor) -> torch.Tensor:
         """The fp32 level that each code stands for."""
@@ -67,7 +76,7 @@ class ChannelBlockFormat(OpenFormat):
         codes = (dim, tokens) if self.for_values else (tokens, dim)
         return {
             "codes": TensorSpec((*rows, *codes), torch.int8 if self.bits == 8 else torch.uint8, block_dim=2),
-            "scale": TensorSpec((*rows, groups, block), torch.float16, block_dim=2),
+            "scale": TensorSpec((*rows, groups, block), self.scale_dtype, block_dim=2),
         }
 
     def write(self, state: State, block: Block) -> None:
@@ -86,11 +95,8 @@ class ChannelBlockFormat(OpenFormat):
         codes = codes.transpose(-1, -2) if self.for_values else codes
         level = self.levels(codes if self.bits == 8 else unpack(codes, self.bits))
         dim = level.shape[-1]
-        scale = state["scale"][:, :, :blocks].float().transpose(-1, -2).repeat_interleave(self.group(dim), -1)
+        scale = self.scales(state["scale"][:, :, :blocks]).transpose(-1, -2).repeat_interleave(self.group(dim), -1)
         return Operand((level * scale[..., :dim]).to(state["ring"].dtype), None)
-
-    def clamped_scales(self, state: State) -> torch.Tensor:
-        return at_fp16_max(state["scale"])
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:
         return [[self.bits] * heads for _ in range(state["codes"].shape[0])]

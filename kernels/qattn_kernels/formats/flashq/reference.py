@@ -271,13 +271,21 @@ class FlashQFormat(Format):
         return Operand(x1, self.of_tokens(scale).expand(x1.shape[:-1]))
 
     def of_tokens(self, scale: torch.Tensor) -> torch.Tensor:
-        """Scales as they are stored, `[...]` of blocks, in fp32 `[..., 1 or block]`."""
+        """The scale of each token, `[..., 1 or block]`, of `first_stage`'s."""
         return scale[..., None]
+
+    def as_stored(self, scale: torch.Tensor) -> torch.Tensor:
+        """`first_stage`'s scales as the state has them."""
+        return scale
+
+    def restored(self, stored: torch.Tensor) -> torch.Tensor:
+        """`first_stage`'s scales from those of the state, in fp32."""
+        return stored
 
     def write(self, state: State, block: Block) -> None:
         x1, scale = self.first_stage(block.tokens, block.keep)
         self._place_heads(state, x1, scale, block)
-        write_rows(state["scale"], block.index, block.write, scale)
+        write_rows(state["scale"], block.index, block.write, self.as_stored(scale))
         if not self.mixed:
             for bits, first, end in self.spans(state["scale"].shape[2]):
                 if end > first:
@@ -335,11 +343,10 @@ class FlashQFormat(Format):
             spans = [(bits, max(0, min(blocks, end) - first)) for bits, first, end in self.spans(blocks)]
             parts = [self._unpacked(state[f"codes{bits}"][:, :, :count], bits) for bits, count in spans]
             code = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-        channel_scale, zero_point, scale = (
-            state[name][:, :, :blocks] for name in ("channel_scale", "zero_point", "scale")
-        )
+        names = ("channel_scale", "zero_point", "scale")
+        channel_scale, zero_point, scale = (state[name][:, :, :blocks] for name in names)
         x1 = code.to(torch.int16) * channel_scale[..., None, :] + zero_point[..., None, :]
-        return self._operand(x1.to(torch.int8), scale)
+        return self._operand(x1.to(torch.int8), self.restored(scale))
 
     def recode(self, state: State, new: Format, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
         """Blocks whose bits change get their second stage from what they are read as, and so do channel scales and zero

@@ -8,30 +8,29 @@ import triton.language as tl
 from qattn_kernels.formats.flashq.jit import JIT as FLASHQ
 from qattn_kernels.formats.flashq.jit import codes_of, get_codes, put_codes
 from qattn_kernels.formats.packing import code_values
+from qattn_kernels.formats.scale_bits import from_bits, to_bits
 from qattn_kernels.jit.math import TINY, inverse_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP
 from qattn_kernels.jit.tile_order import to_token_order
 
-LARGEST = tl.constexpr(65504.0)  # of fp16
-
 
 @triton.jit
 def block_form(code, scale, keep):
-    """No first stage: the tokens' own codes, and their scales as fp16 holds them."""
-    return code, tl.minimum(scale, LARGEST).to(tl.float16).to(tl.float32)
+    """No first stage: the tokens' own codes, and their scales as 16 bits hold them."""
+    return code, from_bits(to_bits(scale))
 
 
 @triton.jit
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     put_codes(S, code, keep, b, h, index, NB, place, VALUES, C)
-    tl.store(S.scale + ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + t, scale.to(tl.float16))
+    tl.store(S.scale + ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + t, to_bits(scale))
 
 
 @triton.jit
 def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """INT8 tokens `[BLOCK, DP]` of a closed block, and their scales."""
     at = ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + tl.arange(0, C.BLOCK)
-    return get_codes(S, b, h, index, NB, place, VALUES, C), tl.load(S.scale + at).to(tl.float32)
+    return get_codes(S, b, h, index, NB, place, VALUES, C), from_bits(tl.load(S.scale + at))
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexp
     """A token's scale goes into its weight, scales of channels into the sum, and a zero point is weighed with the sum
     of what the weights became. Codes of 8 bits have no such scale and no zero point."""
     d = tl.arange(0, C.DP)
-    scale = tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
+    scale = from_bits(tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)))
     w = p * to_token_order(scale, C.PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), TINY)
     o = code_values(codes_of(S, BITS), index, w * (inverse_of(top) * SPLIT_TOP)[None, :], BITS, C)

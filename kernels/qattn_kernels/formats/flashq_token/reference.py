@@ -11,31 +11,35 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import FP16_MAX, Operand, at_fp16_max
+from qattn_kernels.formats.base import Operand
 from qattn_kernels.formats.flashq.reference import FlashQFormat
-from qattn_kernels.layout import Geometry, State, TensorSpec, Window
+from qattn_kernels.formats.scales import from_bits, to_bits
+from qattn_kernels.layout import Geometry, TensorSpec, Window
 
 
 @dataclass(frozen=True)
 class FlashQTokenFormat(FlashQFormat):
-    """FlashQ with an fp16 scale a token of a block in place of one fp32 scale a block; for values."""
+    """FlashQ with a scale of 16 bits a token of a block in place of one fp32 scale a block; for values."""
 
     name = "flashq_token"
     block_scales = False
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         shape = (geo.batch, geo.heads, geo.blocks, window.block)
-        return super().tensors(geo, window, dim) | {"scale": TensorSpec(shape, torch.float16, block_dim=2)}
+        return super().tensors(geo, window, dim) | {"scale": TensorSpec(shape, torch.int16, block_dim=2)}
 
     def first_stage(self, tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens' own codes, and their scales in fp16: below 3e-8 a scale is 0, and so is its token."""
-        return tokens.x, tokens.scales.clamp(max=FP16_MAX).half()
-
-    def clamped_scales(self, state: State) -> torch.Tensor:
-        return at_fp16_max(state["scale"])
+        """The tokens' own codes, and their scales as 16 bits hold them: one below 2^-30 is 0, and so is its token."""
+        return tokens.x, from_bits(to_bits(tokens.scales))
 
     def of_tokens(self, scale: torch.Tensor) -> torch.Tensor:
-        return scale.float()
+        return scale
+
+    def as_stored(self, scale: torch.Tensor) -> torch.Tensor:
+        return to_bits(scale)
+
+    def restored(self, stored: torch.Tensor) -> torch.Tensor:
+        return from_bits(stored)
 
 
 FORMAT = FlashQTokenFormat

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.kivi.jit import JIT as KIVI
-from qattn_kernels.formats.kivi.jit import LARGEST
 from qattn_kernels.formats.kivi.jit import get as get_unit
 from qattn_kernels.formats.kivi.jit import put as put_unit
 from qattn_kernels.formats.kivi.jit import scores as unit_scores
+from qattn_kernels.formats.scale_bits import from_bits, to_bits
 from qattn_kernels.formats.turboquant.jit import tree_sum
 from qattn_kernels.jit.math import divide
 from qattn_kernels.jit.tile_order import to_token_order
@@ -32,9 +32,9 @@ class Tensors(NamedTuple):
 def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """A full block, whose tokens come as they are."""
     squares = tl.reshape(tree_sum(tl.reshape(code * code, (code.shape[0], 1, code.shape[1]))), (code.shape[0],))
-    norm = tl.minimum(tl.sqrt_rn(squares * (1.0 / C.D)), LARGEST).to(tl.float16)
-    tl.store(S.norm + ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + t, norm)
-    divisor = tl.where(norm == 0.0, 1.0, norm.to(tl.float32))
+    bits = to_bits(tl.sqrt_rn(squares * (1.0 / C.D)))
+    tl.store(S.norm + ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + t, bits)
+    divisor = tl.where(bits == 0, 1.0, from_bits(bits))
     put_unit(S, divide(code, divisor[:, None]), scale, keep, write, t, b, h, index, NB, place, VALUES, C)
 
 
@@ -43,13 +43,13 @@ def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
     x, scale = get_unit(S, b, h, index, NB, place, VALUES, C)
     at = ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + tl.arange(0, C.BLOCK)
-    return x * tl.load(S.norm + at).to(tl.float32)[:, None], scale
+    return x * from_bits(tl.load(S.norm + at))[:, None], scale
 
 
 @triton.jit
 def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
     """Products with keys of norm 1, times their norms."""
-    norm = tl.load(S.norm + at * C.BLOCK + tl.arange(0, C.BLOCK)).to(tl.float32)
+    norm = from_bits(tl.load(S.norm + at * C.BLOCK + tl.arange(0, C.BLOCK)))
     return unit_scores(S, at, index, query, query_scale, BITS, C) * to_token_order(norm, C.PARTS)[:, None]
 
 

@@ -12,22 +12,24 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.base import Block, Operand, at_fp16_max, write_rows
-from qattn_kernels.formats.kivi.reference import LARGEST, KiviFormat
+from qattn_kernels.formats.base import Block, Operand, write_rows
+from qattn_kernels.formats.kivi.reference import KiviFormat
+from qattn_kernels.formats.scales import from_bits, to_bits
 from qattn_kernels.formats.turboquant.reference import tree_sum
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """fp16 `[..., tokens]`: root mean square of the channels of fp32 `[..., tokens, D]`, in the order of `tree_sum`."""
+    """Bits `[..., tokens]` of the root mean square of the channels of fp32 `[..., tokens, D]`, added in the order of
+    `tree_sum`: see `formats/scales.py`."""
     dim = x.shape[-1]
     padded = torch.nn.functional.pad(x * x, (0, (1 << (dim - 1).bit_length()) - dim))
-    return torch.sqrt(tree_sum(padded) * (1 / dim)).clamp(max=LARGEST).half()
+    return to_bits(torch.sqrt(tree_sum(padded) * (1 / dim)))
 
 
 @dataclass(frozen=True)
 class KiviNormFormat(KiviFormat):
-    """KIVI of keys over their norms, with an fp16 norm a token of a block."""
+    """KIVI of keys over their norms, with a norm of 16 bits a token of a block."""
 
     name = "kivi_norm"
 
@@ -36,20 +38,17 @@ class KiviNormFormat(KiviFormat):
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:
         shape = (geo.batch, geo.heads, geo.blocks, window.block)
-        return super().tensors(geo, window, dim) | {"norm": TensorSpec(shape, torch.float16, block_dim=2)}
+        return super().tensors(geo, window, dim) | {"norm": TensorSpec(shape, torch.int16, block_dim=2)}
 
     def write(self, state: State, block: Block) -> None:
         x = block.tokens.x.float()
         norm = norms(x)
         write_rows(state["norm"], block.index, block.write, norm)
-        unit = x / torch.where(norm == 0, 1.0, norm.float())[..., None]
+        unit = x / torch.where(norm == 0, 1.0, from_bits(norm))[..., None]
         super().write(state, dataclasses.replace(block, tokens=Operand(unit, None)))
 
     def numbers(self, state: State, blocks: int) -> torch.Tensor:
-        return super().numbers(state, blocks) * state["norm"][:, :, :blocks].float()[..., None]
-
-    def clamped_scales(self, state: State) -> torch.Tensor:
-        return super().clamped_scales(state) + at_fp16_max(state["norm"])
+        return super().numbers(state, blocks) * from_bits(state["norm"][:, :, :blocks])[..., None]
 
 
 FORMAT = KiviNormFormat

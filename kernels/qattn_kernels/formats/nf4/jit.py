@@ -5,10 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block, to_half
+from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block
 from qattn_kernels.formats.codebook import half_levels_of, levels_of, lookup, words
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.nf4.reference import TOP, integers, midpoints
+from qattn_kernels.formats.scale_bits import from_bits, to_bits
 
 UNIT = tl.constexpr(1 / TOP)
 MIDPOINTS = tl.constexpr(midpoints())
@@ -18,10 +19,10 @@ LOOKUP = tl.constexpr(lookup(integers()))
 
 @triton.jit
 def encode(x, BITS: tl.constexpr):
-    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and their fp16 scales: of 16 levels a half, then a half of
+    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and bits of their scales: of 16 levels a half, then a half of
     that, until one is left."""
-    scale = to_half(tl.max(tl.abs(x), 2))
-    whole = tl.broadcast_to(scale.to(tl.float32)[:, :, None], x.shape)
+    scale = to_bits(tl.max(tl.abs(x), 2))
+    whole = tl.broadcast_to(from_bits(scale)[:, :, None], x.shape)
     a = x > whole * MIDPOINTS[7]
     b = x > tl.where(a, whole * MIDPOINTS[11], whole * MIDPOINTS[3])
     c = x > _quarter(a, b, whole, 1)

@@ -1,7 +1,7 @@
 """NF4: a scale a block of channels, and one code a channel among 16 quantiles of the normal distribution.
 
 QLoRA (Dettmers et al. 2023), section 3 and appendix E. Its double quantization of scales is left out: theirs are fp32
-and cost half a bit a value, ours are fp16 and cost a quarter of one at the same block of 64.
+and cost half a bit a value, ours have 16 bits and cost a quarter of one at the same block of 64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from statistics import NormalDist
 
 import torch
 
-from qattn_kernels.formats.channel_block.reference import LARGEST, CodebookFormat
+from qattn_kernels.formats.channel_block.reference import CodebookFormat
+from qattn_kernels.formats.scales import from_bits, to_bits
 
 # The outermost quantile lies half a step inside: that of 16 levels above zero and of 15 below, averaged.
 OFFSET = 1 - (1 / 32 + 1 / 30) / 2
@@ -43,7 +44,7 @@ def midpoints() -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Nf4Format(CodebookFormat):
-    """`scale = max|x|` of a block of channels of a token, in fp16; the nearest level of `x / scale` for each channel.
+    """`scale = max|x|` of a block of channels of a token, in 16 bits. A channel gets the nearest level of `x / scale`.
 
     Attributes:
         group_size: channels that share a scale: 32, 64 or 128; at most the next power of two of the head dim.
@@ -61,10 +62,11 @@ class Nf4Format(CodebookFormat):
         return integers()
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = x.abs().amax(-1).clamp(max=LARGEST).half()
+        scale = to_bits(x.abs().amax(-1))
+        whole = from_bits(scale)[..., None]
         code = torch.zeros_like(x, dtype=torch.uint8)
         for middle in midpoints():
-            code += x > scale.float()[..., None] * middle
+            code += x > whole * middle
         return code, scale
 
 

@@ -5,25 +5,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block, to_half
+from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block, restored
 from qattn_kernels.formats.codebook import half_offsets
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
+from qattn_kernels.formats.scale_bits import to_bits
 from qattn_kernels.jit.math import code_bits, divide
 
 UNIT_4 = tl.constexpr(1 / 16)  # see `half_offsets`
 UNIT_8 = tl.constexpr(1.0)
+LARGEST = tl.constexpr(65504.0)  # of fp16
 
 
 @triton.jit
 def encode(x, BITS: tl.constexpr):
-    """`code_bits` of fp32 groups `[BLOCK, groups, GROUP]` and their fp16 scales; needs `enable_fp_fusion=False`."""
+    """`code_bits` of fp32 groups `[BLOCK, groups, GROUP]` and stored scales; needs `enable_fp_fusion=False`."""
     low, high = tl.min(x, 2), tl.max(x, 2)
     if BITS == 8:
         top = tl.maximum(high, -low)
-        scale = to_half(tl.div_rn(top, tl.full(top.shape, 127, tl.float32)))
+        scale = to_bits(tl.div_rn(top, tl.full(top.shape, 127, tl.float32)))
     else:
-        scale = to_half(tl.where(high > -low, high, low) * -0.125)
-    whole = scale.to(tl.float32)[:, :, None]
+        signed = tl.where(high > -low, high, low) * -0.125
+        scale = tl.clamp(signed, -LARGEST, LARGEST).to(tl.float16)
+    whole = restored(scale)[:, :, None]
     y = tl.where(whole == 0.0, 0.0, divide(x, tl.where(whole == 0.0, 1.0, whole)))
     if BITS == 8:
         return code_bits(tl.clamp(y, -127.0, 127.0)), scale

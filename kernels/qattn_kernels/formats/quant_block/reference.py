@@ -1,4 +1,4 @@
-"""llama.cpp's `q8_0` and `q4_0`: blocks of 32 channels of a token with one fp16 scale."""
+"""llama.cpp's `q8_0` and `q4_0`: blocks of 32 channels of a token with one scale of 16 bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.channel_block.reference import LARGEST, ChannelBlockFormat
+from qattn_kernels.formats.base import FP16_MAX, at_fp16_max
+from qattn_kernels.formats.channel_block.reference import ChannelBlockFormat
+from qattn_kernels.formats.scales import to_bits
+from qattn_kernels.layout import State
 
 GROUP = 32
 
@@ -16,7 +19,7 @@ class QuantBlockFormat(ChannelBlockFormat):
     """8 bits: `scale = max|x| / 127`, `code = round(x / scale)`. 4 bits: `scale = m / -8` with `m` the SIGNED value of
     largest magnitude (the negative one of two), `code = min(15, floor(x / scale + 8.5))`, `value = (code - 8) * scale`.
 
-    Codes come from the scale as it is stored, rounded to fp16.
+    Codes come from the scale as it is stored, rounded: of 4 bits to fp16, since it has a sign.
     """
 
     name = "quant_block"
@@ -28,21 +31,28 @@ class QuantBlockFormat(ChannelBlockFormat):
         low, high = x.aminmax(dim=-1)
         if self.bits == 8:
             top = torch.maximum(high, -low)
-            scale = _half(top / torch.full_like(top, 127))  # by a number, CUDA would multiply by its rounded inverse
+            scale = to_bits(top / torch.full_like(top, 127))  # by a number, CUDA would multiply by its rounded inverse
         else:
-            scale = _half(torch.where(high > -low, high, low) / -8)  # exact: a power of two
-        divisor = torch.where(scale == 0, 1.0, scale.float())[..., None]
-        whole = torch.where(scale[..., None] == 0, 0.0, x / divisor)
+            signed = torch.where(high > -low, high, low) / -8  # exact: a power of two
+            scale = signed.clamp(-FP16_MAX, FP16_MAX).half()
+        whole = self.scales(scale)[..., None]
+        whole = torch.where(whole == 0, 0.0, x / torch.where(whole == 0, 1.0, whole))
         if self.bits == 8:
             return torch.round(whole).clamp(-127, 127).to(torch.int8), scale
         return torch.floor(whole + 8.5).clamp(0, 15).to(torch.uint8), scale
 
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.int16 if self.bits == 8 else torch.float16
+
+    def scales(self, stored: torch.Tensor) -> torch.Tensor:
+        return super().scales(stored) if self.bits == 8 else stored.float()
+
     def levels(self, code: torch.Tensor) -> torch.Tensor:
         return code.float() if self.bits == 8 else code.float() - 8
 
-
-def _half(scale: torch.Tensor) -> torch.Tensor:
-    return scale.clamp(-LARGEST, LARGEST).half()
+    def clamped_scales(self, state: State) -> torch.Tensor | None:
+        return None if self.bits == 8 else at_fp16_max(state["scale"])
 
 
 FORMAT = QuantBlockFormat

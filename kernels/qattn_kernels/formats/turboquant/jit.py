@@ -5,11 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block, to_half
+from qattn_kernels.formats.channel_block.jit import Tensors, block_scores, block_values, get_block, put_block
 from qattn_kernels.formats.codebook import half_levels_of, levels_of, lookup, words
 from qattn_kernels.formats.lloyd_max import UNIT as LEVEL
 from qattn_kernels.formats.lloyd_max import codebook, midpoints
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
+from qattn_kernels.formats.scale_bits import to_bits
 
 UNIT = tl.constexpr(LEVEL)
 MIDPOINTS_2, MIDPOINTS_3, MIDPOINTS_4 = (tl.constexpr(tuple(midpoints(bits))) for bits in (2, 3, 4))
@@ -66,7 +67,7 @@ def _sizes(x, deviation, BITS: tl.constexpr):
 
 @triton.jit
 def encode(x, BITS: tl.constexpr):
-    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and their fp16 scales; needs `enable_fp_fusion=False`."""
+    """int32 codes of fp32 groups `[BLOCK, groups, GROUP]` and bits of their scales; needs `enable_fp_fusion=False`."""
     squares = tree_sum(x * x)
     deviation = tl.sqrt_rn(squares * (1.0 / x.shape[2]))
     size = _sizes(x, tl.broadcast_to(deviation[:, :, None], x.shape), BITS)
@@ -74,7 +75,7 @@ def encode(x, BITS: tl.constexpr):
     code = tl.where(x < 0.0, HALF - 1 - size, HALF + size)
     level = levels(code, BITS).to(tl.float32)
     scale = tl.sqrt_rn(tl.div_rn(squares, tl.sum(level * level, 2))) * (1.0 / UNIT)
-    return code, to_half(scale)
+    return code, to_bits(scale)
 
 
 @triton.jit

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_kernels.formats.channel_block.reference import LARGEST, CodebookFormat
+from qattn_kernels.formats.channel_block.reference import CodebookFormat
 from qattn_kernels.formats.lloyd_max import LEVELS, UNIT, codebook, midpoints
+from qattn_kernels.formats.scales import to_bits
 
 
 def tree_sum(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,7 @@ class TurboQuantFormat(CodebookFormat):
         half = len(LEVELS[self.bits])
         code = torch.where(x < 0, half - 1 - size, half + size)
         norm = self.integers(code).square().sum(-1)  # of integers below 2^24: exact in any order
-        return code, (torch.sqrt(squares / norm) / UNIT).clamp(max=LARGEST).half()
+        return code, to_bits(torch.sqrt(squares / norm) / UNIT)
 
 
 FORMAT = TurboQuantFormat
