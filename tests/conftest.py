@@ -85,17 +85,12 @@ def _repeats(sets: list[Any], kept: list[Any]) -> list[Any]:
 
 
 def values_of(item: Any) -> set[str]:
-    """What a set of parameters is joined of: what each `parametrize` and each fixture gives. A method counts as one
-    value, whatever its settings; where kernels run, all methods of one kind of format do."""
-    kernels = item.get_closest_marker("gpu")
-
-    def name_of(value: Any) -> str:
-        return (kind_of(value) if kernels else value[0]) if is_case(value) else repr(value)
-
+    """What a set of parameters is joined of: what each `parametrize` and each fixture gives. Methods with
+    settings count as one value where their formats are of one kind."""
     given = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     rows = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
     apart = [(name,) for name in given if not any(name in row for row in rows)]
-    return {str([(name, name_of(given[name])) for name in row]) for row in [*rows, *apart]}
+    return {str([(n, kind_of(v) if is_case(v := given[n]) else repr(v)) for n in row]) for row in [*rows, *apart]}
 
 
 def _names(given: Any) -> tuple[str, ...]:
