@@ -7,15 +7,15 @@ OLDEST ?= .venv-5.17
 ARGS   ?=
 
 # Tests run in two processes, so each gets one thread; nothing is fetched from a hub. The first tier is what is not
-# marked `slow`: at least one test of everything.
+# marked `slow`: at least one test of everything. What is `exhaustive` is `slow` too.
 TEST_ENV = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST   = -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-oldest demo docs test test-slow test-all test-oldest lint format clean
+.PHONY: help setup setup-oldest demo docs test test-slow test-exhaustive test-all test-oldest lint format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## Create the environment in .venv (the other targets do it by themselves)
 
@@ -24,15 +24,19 @@ setup-oldest: $(OLDEST)/.ready ## Create that with the oldest supported transfor
 demo: $(VENV)/.ready ## Answer the same prompts in full precision and through a packed cache (ARGS="--method int8")
 	@$(VENV)/bin/qattn demo $(ARGS)
 
-test: $(VENV)/.ready ## Run the first tier of tests, about six minutes (ARGS="-k cache" for some)
+test: $(VENV)/.ready ## Run the first tier of tests, about ten minutes on two cores (ARGS="-k cache" for some)
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.ready ## Run the other tests (exit code 5 of pytest: ARGS chose none of these)
-	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m slow $(ARGS) || [ $$? -eq 5 ]
+test-slow: $(VENV)/.ready ## Run the second tier, which CI runs too (exit code 5 of pytest: ARGS chose none of these)
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "slow and not exhaustive" $(ARGS) || [ $$? -eq 5 ]
 
-test-all: ## Run all tests, the first tier first
+test-exhaustive: $(VENV)/.ready ## Run the full products of settings and the long histories, before a release
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m exhaustive $(ARGS) || [ $$? -eq 5 ]
+
+test-all: ## Run the three tiers, the first one first
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-slow
+	@$(MAKE) --no-print-directory test-exhaustive
 
 test-oldest: $(OLDEST)/.ready ## Run what depends on transformers, each behaviour once, with its oldest supported version
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow" tests/conformance/test_model.py tests/test_windows.py \

@@ -18,7 +18,6 @@ if WORKER is not None:  # processes beside one another: with all cores each, the
 
 import torch  # noqa: E402 - reads these once
 
-FEW = 6  # sets of parameters of a test that the first tier has as a whole
 launches: list[str] = []  # of kernels, in the interpreter
 
 if not torch.cuda.is_available():
@@ -31,12 +30,15 @@ elif WORKER is not None:  # they share out the GPUs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark most sets of parameters of a test as `slow`, and leave some to the first tier.
+    """Mark most sets of parameters of a test `slow`, and many of these `exhaustive`: some stay in the first tier.
 
     This holds for tests marked `product`, and for all below `kernels/` and `conformance/`, which ask each thing of many
-    settings. The first tier keeps one set of each kind of format (`kind_of`), and all sets of a test below `kernels/`
-    that has few and runs no kernel. A test of kernels, which the interpreter runs, keeps one set in all. A hash of the
-    test's name chooses among equals. `product("quickstart")` names the set instead, where some are much cheaper.
+    settings. The first tier keeps one set of each kind of format (`kind_of`). A test of kernels, which the interpreter
+    runs, keeps one set in all. A hash of the test's name chooses among equals. `product("quickstart")` names the set
+    instead, where some are much cheaper.
+
+    The slow tier meets the other values of each parameter (`values_of`). The sets that it needs for that are
+    `slow` alone; what then joins values that were all met is `exhaustive`, which implies `slow`.
     """
     products: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
@@ -49,30 +51,67 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in sets:
             if item not in kept:
                 item.add_marker(pytest.mark.slow)
+        for item in _repeats(sets, kept):
+            item.add_marker(pytest.mark.exhaustive)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)
 
 
 def _choices(sets: list[Any]) -> list[list[Any]]:
     """Sets of parameters of one test, those of one kind of format together; all together where kernels run."""
     if sets[0].get_closest_marker("gpu"):
         return [sets]
-    if sets[0].path.parent.name == "kernels" and len(sets) <= FEW:
-        return [[item] for item in sets]
     kinds: defaultdict[str, list[Any]] = defaultdict(list)
     for item in sets:
-        kinds[kind_of(getattr(item, "callspec", None))].append(item)
+        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        kinds[next((kind_of(value) for value in given if is_case(value)), "")].append(item)
     return list(kinds.values())
 
 
-def kind_of(callspec: Any) -> str:
-    """How the method of a set of parameters keeps keys whose block is open: in a ring of INT8 codes, in a ring of the
-    model's precision, or in the blocks themselves, without a ring. Empty where the parameters name no method."""
-    from qattn_hf.methods import get_method, list_methods
+def _repeats(sets: list[Any], kept: list[Any]) -> list[Any]:
+    """Sets of parameters all of whose values are in `kept` or in sets chosen before: those with most new values first,
+    the highest hash of the name among equals."""
+    values = {item: values_of(item) for item in sets}
+    rest = sorted((item for item in sets if item not in kept), key=lambda item: -zlib.crc32(item.nodeid.encode()))
+    seen = {value for item in kept for value in values[item]}
+    while rest:
+        best = max(rest, key=lambda item: len(values[item] - seen))
+        if values[best] <= seen:
+            break
+        seen |= values[best]
+        rest.remove(best)
+    return rest
 
-    for value in callspec.params.values() if callspec else ():
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict) and value[0] in list_methods():
-            keys, _ = get_method(value[0])(**value[1]).formats(0, 2, 2)
-            return ("codes" if keys.integer else "numbers") if keys.windowed else "no ring"
-    return ""
+
+def values_of(item: Any) -> set[str]:
+    """What a set of parameters is joined of: what each `parametrize` and each fixture gives. Methods with
+    settings count as one value where their formats are of one kind."""
+    given = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    rows = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
+    apart = [(name,) for name in given if not any(name in row for row in rows)]
+    return {str([(n, kind_of(v) if is_case(v := given[n]) else repr(v)) for n in row]) for row in [*rows, *apart]}
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    """Of parameters, as `parametrize` takes them."""
+    return tuple(name.strip() for name in given.split(",")) if isinstance(given, str) else tuple(given)
+
+
+def kind_of(case: Any) -> str:
+    """How a method with its settings keeps keys whose block is open: in a ring of INT8 codes, in a ring of the model's
+    precision, or in the blocks themselves, without a ring."""
+    from qattn_hf.methods import get_method
+
+    keys, _ = get_method(case[0])(**case[1]).formats(0, 2, 2)
+    return ("codes" if keys.integer else "numbers") if keys.windowed else "no ring"
+
+
+def is_case(value: Any) -> bool:
+    """Whether a parameter is a method's name with its settings."""
+    from qattn_hf.methods import list_methods
+
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict) and value[0] in list_methods()
 
 
 @pytest.fixture(autouse=True)

@@ -207,7 +207,7 @@ def test_a_loop_that_ended_says_so_and_starts_again():
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["turbo", "kivi"])
+@pytest.mark.parametrize("method", ["turbo", pytest.param("kivi", marks=pytest.mark.exhaustive)])
 def test_kernels_outlive_a_forward_that_fails(method: str):
     """One that runs out of memory, among seeded draws, whose tokens are those of requests alone."""
     model, prompts = tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE), prompts_of(5, 63)

@@ -96,7 +96,7 @@ def test_a_packed_window_is_put_back_too(call: str, error: type[BaseException], 
     assert bool(moved) == (call in WINDOWED)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_at_many_allocations(case: Case, call: str):

@@ -189,7 +189,7 @@ def test_each_kind_of_cache(kind: str, edit: str, tmp_path: Path):
     assert outcomes["faults"] or (edit == "crop" and kind in uncropped)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", MODELS)
 def test_at_every_place(kind: str, tmp_path: Path):
     if kind != "turbo" and not EVERY:
