@@ -18,6 +18,7 @@ if WORKER is not None:  # processes beside one another: with all cores each, the
 
 import torch  # noqa: E402 - reads these once
 
+FEW = 6  # sets of parameters of a test that the first tier has as a whole
 launches: list[str] = []  # of kernels, in the interpreter
 
 if not torch.cuda.is_available():
@@ -33,9 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most sets of parameters of a test `slow`, and many of these `exhaustive`: some stay in the first tier.
 
     This holds for tests marked `product`, and for all below `kernels/` and `conformance/`, which ask each thing of many
-    settings. The first tier keeps one set of each kind of format (`kind_of`). A test of kernels, which the interpreter
-    runs, keeps one set in all. A hash of the test's name chooses among equals. `product("quickstart")` names the set
-    instead, where some are much cheaper.
+    settings. The first tier keeps one set of each kind of format (`kind_of`), and all sets of a test below `kernels/`
+    that has few and runs no kernel. A test of kernels, which the interpreter runs, keeps one set in all. A hash of the
+    test's name chooses among equals. `product("quickstart")` names the set instead, where some are much cheaper.
 
     The slow tier meets the other values of each parameter (`values_of`). The sets that it needs for that are
     `slow` alone; what then joins values that were all met is `exhaustive`, which implies `slow`.
@@ -62,6 +63,8 @@ def _choices(sets: list[Any]) -> list[list[Any]]:
     """Sets of parameters of one test, those of one kind of format together; all together where kernels run."""
     if sets[0].get_closest_marker("gpu"):
         return [sets]
+    if sets[0].path.parent.name == "kernels" and len(sets) <= FEW:
+        return [[item] for item in sets]
     kinds: defaultdict[str, list[Any]] = defaultdict(list)
     for item in sets:
         given = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -85,16 +88,27 @@ def _repeats(sets: list[Any], kept: list[Any]) -> list[Any]:
 
 
 def values_of(item: Any) -> set[str]:
-    """What a set of parameters is joined of: what each `parametrize` and each fixture gives. Methods with
-    settings count as one value where their formats are of one kind."""
-    given = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    """What a set of parameters is joined of: what each `parametrize` and each fixture gives. Methods with settings
+    count as one value where their formats are of one kind."""
+    if not hasattr(item, "callspec"):
+        return set()
     rows = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
-    apart = [(name,) for name in given if not any(name in row for row in rows)]
-    return {str([(n, kind_of(v) if is_case(v := given[n]) else repr(v)) for n in row]) for row in [*rows, *apart]}
+    apart = [(name,) for name in item.callspec.params if not any(name in row for row in rows)]
+    return {str([(name, _told(item.callspec, name)) for name in row]) for row in [*rows, *apart]}
+
+
+def _told(callspec: Any, name: str) -> str:
+    """A parameter's value in words that all processes choose alike: those of a function hold its address, so its place
+    stands for it."""
+    value = callspec.params[name]
+    if is_case(value):
+        return kind_of(value)
+    words = repr(value)
+    return f"value {callspec.indices[name]}" if " at 0x" in words else words
 
 
 def _names(given: Any) -> tuple[str, ...]:
-    """Of parameters, as `parametrize` takes them."""
+    """Names of parameters, which `parametrize` takes in one text or several."""
     return tuple(name.strip() for name in given.split(",")) if isinstance(given, str) else tuple(given)
 
 
