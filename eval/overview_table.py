@@ -18,8 +18,8 @@ FRONT = (
     "sage2",
     "turboquant",
     "kivi:bits=4,group_size=128",
-    "turbo_sink",
     "turbo",
+    "turbo:sink_num=0",
     "turbo_sink_k4v2",
     "low3",
     "low2",
@@ -33,6 +33,8 @@ SAME_BITS = 0.3
 WAYS = {
     "turbo graph": "`turbo`",
     "turbo compile": "`turbo`, compiled",
+    "turbo:sink_num=0 graph": "`turbo:sink_num=0`",
+    "turbo:sink_num=0 compile": "`turbo:sink_num=0`, compiled",
     "StaticCache": "StaticCache, compiled",
     "DynamicCache": "DynamicCache",
     "floor, captured": "no attention, captured",
@@ -41,6 +43,7 @@ WAYS = {
 THROUGHPUT = {
     "kivi:bits=2,group_size=128,residual_length=32 graph": "`kivi`, 2 bits",
     "turbo graph": "`turbo`",
+    "turbo:sink_num=0 graph": "`turbo:sink_num=0`",
     "int8 graph": "`int8`",
     "SDPA cudnn, captured": "bf16, captured",
     "DynamicCache, flash": "DynamicCache",
@@ -146,22 +149,28 @@ def _decoded(results: Path) -> dict[tuple, dict[str, float]]:
 def throughput_overview(results: Path) -> str:
     """Tokens a second of the rows that fit the same bytes of keys and values, at each context."""
     rows = [row for result in load(results, "speed-throughput") for row in result["rows"] if "error" not in row]
-    lines = []
+    shown, lines = _recorded(THROUGHPUT, rows), []
     for (kv_mib, context), found in by_point(rows, "kv_mib", "context").items():
         of = {row["way"]: f"{row['tokens_per_s']:,.0f} ({row['batch']})" for row in found}
-        lines.append([f"{kv_mib / 1024:g} GiB", str(context), *(of.get(way, "") for way in THROUGHPUT)])
-    return markdown(["keys and values", "context", *THROUGHPUT.values()], lines) if lines else "Not measured yet."
+        lines.append([f"{kv_mib / 1024:g} GiB", str(context), *(of.get(way, "") for way in shown)])
+    return markdown(["keys and values", "context", *shown.values()], lines) if lines else "Not measured yet."
 
 
 def generate_overview(results: Path) -> str:
     """Milliseconds a token of `generate`, by context and way, of the recorded single rows."""
     rows = [row for result in load(results, "speed-generate") for row in result["rows"] if row["batch"] == 1]
     times = {(row["context"], row["way"]): row.get("ms_per_token") or row.get("step_ms") for row in rows}
+    shown = _recorded(WAYS, rows)
     lines = [
-        [str(context), *(f"{times[context, way]:.1f}" if times.get((context, way)) else "" for way in WAYS)]
+        [str(context), *(f"{times[context, way]:.1f}" if times.get((context, way)) else "" for way in shown)]
         for context in sorted({context for context, _ in times})
     ]
-    return markdown(["context", *WAYS.values()], lines) if lines else "Not measured yet."
+    return markdown(["context", *shown.values()], lines) if lines else "Not measured yet."
+
+
+def _recorded(ways: dict[str, str], rows: list[Result]) -> dict[str, str]:
+    """Those of the `ways` that a row was recorded of."""
+    return {way: title for way, title in ways.items() if any(row["way"] == way for row in rows)}
 
 
 def _size(found: Figures) -> float:

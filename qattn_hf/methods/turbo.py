@@ -37,28 +37,27 @@ class Turbo(WindowedMethod):
         {"memory": "1GiB", "bits": 2, "rotate_k": "hadamard", "clip": 0.5},
     )
     measured = (
-        Measured("turbo", "quality compare bits decode prefill released"),
-        Measured("turbo:bits=mixed", "quality compare bits tune trees-decode released"),
-        Measured("turbo:bits=2", "quality compare bits trees-decode released"),
-        Measured("turbo:softmax=sas", "quality trees-decode trees-prefill"),
-        Measured("turbo:sink_num=3", "bits decode"),
-        Measured("turbo:sink_num=3,sink_window=8", "quality", record="turbo_sink"),
-        Measured("turbo:bits=mixed,sink_num=3,sink_window=8", "quality tune", record="turbo_sink"),
-        Measured("turbo:rotate_k=hadamard,v_scale=token", "quality decode", record="turbo_rotated"),
+        Measured("turbo", "quality compare bits decode prefill released", record="turbo_sink"),
+        Measured("turbo:bits=mixed", "quality compare bits tune released", record="turbo_sink"),
+        Measured("turbo:bits=2", "quality compare bits released", record="turbo_sink"),
+        Measured("turbo:sink_num=0", "quality compare bits decode prefill released"),
+        Measured("turbo:bits=mixed,sink_num=0", "quality compare bits trees-decode released"),
+        Measured("turbo:bits=2,sink_num=0", "quality compare bits trees-decode released"),
+        Measured("turbo:softmax=sas,sink_num=0", "quality trees-decode trees-prefill"),
+        Measured("turbo:rotate_k=hadamard,v_scale=token,sink_num=0", "quality decode", record="turbo_rotated"),
         *(
             Measured(f"turbo:{pieces}", "quality", record="turbo_pieces")
             for pieces in (
-                "rotate_k=hadamard",
-                "rotate_k=hadamard,v_scale=token,sink_num=3,sink_window=8",
-                "v_bits=2,sink_num=3,sink_window=8",
-                "v_bits=2,rotate_k=hadamard,v_scale=token",
-                "v_bits=2,rotate_k=hadamard,sink_num=3,sink_window=8",
+                "rotate_k=hadamard,sink_num=0",
+                "rotate_k=hadamard,v_scale=token",
+                "v_bits=2",
+                "v_bits=2,rotate_k=hadamard,v_scale=token,sink_num=0",
+                "v_bits=2,rotate_k=hadamard",
+                "bits=2,rotate_k=hadamard,v_scale=token,sink_num=0",
+                "bits=2,rotate_k=hadamard",
                 "bits=2,rotate_k=hadamard,v_scale=token",
-                "bits=2,rotate_k=hadamard,sink_num=3,sink_window=8",
-                "bits=2,rotate_k=hadamard,v_scale=token,sink_num=3,sink_window=8",
             )
         ),
-        Measured("turbo_sink", "compare released"),
         Measured("turbo_rotated", "compare released"),
         Measured("turbo_sink_k4v2", "compare released"),
     )
