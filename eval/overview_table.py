@@ -29,6 +29,7 @@ RELEASED = {"released-smollm2": "SmolLM2", "released-gemma3": "Gemma 3"}  # reco
 # A released checkpoint may have other head dims than `HEAD_DIM`, which moves the share of scales by a quarter bit. More
 # is another format, as of a family whose defaults change bits: such a figure does not belong to the row.
 SAME_BITS = 0.3
+WIDTHS = (9, 7, 5, 3.75, 2.75)  # most bits of a value in closed blocks, of the table of least losses
 # ways of `generate` on the front page, by their headings
 WAYS = {
     "turbo graph": "`turbo`",
@@ -101,7 +102,6 @@ def settings_table(results: Path, names: Iterable[str] | None = None) -> str:
 
 
 def _table(known: dict[str, Figures], names: Iterable[str]) -> str:
-    quality = [f"{what}, {model}" for model in RELEASED.values() for what in ("KL", "top-1")]
     speed = [f"decode {title}" for title in DECODES] + [f"prefill {title}" for title in PREFILLS]
     rows = [
         [
@@ -113,7 +113,7 @@ def _table(known: dict[str, Figures], names: Iterable[str]) -> str:
         ]
         for name in names
     ]
-    header = ["setting", "bits, closed blocks", "bits, all", *quality, *speed]
+    header = ["setting", "bits, closed blocks", "bits, all", *_quality_titles(), *speed]
     return markdown(header, rows) if rows else "Not measured yet."
 
 
@@ -121,6 +121,30 @@ def _quality(found: Figures, record: str) -> tuple[str, str]:
     """KL and top-1 agreement of one checkpoint; empty where its bits are not the row's."""
     row = found.released.get(record)
     return (f"{row['kl']:.4f}", f"{row['same_top1']:.3f}") if row and found.belongs(row) else ("", "")
+
+
+def least_table(results: Path) -> str:
+    """Of each width, the setting whose larger KL over the released checkpoints is smallest: no prose claims that. Only
+    settings count that each checkpoint measured in the row's bits."""
+    known, lines = figures(results), []
+    for width in WIDTHS:
+        worst = {
+            name: max(row["kl"] for row in found.released.values())
+            for name, found in known.items()
+            if len(found.released) == len(RELEASED)
+            and found.bits.get("closed", float("inf")) <= width
+            and all(map(found.belongs, found.released.values()))
+        }
+        if worst:
+            best = known[name := min(worst, key=lambda name: worst[name])]
+            cells = [cell for record in RELEASED for cell in _quality(best, record)]
+            lines.append([f"{width:g}", f"`{name}`", f"{best.bits['closed']:.2f}", *cells])
+    header = ["bits at most", "least loss", "bits", *_quality_titles()]
+    return markdown(header, lines) if lines else "Not measured yet."
+
+
+def _quality_titles() -> list[str]:
+    return [f"{what}, {model}" for model in RELEASED.values() for what in ("KL", "top-1")]
 
 
 def fastest_table(results: Path) -> str:

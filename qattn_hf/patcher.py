@@ -82,6 +82,7 @@ def patch(
         raise
     hooks.install(model, patched)
     notices.of_reference(model.config, specs, chosen.settings.impl, device_type)
+    notices.of_windows(model.config, specs)
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
         _note_unused(model)
