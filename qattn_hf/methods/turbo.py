@@ -178,7 +178,9 @@ class Turbo(WindowedMethod):
             return None
         if self.smooth_k:
             return "smooth_k, beside which kernels know none"
-        return "a buffer of several blocks, beside which kernels know none" if self.buffer_size > self.block_kv else None
+        return (
+            "a buffer of several blocks, beside which kernels know none" if self.buffer_size > self.block_kv else None
+        )
 
     def _side_bits(self, side: str) -> Bits:
         own = self.k_bits if side == "k" else self.v_bits
