@@ -6,11 +6,11 @@ import warnings
 from typing import Any
 
 import pytest
+import recorded
 import small_types
 import torch
 from refusals import refused
 from small_configs import small_config
-import recorded
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import RecipeError, load_recipe, patch, report
