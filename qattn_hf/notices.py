@@ -38,6 +38,14 @@ def _package(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", "")).split(".")[0]
 
 
+def of_layers(
+    config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec], impl: str, device_type: str
+) -> None:
+    """Warn of layers without kernels and of packed windows in few bits; arguments as of `of_reference`."""
+    of_reference(config, specs, impl, device_type)
+    of_windows(config, specs)
+
+
 def of_reference(
     config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec], impl: str, device_type: str
 ) -> None:
