@@ -29,7 +29,7 @@ from qattn_hf.fidelity.texts import Reading, read_as, rows_of
 from qattn_hf.recipe import find_recipe
 
 ROWS, TOKENS, CHUNK = 8, 2048, 64
-PIECES = {"": "", "rotated": "rotate_k=hadamard,v_scale=token,"}
+PIECES = {"": "sink_num=0,", "rotated": "rotate_k=hadamard,v_scale=token,sink_num=0,"}
 FIXED = ("bits=4", "k_bits=4,v_bits=2", "bits=2")
 PLENTY = "1024GiB"
 LLAMA_1B = {

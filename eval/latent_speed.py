@@ -55,7 +55,8 @@ def up_projections(heads: int, device: torch.device) -> UpProjections:
 def packed(method: str, impl: str, heads: int, rows: int, context: int, tokens: int, device: torch.device) -> Any:
     """Times of a call of `tokens` new tokens behind `context` others."""
     name, settings = split_method(method)
-    spec = replace(layer_spec(get_method(name)(**settings).last_layer_spec(1), name), impl=impl)
+    chosen = get_method(name)(**settings)
+    spec = replace(layer_spec(chosen.without_default_pool(chosen.last_layer_spec(1)), name), impl=impl)
     layer, up = LatentLayer(spec, context + tokens + spec.window.block), up_projections(heads, device)
     latent, rope, query = numbers(heads, rows, tokens, device)
     layer.lazy_initialization(rope, latent)

@@ -18,8 +18,8 @@ FRONT = (
     "sage2",
     "turboquant",
     "kivi:bits=4,group_size=128",
-    "turbo_sink",
     "turbo",
+    "turbo:sink_num=0",
     "turbo_sink_k4v2",
     "low3",
     "low2",
@@ -29,10 +29,13 @@ RELEASED = {"released-smollm2": "SmolLM2", "released-gemma3": "Gemma 3"}  # reco
 # A released checkpoint may have other head dims than `HEAD_DIM`, which moves the share of scales by a quarter bit. More
 # is another format, as of a family whose defaults change bits: such a figure does not belong to the row.
 SAME_BITS = 0.3
+WIDTHS = (9, 7, 5, 3.75, 2.75)  # most bits of a value in closed blocks, of the table of least losses
 # ways of `generate` on the front page, by their headings
 WAYS = {
     "turbo graph": "`turbo`",
     "turbo compile": "`turbo`, compiled",
+    "turbo:sink_num=0 graph": "`turbo:sink_num=0`",
+    "turbo:sink_num=0 compile": "`turbo:sink_num=0`, compiled",
     "StaticCache": "StaticCache, compiled",
     "DynamicCache": "DynamicCache",
     "floor, captured": "no attention, captured",
@@ -41,6 +44,7 @@ WAYS = {
 THROUGHPUT = {
     "kivi:bits=2,group_size=128,residual_length=32 graph": "`kivi`, 2 bits",
     "turbo graph": "`turbo`",
+    "turbo:sink_num=0 graph": "`turbo:sink_num=0`",
     "int8 graph": "`int8`",
     "SDPA cudnn, captured": "bf16, captured",
     "DynamicCache, flash": "DynamicCache",
@@ -98,7 +102,6 @@ def settings_table(results: Path, names: Iterable[str] | None = None) -> str:
 
 
 def _table(known: dict[str, Figures], names: Iterable[str]) -> str:
-    quality = [f"{what}, {model}" for model in RELEASED.values() for what in ("KL", "top-1")]
     speed = [f"decode {title}" for title in DECODES] + [f"prefill {title}" for title in PREFILLS]
     rows = [
         [
@@ -110,7 +113,7 @@ def _table(known: dict[str, Figures], names: Iterable[str]) -> str:
         ]
         for name in names
     ]
-    header = ["setting", "bits, closed blocks", "bits, all", *quality, *speed]
+    header = ["setting", "bits, closed blocks", "bits, all", *_quality_titles(), *speed]
     return markdown(header, rows) if rows else "Not measured yet."
 
 
@@ -118,6 +121,30 @@ def _quality(found: Figures, record: str) -> tuple[str, str]:
     """KL and top-1 agreement of one checkpoint; empty where its bits are not the row's."""
     row = found.released.get(record)
     return (f"{row['kl']:.4f}", f"{row['same_top1']:.3f}") if row and found.belongs(row) else ("", "")
+
+
+def least_table(results: Path) -> str:
+    """Of each width, the setting whose larger KL over the released checkpoints is smallest: no prose claims that. Only
+    settings count that each checkpoint measured in the row's bits."""
+    known, lines = figures(results), []
+    for width in WIDTHS:
+        worst = {
+            name: max(row["kl"] for row in found.released.values())
+            for name, found in known.items()
+            if len(found.released) == len(RELEASED)
+            and found.bits.get("closed", float("inf")) <= width
+            and all(map(found.belongs, found.released.values()))
+        }
+        if worst:
+            best = known[name := min(worst, key=lambda name: worst[name])]
+            cells = [cell for record in RELEASED for cell in _quality(best, record)]
+            lines.append([f"{width:g}", f"`{name}`", f"{best.bits['closed']:.2f}", *cells])
+    header = ["bits at most", "least loss", "bits", *_quality_titles()]
+    return markdown(header, lines) if lines else "Not measured yet."
+
+
+def _quality_titles() -> list[str]:
+    return [f"{what}, {model}" for model in RELEASED.values() for what in ("KL", "top-1")]
 
 
 def fastest_table(results: Path) -> str:
@@ -146,22 +173,28 @@ def _decoded(results: Path) -> dict[tuple, dict[str, float]]:
 def throughput_overview(results: Path) -> str:
     """Tokens a second of the rows that fit the same bytes of keys and values, at each context."""
     rows = [row for result in load(results, "speed-throughput") for row in result["rows"] if "error" not in row]
-    lines = []
+    shown, lines = _recorded(THROUGHPUT, rows), []
     for (kv_mib, context), found in by_point(rows, "kv_mib", "context").items():
         of = {row["way"]: f"{row['tokens_per_s']:,.0f} ({row['batch']})" for row in found}
-        lines.append([f"{kv_mib / 1024:g} GiB", str(context), *(of.get(way, "") for way in THROUGHPUT)])
-    return markdown(["keys and values", "context", *THROUGHPUT.values()], lines) if lines else "Not measured yet."
+        lines.append([f"{kv_mib / 1024:g} GiB", str(context), *(of.get(way, "") for way in shown)])
+    return markdown(["keys and values", "context", *shown.values()], lines) if lines else "Not measured yet."
 
 
 def generate_overview(results: Path) -> str:
     """Milliseconds a token of `generate`, by context and way, of the recorded single rows."""
     rows = [row for result in load(results, "speed-generate") for row in result["rows"] if row["batch"] == 1]
     times = {(row["context"], row["way"]): row.get("ms_per_token") or row.get("step_ms") for row in rows}
+    shown = _recorded(WAYS, rows)
     lines = [
-        [str(context), *(f"{times[context, way]:.1f}" if times.get((context, way)) else "" for way in WAYS)]
+        [str(context), *(f"{times[context, way]:.1f}" if times.get((context, way)) else "" for way in shown)]
         for context in sorted({context for context, _ in times})
     ]
-    return markdown(["context", *WAYS.values()], lines) if lines else "Not measured yet."
+    return markdown(["context", *shown.values()], lines) if lines else "Not measured yet."
+
+
+def _recorded(ways: dict[str, str], rows: list[Result]) -> dict[str, str]:
+    """Those of the `ways` that a row was recorded of."""
+    return {way: title for way, title in ways.items() if any(row["way"] == way for row in rows)}
 
 
 def _size(found: Figures) -> float:

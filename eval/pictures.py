@@ -17,7 +17,7 @@ from qattn_hf.bench.picture import draw
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 DECODE = ROOT / "docs" / "results" / "decode.png"
-SHOWN = ("turbo", "int8", "sinkq", "kivi:bits=2,group_size=128,residual_length=32")
+SHOWN = ("turbo:sink_num=0", "int8", "sinkq", "kivi:bits=2,group_size=128,residual_length=32")
 BATCHES = (1, 16)
 
 

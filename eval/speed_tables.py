@@ -17,7 +17,7 @@ COMPENSATED = ",compensate_k=true"
 PARENTS = {
     "sinkq:rotate_k=hadamard,clip=0.75,compensate_k=true": ("low2", "sinkq"),
     "sinkq:bits=3,rotate_k=hadamard": ("low3", "sinkq:bits=3"),
-    "turbo:rotate_k=hadamard,v_scale=token": ("turbo_rotated", "turbo"),
+    "turbo:rotate_k=hadamard,v_scale=token,sink_num=0": ("turbo_rotated", "turbo:sink_num=0"),
 }
 
 

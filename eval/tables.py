@@ -24,7 +24,14 @@ from fidelity_tables import compare_table, drafts_table, retrievals_table, rollo
 from known_types import known_table
 from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
-from overview_table import fastest_table, generate_overview, overview_table, settings_table, throughput_overview
+from overview_table import (
+    fastest_table,
+    generate_overview,
+    least_table,
+    overview_table,
+    settings_table,
+    throughput_overview,
+)
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
 from quality_tables import (
     bits_table,
@@ -122,6 +129,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "overview-throughput": throughput_overview,
     "settings": settings_table,
     "fastest": fastest_table,
+    "least": least_table,
     "methods": methods_table,
     "method-pages": index_table,
     "nav-methods": nav,

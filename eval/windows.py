@@ -34,7 +34,7 @@ STEPS = 16  # of one graph
 
 def spec_of(method: str, heads: Heads, device: torch.device) -> LayerSpec:
     settings = find_recipe(method, None, {}).settings
-    spec = settings.last_layer_spec(heads.kv)
+    spec = settings.without_default_pool(settings.last_layer_spec(heads.kv))
     reason = no_triton(device.type) or unsupported(spec, heads.kv, heads.dim, heads.dim)
     return replace(spec, impl=settings.chosen_impl(device.type, reason))
 

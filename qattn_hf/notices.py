@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig
 
 from qattn_hf.heads import head_sizes
-from qattn_hf.layer_kinds import ModelLayerSpec, of_method
+from qattn_hf.layer_kinds import ModelLayerSpec, of_method, window_of
 from qattn_hf.messages import cut
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.support import no_triton, unsupported
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qattn_hf.layer import QAttnLayer
 
 NOT_THE_USER = {"qattn_hf", "qattn_kernels", "transformers", "torch", "accelerate", "peft", "contextlib"}
+SAFE_BITS = 4  # of codes in windows: with fewer a released checkpoint lost the text
 DROPPED = 2  # caches that were dropped unread one after another, before a third is made: one may be a trial
 
 
@@ -35,6 +36,14 @@ def warn(text: str) -> None:
 
 def _package(frame: Any) -> str:
     return str(frame.f_globals.get("__name__", "")).split(".")[0]
+
+
+def of_layers(
+    config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec], impl: str, device_type: str
+) -> None:
+    """Warn of layers without kernels and of packed windows in few bits; arguments as of `of_reference`."""
+    of_reference(config, specs, impl, device_type)
+    of_windows(config, specs)
 
 
 def of_reference(
@@ -59,6 +68,24 @@ def of_reference(
             f"the plain PyTorch reference computes {where}, many times slower than kernels: {reason}. Change that "
             "setting; or patch with impl='reference', which does not warn, or with impl='triton', which raises"
         )
+
+
+def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec]) -> None:
+    """Warn of packed windows in fewer than `SAFE_BITS` bits, which lose the text.
+
+    Args:
+        config: the model's config. specs: one for each layer.
+    """
+    for i, spec in enumerate(specs):
+        if not isinstance(spec, LayerSpec) or window_of(spec) is None or not of_method(spec):
+            continue
+        heads = head_sizes(config, i).kv
+        if any(fmt.core.low_kind(heads) or 0 < fmt.core.kernel_bits(heads) < SAFE_BITS for fmt in (spec.k, spec.v)):
+            warn(
+                f"sliding windows are packed in fewer than {SAFE_BITS} bits, which lost the text on Gemma 3 270M. "
+                "Take sliding='lossless', the default, or 4 bits"
+            )
+            return
 
 
 def reads_no_code(spec: LayerSpec) -> bool:

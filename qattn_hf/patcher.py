@@ -81,7 +81,7 @@ def patch(
         restore(before)
         raise
     hooks.install(model, patched)
-    notices.of_reference(model.config, specs, chosen.settings.impl, device_type)
+    notices.of_layers(model.config, specs, chosen.settings.impl, device_type)
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
         _note_unused(model)

@@ -122,6 +122,10 @@ class Recipe:
         """Name of the method of a packed layer."""
         return (self.settings_of(layer) if of_method(spec) else self._unquantized()).name()
 
+    def why_no_pool(self, layer: int, spec: LayerSpec) -> str | None:
+        """Why a packed layer goes without the pool of sinks that the method's defaults ask for, or None."""
+        return self.settings_of(layer).why_no_pool(spec) if of_method(spec) else None
+
     def as_yaml(self) -> str:
         """YAML text from which `load_recipe` reads the same recipe again."""
         content = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
@@ -152,6 +156,7 @@ class Recipe:
             _, heads, dim, v_dim, is_latent = head_sizes(config, i)
             settings = settings or self.settings_of(i)
             spec = settings.layer_spec(i, layers, heads)
+            spec = settings.without_default_pool(spec) if is_latent or own[i] else spec
             spec = latent.layer_spec(spec, settings.name()) if is_latent else spec
             spec = shard_spec(spec, heads, shard)
             reason = no_triton(device_type) or unsupported(spec, heads, dim, v_dim)

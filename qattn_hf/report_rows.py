@@ -44,7 +44,8 @@ def own_row(index: int, layer: ModelLayer) -> dict[str, Any]:
     }
 
 
-def layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
+def layer_row(index: int, layer: QAttnLayer, method: str, no_pool: str | None = None) -> dict[str, Any]:
+    """Row of a packed layer of this method; `no_pool`: why it goes without the pool of the method's defaults."""
     spec = layer.spec
     window = window_of(spec)
     row: dict[str, Any] = {
@@ -84,6 +85,7 @@ def layer_row(index: int, layer: QAttnLayer, method: str) -> dict[str, Any]:
         "nonfinite": _nonfinite(layer),
         "lost": int(state["overflow"].sum()),
         "sinks": _sinks(layer),
+        "no_sinks": no_pool,
         "clamped": sum(int(state[f"{s}.clamped"].sum()) for s in "kv" if f"{s}.clamped" in state),
         "unread": _unread(layer, packed),
         "clamped_scales": _clamped_scales(layer),

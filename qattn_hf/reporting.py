@@ -36,7 +36,7 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
         rows = [
             own_row(i, layer)
             if isinstance(layer, ModelLayer)
-            else layer_row(i, layer, cache.recipe.method_of(i, layer.spec))
+            else layer_row(i, layer, cache.recipe.method_of(i, layer.spec), cache.recipe.why_no_pool(i, layer.spec))
             for i, layer in enumerate(cache.layers)
         ]
         specs = [layer.spec for layer in cache.packed]
@@ -266,6 +266,7 @@ def _notes(row: dict[str, Any]) -> str:
     notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
     notes += [_by_bits(side, tokens) for side, tokens in row.get("tokens_by_bits", {}).items() if len(tokens) > 1]
     notes += ["sinks kept out"] if row.get("sinks") else []
+    notes += [f"sinks: none ({row['no_sinks']})"] if row.get("no_sinks") else []
     notes += ["latent attention: V holds the latents, K the RoPE parts"] if row.get("latent") else []
     notes += [f"no kernels: {row['no_kernels']}"] if row.get("no_kernels") else []
     if row.get("skip_rate"):

@@ -83,7 +83,7 @@ def test_an_error_of_the_scheduler_leaves_a_loop_that_answers():
 
 
 def test_blocks_of_a_forward_that_failed_are_no_prefix_of_others():
-    model, (prefix, end) = patch(tiny_llama(), "turbo"), prompts_of(192, 5)
+    model, (prefix, end) = patch(tiny_llama(), "turbo:sink_num=0"), prompts_of(192, 5)
     with running(model) as manager:
         Fault(manager.batch_processor.model_runner, "compute_batch", [1], RuntimeError("once"))
         (first,) = manager.add_requests([prefix + end])

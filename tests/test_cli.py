@@ -124,7 +124,7 @@ def test_methods_names_bounds_recipes_and_what_the_reference_computes_alone(qatt
     rows = settings_table(out)
     assert rows["sink_num"][0] == "integer, 0 to 8" and rows["sas_threshold"][0] == "number, below 0"
     assert rows["bits"][:3] == ["4, 2, mixed", "4", ""] and rows["block_kv"][2] == "32"
-    assert "Recipe turbo_sink: sink_num=3, sink_window=8" in out
+    assert "Recipe turbo_sink: the defaults" in out and "Recipe turbo_paper: sink_num=0" in out
     assert qattn("methods", "turbo_sink")[1] == out, "a recipe's name shows its method"
     code, _, err = qattn("methods", "trubo")
     assert code == 2 and "did you mean 'turbo'?" in err

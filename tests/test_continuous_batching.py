@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
 )
 NEW = 70  # tokens of an answer: past a block boundary
-METHODS = [*list_methods(), "turbo:bits=mixed", "turbo_sink"]
+METHODS = [*list_methods(), "turbo:bits=mixed", "turbo_paper"]
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -68,7 +68,7 @@ def test_requests_get_what_generate_gives_each_alone(method: str):
 @pytest.mark.product("turbo")
 @pytest.mark.parametrize("method", ["turbo", "int8", "kivi", "sinkq"])
 def test_kernels_serve_requests(method: str):
-    """Steps over pages by a table, and of `sinkq` over gathered ones; prompts of several lengths."""
+    """Steps over pages by a table; prompts of several lengths."""
     model = patch(tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE), method, impl="triton")
     prompts = prompts_of(5, 63, 130)
     short = {"max_new_tokens": 4}
@@ -145,7 +145,14 @@ def test_answers_of_one_prompt_fork_its_pages(method: str):
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("method", "shares"),
-    [("turbo", True), ("turbo:bits=mixed", False), ("int8", True), ("kivi", False), ("sinkq", False)],
+    [
+        ("turbo", False),
+        ("turbo:sink_num=0", True),
+        ("turbo:bits=mixed,sink_num=0", False),
+        ("int8", True),
+        ("kivi", False),
+        ("sinkq", False),
+    ],
 )
 def test_a_prefix_is_shared_where_its_blocks_are_all_that_is_kept(method: str, shares: bool):
     model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(192, 5, 30, 64)
@@ -157,7 +164,7 @@ def test_a_prefix_is_shared_where_its_blocks_are_all_that_is_kept(method: str, s
 
 
 def test_shared_blocks_are_read_once():
-    model, (prefix, *ends) = patch(tiny_llama(), "turbo"), prompts_of(192, 5, 30)
+    model, (prefix, *ends) = patch(tiny_llama(), "turbo:sink_num=0"), prompts_of(192, 5, 30)
     seen: list[int] = []
     model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     batched(model, [prefix + end for end in ends], batching={"max_requests_per_batch": 1})

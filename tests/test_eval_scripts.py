@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from recorded import spelled_now
 
 from qattn_hf import list_methods
 from qattn_hf.methods import measured_settings
@@ -166,7 +167,7 @@ def test_scores_stand_beside_full_precision_first(tmp_path):
 def test_claims_of_papers_stand_beside_recorded_bits(tmp_path):
     (tmp_path / "results").mkdir()
     rows = [
-        {"method": "turbo", "bits": "mixed", "head_dim": dim, "tokens": n, "effective_bits": 3.2,
+        {"method": "turbo", "bits": "mixed", "sink_num": 0, "head_dim": dim, "tokens": n, "effective_bits": 3.2,
          "effective_bits_total": 3.2 + 3277 / n}
         for dim in (64, 128) for n in (512, 4096, 32768)
     ]  # fmt: skip
@@ -174,7 +175,7 @@ def test_claims_of_papers_stand_beside_recorded_bits(tmp_path):
     (tmp_path / "results" / "bits.json").write_text(json.dumps({**head, "rows": rows}))
     text = tables.fill("<!-- table:claimed -->\n<!-- /table -->", tmp_path / "results")
     assert "| closed blocks | all, 4096 tokens | all, 32768 tokens |" in text
-    assert "| over 4.4x |" in text and "| `turbo:bits=mixed` | 5.00x | 4.00x | 4.85x |" in text
+    assert "| over 4.4x |" in text and "| `turbo:bits=mixed,sink_num=0` | 5.00x | 4.00x | 4.85x |" in text
     assert len(text.splitlines()) == 5, "a method that nobody measured has no row"
 
 
@@ -235,8 +236,10 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
         result = ROOT / "eval" / "results" / f"{name.replace('net', 'tiny-llama-28m')}.json"
         assert name.startswith("quality-full-net-") and command[-2] == "--methods"
         if result.is_file():  # of a new method nothing is recorded yet
-            recorded = json.loads(result.read_text())["command"].split()[-1]
-            assert set(split_methods([command[-1]])) == set(split_methods([recorded]))
+            record = json.loads(result.read_text())
+            asked = [{"way": one} for one in split_methods([record["command"].split()[-1]])]
+            then = spelled_now({**record, "name": "asked", "rows": asked})["rows"]
+            assert set(split_methods([command[-1]])) == {row["way"] for row in then}
     assert len(found["quality"]) == len(found["tasks"]) == len(families)
     assert sum("fp" in split_methods([settings]) for settings in families.values()) == 1
     assert found["compare"][0][1][-1] == ",".join(measured_settings("compare")), "nothing is tuned for this model"
@@ -300,8 +303,9 @@ def test_gpu_tests_are_chosen_by_their_mark(tmp_path, monkeypatch, capfd):
 
 
 def test_every_mixed_recipe_is_shown_beside_its_parents():
-    """A recipe that is no method's defaults is worth shipping for what it changes; `sage1` is an older version."""
-    mixed = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - set(list_methods()) - {"sage1"}
+    """A recipe that is no method's defaults is worth shipping for what it changes; `sage1` is an older version,
+    `turbo_paper` what others are compared with."""
+    mixed = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - set(list_methods()) - {"sage1", "turbo_paper"}
     assert mixed == set(recipes.PARENTS)
     assert list(recipes.pairs(["a:b=1/c"])) == [("a:b=1", "c")]
     for pair in recipes.pairs(None):

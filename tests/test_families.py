@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers import random_ids, tiny_llama
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qattn_hf import QAttnCache, RecipeError, families, load_recipe, patch, report, unpatch
+from qattn_hf.assets import configs_dir
 from qattn_hf.chunks import feed
 from qattn_hf.cli._common import for_family
 from qattn_hf.fidelity.compare import compare
@@ -141,6 +143,17 @@ def test_a_measured_section_says_where(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(families, "list_families", lambda: (family,))
     found = report(patch(tiny_llama(), "turbo")).to_dict()
     assert found["recipe_origin"] == "defaults of turbo for llama, measured in quality-x.json"
+
+
+@pytest.mark.parametrize("family", families.list_families(), ids=lambda family: family.model_types[0])
+def test_each_file_says_whether_its_family_was_measured(family: families.Family):
+    """In its first lines, as its sections do."""
+    texts = {path: path.read_text(encoding="utf-8") for path in (configs_dir() / "families").glob("*.yaml")}
+    (text,) = [text for text in texts.values() if f"\nfamily: {family.family}\n" in text]
+    records = {section.measured for section in family.methods.values()}
+    head = text.partition("\nfamily:")[0]
+    said = set(re.findall(r"`(released-[\w-]+\.json)`", head)) or {None}
+    assert said == records and ("Not measured" in head) == (records == {None})
 
 
 @pytest.mark.parametrize("family", families.list_families(), ids=lambda family: family.model_types[0])

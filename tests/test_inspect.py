@@ -18,7 +18,7 @@ from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.recipe import find_recipes
 from qattn_kernels.layer.scores import Scores
 
-TOKENS, METHOD = 150, "turbo:bits=mixed,sink_num=2"
+TOKENS, METHOD = 150, "turbo:bits=mixed,sink_num=2,sink_window=0"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_softcap_and_learned_sinks_count():
 
 def test_the_pool_holds_the_smallest_keys_and_the_bits_are_those_of_the_cache(seen):
     layers, _ = seen
-    model = patch(tiny_llama(initializer_range=0.3), method="turbo", bits="mixed", sink_num=2)
+    model = patch(tiny_llama(initializer_range=0.3), method="turbo", bits="mixed", sink_num=2, sink_window=0)
     *_, last = feed(model, random_ids(1, TOKENS), cuts(TOKENS, 40))
     rows = report(last.cache).to_dict()["layers"]
     packed = TOKENS // 64 * 64

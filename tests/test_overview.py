@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from test_docs import ROOT
 from test_eval_scripts import tables
 
 
@@ -53,3 +54,33 @@ def test_the_fastest_decode_is_worked_out_of_records(tmp_path):
         "| 4 bits | `turbo` | 2 of 3 | 1 x 512, 1 x 8192 |",
         "| 4 bits | `nf4` | 1 of 3 | 1 x 4096 |",
     ]
+
+
+def test_the_least_loss_of_a_width_is_worked_out_of_records(tmp_path):
+    """By the larger of two checkpoints' KL; what one did not measure, or in other bits, does not count."""
+    (tmp_path / "results").mkdir()
+    sizes = {"head_dim": 128, "kv_heads": 8, "tokens": 32768, "effective_bits_total": 8.4}
+    bits = {"int8": 8.25, "sage2": 8.26, "fp8": 8.25, "turbo": 4.26}
+    losses = {
+        "released-smollm2": {"int8": 0.001, "sage2": 0.002, "turbo": 0.01, "fp8": 0.0001},
+        "released-gemma3": {"int8": 0.005, "sage2": 0.003, "turbo": 0.02},
+    }
+    rows = [{"method": name, "effective_bits": found, **sizes} for name, found in bits.items()]
+    records = {"bits": rows} | {
+        record: [{"setting": name, "kl": kl, "same_top1": 0.9, "bits": bits[name]} for name, kl in found.items()]
+        for record, found in losses.items()
+    }
+    for name, found in records.items():
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps({"name": name, "rows": found}))
+    assert tables.TABLES["least"](tmp_path / "results").splitlines()[2:] == [
+        "| 9 | `sage2` | 8.26 | 0.0020 | 0.900 | 0.0030 | 0.900 |",
+        "| 7 | `turbo` | 4.26 | 0.0100 | 0.900 | 0.0200 | 0.900 |",
+        "| 5 | `turbo` | 4.26 | 0.0100 | 0.900 | 0.0200 | 0.900 |",
+    ]
+
+
+def test_the_front_page_names_the_safe_8_bits_by_record():
+    """What README calls the smallest loss at 8 bits is what the records say, over both checkpoints."""
+    first = tables.TABLES["least"](ROOT / "eval" / "results").splitlines()[2]
+    (line,) = [line for line in (ROOT / "README.md").read_text().splitlines() if "the smallest loss at 8 bits" in line]
+    assert first.split(" | ")[1].strip("`") == line.split("`")[1]

@@ -102,7 +102,7 @@ CONTRADICTED = {  # what the page says in words
     ),
     "sinkq_groups": (r"28m, kl: G 32 is below G 128 at every residual", r"sinks-17m, kl: G 32 is below G 128"),
     "sinkq_accuracy": (r"28m, kl: SinkQ \(\S+\) is not below KIVI",),
-    "speed": (r"turbo, NVIDIA H100 80GB HBM3: 0\.\d\dx at 1 x 1024 tokens",),
+    "speed": (r"turbo:sink_num=0, NVIDIA H100 80GB HBM3: 0\.\d\dx at 1 x 1024 tokens",),
     "sage2.py": (r"sinks-17m, smooth, average: k is not below hadamard", r"28m, pv, average: e4m3 is not below int8"),
 }
 
@@ -162,11 +162,12 @@ def test_recorded_prefills_that_are_slower_are_named():
     rows = [
         common.row(f"recorded {bench}, {way}, batch 4, GPU", "4096 tokens", {}, {"speedup": times})
         for bench, way, times in (
-            ("prefill", "turbo", 0.5), ("prefill", "sage2", 1.5), ("prefill", "sinkq", 0.5), ("decode", "turbo", 0.5)
+            ("prefill", "turbo:sink_num=0", 0.5), ("prefill", "sage2", 1.5), ("prefill", "sinkq", 0.5),
+            ("decode", "turbo:sink_num=0", 0.5),
         )
     ]  # fmt: skip
     [(_, wrong)] = common.contradicted(TABLES["speed"], rows)
-    assert wrong == ["turbo, GPU: 0.50x at 4 x 4096 tokens"]
+    assert wrong == ["turbo:sink_num=0, GPU: 0.50x at 4 x 4096 tokens"]
 
 
 @pytest.mark.parametrize("name", list_methods())

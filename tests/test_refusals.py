@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 MIXED = {"bits": "mixed"}
-FIRST = "defaults of turbo for llama, unmeasured"  # the recipe of `patched`
+FIRST = "defaults of turbo for llama, measured in released-smollm2.json"  # the recipe of `patched`
 SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"method": "turb"}, ("unknown method 'turb'", "did you mean 'turbo'?", *list_methods())),
     ({"recipe": "trubo"}, ("unknown recipe 'trubo'", "did you mean 'turbo'?")),

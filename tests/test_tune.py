@@ -28,7 +28,8 @@ from qattn_hf.fidelity.tune import Budget, tune
 from qattn_hf.fidelity.tuned import ranges, recipe_of
 from qattn_hf.recipe import find_recipe, find_recipes
 
-CANDIDATES = ["turbo:bits=mixed", "turbo:bits=mixed,sink_num=1", "int8", "turboquant:k_format=turbo2,v_format=turbo2"]
+PLAIN = "turbo:bits=mixed,sink_num=0"
+CANDIDATES = [PLAIN, "turbo:bits=mixed,sink_num=1", "int8", "turboquant:k_format=turbo2,v_format=turbo2"]
 LAYERS, AT = 3, 512
 
 
@@ -45,7 +46,7 @@ def readings():
 
 @pytest.fixture(scope="module")
 def by_bits(readings):
-    references = find_recipes(["turbo:bits=mixed"])
+    references = find_recipes([PLAIN])
     budget = Budget(bits=5.85, at_tokens=AT)  # what half the heads in 2 bits take, ring and head dim 16 counted
     return tune(noisy_llama(), find_recipes(CANDIDATES), *readings, budget, references=references)
 
@@ -167,7 +168,7 @@ def options_of(names: list[str]) -> list[Option]:
 
 def test_the_recipe_gives_each_layer_its_option(tmp_path):
     """Lists of heads for the common candidate, entries for the others, and settings that they must not inherit."""
-    names = ["turbo:bits=mixed", "turbo:bits=mixed,sink_num=3", "turbo:bits=2,smooth_k=true", "kivi:bits=4"]
+    names = [PLAIN, "turbo:bits=mixed,sink_num=3", "turbo:bits=2,smooth_k=true,sink_num=0", "kivi:bits=4"]
     candidates = find_recipes(names)
     chosen = [(1, (0,), (0, 1)), (1, (), ()), (0, (1,), ()), (2, (), ()), (3, (), ()), (1, (0, 1), (0,))]
     options = [Option(layer, names[i], k, v, 1, 0.0) for layer, (i, k, v) in enumerate(chosen)]

@@ -24,12 +24,12 @@ FP, KIVI_4, GEAR_4, TURBO_4 = "FP16", "KIVI 4", "GEAR-L 4, KCVT", "TurboAttentio
 KIVI_3, GEAR_3, TURBO_3 = "KIVI 3", "GEAR-L 3, KIVI", "TurboAttention 2/4"
 WAYS: dict[str, Way | None] = {
     FP: None,
-    TURBO_3: "turbo:bits=mixed,softmax=sas",
+    TURBO_3: "turbo:bits=mixed,softmax=sas,sink_num=0",
     KIVI_3: "kivi:bits=3,group_size=64,residual_length=64",
     GEAR_3: Gear(bits=3, group=64),
     GEAR_4: Gear(bits=4),
     KIVI_4: "kivi:bits=4,group_size=64,residual_length=64",
-    TURBO_4: "turbo:softmax=sas",
+    TURBO_4: "turbo:softmax=sas,sink_num=0",
 }
 TABLE_2 = {
     "LLaMA3-8B-inst": {

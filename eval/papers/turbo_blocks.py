@@ -30,9 +30,9 @@ TWO = "2 bits (64, 64)"
 def measure(run: Run) -> Iterator[Row]:
     ways, paper = {}, {}
     for (q, kv), accuracy in PAPER.items():
-        ways[f"({q}, {kv})"] = f"turbo:block_q={q},block_kv={kv},buffer_size={kv},softmax=sas"
+        ways[f"({q}, {kv})"] = f"turbo:block_q={q},block_kv={kv},buffer_size={kv},softmax=sas,sink_num=0"
         paper[f"({q}, {kv})"] = {"gsm8k_cot": accuracy}
-    return text_rows(run, ways | {TWO: "turbo:bits=2,softmax=sas"}, paper)
+    return text_rows(run, ways | {TWO: "turbo:bits=2,softmax=sas,sink_num=0"}, paper)
 
 
 def broken(rows: list[Row]) -> list[str]:

@@ -19,7 +19,7 @@ from papers.common import About, Row, Run, column, not_below, row, sources
 from qattn_hf.fidelity.inspection import inspect
 from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.loading import short_name
-from qattn_hf.recipe import find_recipes
+from qattn_hf.recipe import find_recipe
 
 ABOUT = About(
     title="TurboAttention, Fig. 4, 8, 9 and 10",
@@ -64,7 +64,7 @@ def values(run: Run) -> list[torch.Tensor]:
 def measure(run: Run) -> Iterator[Row]:
     yield row(MADE, "values in 4 bits", {}, error(made()))
     layers = []
-    seen = inspect(run.model, find_recipes(["turbo"])["turbo"], run.reading.ids[:1])
+    seen = inspect(run.model, find_recipe("turbo_paper", None, {}), run.reading.ids[:1])
     for looked, own in zip(seen, values(run), strict=True):
         ours = {name: outlier(high - low) for name, (low, high) in looked.ranges.items()}
         gaps = {"channel gaps": looked.channel_gaps["value"], "token gaps": looked.token_gaps["value"]}

@@ -74,18 +74,22 @@ def measure(run: Run) -> Iterator[Row]:
     layer = made()
     for n in COUNTS:
         for ranking in RANKINGS:
-            error = layer_error(f"turbo:bits=mixed,n_h={n},priority={ranking}", layer)
+            error = layer_error(f"turbo:bits=mixed,sink_num=0,n_h={n},priority={ranking}", layer)
             yield row(MADE, f"{n} by {ranking}", {}, error)
     for n in JOINT:
         for ranking in RANKINGS:
             lists = jointly([(layer[1][0], layer[2][0])], ranking, n)
-            yield row(MADE, f"{n} of {2 * HEADS} by {ranking}", {}, layer_error("turbo:bits=mixed", layer, **lists))
+            yield row(
+                MADE, f"{n} of {2 * HEADS} by {ranking}", {}, layer_error("turbo:bits=mixed,sink_num=0", layer, **lists)
+            )
     heads, layers = run.model.config.num_key_value_heads, of_model(run)
-    ways = {f"{heads // 2} by {ranking}": f"turbo:bits=mixed,priority={ranking}" for ranking in RANKINGS}
+    ways = {f"{heads // 2} by {ranking}": f"turbo:bits=mixed,sink_num=0,priority={ranking}" for ranking in RANKINGS}
     with tempfile.TemporaryDirectory() as folder:
         for ranking in RANKINGS:
             recipe = Path(folder) / f"{ranking}.yaml"
-            recipe.write_text(yaml.safe_dump({"method": "turbo", "bits": "mixed", **jointly(layers, ranking, heads)}))
+            recipe.write_text(
+                yaml.safe_dump({"method": "turbo", "bits": "mixed", "sink_num": 0, **jointly(layers, ranking, heads)})
+            )
             ways[f"{heads} of {2 * heads} by {ranking}"] = str(recipe)
         yield from text_rows(run, ways, {})
 

@@ -32,7 +32,7 @@ def measure(run: Run) -> Iterator[Row]:
         for name, figure in lines.items():
             yield row(f"paper, {model}", name, {"accuracy": figure}, {})
     ways: dict[str, str | None] = {f"SAS, threshold {t:g}": f"none:softmax=sas,sas_threshold={t}" for t in THRESHOLDS}
-    ways |= {"FP16": None, SAS: "none:softmax=sas", FLASHQ: "turbo", BOTH: "turbo:softmax=sas"}
+    ways |= {"FP16": None, SAS: "none:softmax=sas", FLASHQ: "turbo_paper", BOTH: "turbo_paper:softmax=sas"}
     yield from text_rows(run, ways, {name: {"aqua_cot": figure} for name, figure in TABLE_4.items()})
 
 

@@ -144,6 +144,14 @@ class Method(BaseModel):
         """Pool of attention sinks of a layer; empty unless the method has one."""
         return SinkPool()
 
+    def without_default_pool(self, spec: LayerSpec) -> LayerSpec:
+        """The spec of a layer that can have no pool of sinks: without the one that the defaults alone ask for."""
+        return spec
+
+    def why_no_pool(self, spec: LayerSpec) -> str | None:
+        """Why a layer of this spec goes without the pool that the defaults ask for; None where it does not."""
+        return None
+
     def arithmetic(self) -> Compute:
         """Arithmetic of prefill and decode: products, softmax, scales, smoothing, rotation."""
         both = self.compute or self.default_compute()

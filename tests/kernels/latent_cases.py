@@ -32,7 +32,8 @@ class Sizes(NamedTuple):
 
 
 def spec_of(case: Case, impl: str = "reference") -> LayerSpec:
-    return replace(layer_spec(get_method(case[0])(**case[1]).last_layer_spec(1), case[0]), impl=impl)
+    settings = get_method(case[0])(**case[1])
+    return replace(layer_spec(settings.without_default_pool(settings.last_layer_spec(1)), case[0]), impl=impl)
 
 
 SMALL = Sizes()

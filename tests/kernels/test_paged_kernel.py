@@ -18,8 +18,16 @@ from qattn_kernels.layout import Geometry
 
 pytestmark = pytest.mark.gpu
 CASES: list[Case] = [("turbo", {}), ("int8", {}), ("kivi", {"bits": 4}), ("turboquant", {})]
+CASES += [("turbo", {"sink_num": 1, "sink_window": 0})]  # the pool gives tokens back to blocks of earlier calls
 if DEVICE == "cuda":  # the interpreter is slow, and where pages lie is the same to all formats
-    CASES += [("turbo", {"bits": 2}), ("sage2", {}), ("nf4", {}), ("none", {})]
+    CASES += [
+        ("turbo", {"sink_num": 0}),
+        ("turbo", {"bits": 2}),
+        ("sinkq", {"group_size": 64}),
+        ("sage2", {}),
+        ("nf4", {}),
+        ("none", {}),
+    ]
 LENGTHS = (70, 63, 127, 5)  # of rows before their steps: the second and third close a block with the first one
 PAGES, DIM = 40, 64
 

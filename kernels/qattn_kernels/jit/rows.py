@@ -121,10 +121,12 @@ def flip_bits(flags, slot, where):
 
 
 @triton.jit
-def settle_sinks(TABLE, DROPPED, row, bh, NB, C: tl.constexpr):
+def settle_sinks(TABLE, DROPPED, PAGES, row, b, h, NB, C: tl.constexpr):
     """End of a call: bits of `dropped` follow the table of sinks, once nobody reads the old ones."""
     if row.closing > 0:
-        e = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
+        e = (b * C.H + h).to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
         changed = (tl.load(TABLE.born + e) > row.closed) ^ (tl.load(TABLE.written + e) > row.closed)
-        flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
-        flip_bits(flags, tl.load(TABLE.slot + e), changed)
+        slot = tl.load(TABLE.slot + e)
+        at = block_at(PAGES, b, slot // C.BLOCK, NB, C)
+        flags = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
+        flip_bits(flags, at * C.BLOCK + slot % C.BLOCK, changed)

@@ -34,10 +34,10 @@ class Pages(NamedTuple):
 
 
 def reads_pages(spec: LayerSpec, heads: int) -> bool:
-    """Whether kernels read and write the blocks of such a layer in a pool: no sinks are taken out of them, they close
-    one at a time, and heads have one width."""
+    """Whether kernels read and write the blocks of such a layer in a pool: they close one at a time, and heads have one
+    width."""
     one_width = all(fmt.core.low_kind(heads) <= Low.ALL for fmt in (spec.k, spec.v))
-    return spec.impl == "triton" and not spec.sink_pool.num and spec.window.span == spec.window.block and one_width
+    return spec.impl == "triton" and spec.window.span == spec.window.block and one_width
 
 
 def attend_pages(

@@ -253,8 +253,8 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
         chosen = tl.arange(0, C.BLOCK) < 0
         if C.ENTRIES > 0:
             if closes & (part == 0):
-                chosen = compete(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, row, b,
-                                 h, K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
+                chosen = compete(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags,
+                                 home.index, row, b, h, K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
         source = Source(KEY, VALUE, k_strides, v_strides, DROPPED, NB)
         block = Block(b, h, bh, row, index, home, start, used, closes, flags, chosen)
         if part == 0:

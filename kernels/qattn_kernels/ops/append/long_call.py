@@ -230,6 +230,6 @@ def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, 
             write_factors(Factors(*FACTORS), row, b * C.H + h, slots, C.BLOCK, STEP)
     if C.ENTRIES > 0:
         if i == 0:
-            settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
+            settle_sinks(TABLE, DROPPED, None, row, b, h, NB, C)
     if (i == 0) & (h == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)

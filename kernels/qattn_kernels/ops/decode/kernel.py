@@ -225,8 +225,8 @@ def _join(merged, parts, i, live, row, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
-def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, NB, splits, T, few, many, long,
-                 least, CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, splits, T, few, many,
+                 long, least, CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Columns without a query get
     zeros.
     `SINKS`: the model's learned logits, one a query head, which are no tokens; `TABLE`: of the sink pool, by which the
@@ -243,7 +243,7 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
     first_parts = load_parts(OUT, STATS, base, tl.arange(0, CHUNK), splits, T, C)
     if C.ENTRIES > 0:
         if r == 0:
-            settle_sinks(TABLE, DROPPED, row, b * C.H + h, NB, C)
+            settle_sinks(TABLE, DROPPED, PAGES, row, b, h, NB, C)
     t, head = r // C.G, h * C.G + r % C.G
     blocks = blocks_seen(row, NB, C)
     live = tl.cdiv(blocks, blocks_per_split(blocks, splits, few, many, long, least, C)) + C.OPEN

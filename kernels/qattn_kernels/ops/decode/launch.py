@@ -79,7 +79,7 @@ def merge(
     launch(
         merge_kernel, (call.tokens * size.G, size.H, call.batch),
         parts, stats, skip_counts, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
-        call.state["dropped"], call.blocks, parts.shape[1], call.tokens,
+        call.state["dropped"], call.pages, call.blocks, parts.shape[1], call.tokens,
         *plan, chunk, scores.sinks is not None, size, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -7,7 +7,16 @@ import torch
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State, TensorSpec, copy_blocks
+from qattn_kernels.ops.sink_pool.table import at_slots
 from qattn_kernels.reference.rows import bits_to_bool
+
+
+def in_pool(state: State, like: torch.Tensor) -> torch.Tensor:
+    """bool `[B, Hkv, blocks, block]`, as `like`: tokens that the sink pool keeps out of their blocks."""
+    table = side_of(state, "sink")
+    inside = (table["born"] > 0) & (table["written"] == 0)
+    found = at_slots(inside, table["slot"], state["dropped"].shape[2:].numel() * 8)
+    return found.unflatten(2, (-1, like.shape[3]))[:, :, : like.shape[2]]
 
 
 def repack(state: State, old: LayerSpec, out: State, new: LayerSpec, tensors: dict[str, TensorSpec]) -> None:
@@ -28,4 +37,6 @@ def repack(state: State, old: LayerSpec, out: State, new: LayerSpec, tensors: di
     keep = there & ~bits_to_bool(dropped)
     for side in "kv":
         fmt, wanted = getattr(old, side).core, getattr(new, side).core
+        if side == "v" and old.sink_pool.num:  # values of sinks take part in their block, as when it closed
+            keep = keep | in_pool(state, keep)
         fmt.recode(side_of(state, side), wanted, side_of(out, side), keep, length[:, 0, :, 0] > 0)

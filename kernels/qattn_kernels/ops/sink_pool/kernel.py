@@ -113,7 +113,8 @@ def _write_back(entries, count, C: tl.constexpr):
 
 @triton.jit
 def _forget(entries, until, closed, flags):
-    """Free the places of what was written back so long ago that no crop can bring it back."""
+    """Free the places of what was written back so long ago that no crop can bring it back. A short call frees only what
+    earlier calls wrote back, so that it flips no bit and `flags` may be of a pool of pages."""
     pos, slot, born, evicted, written, norm = entries
     gone = (written > 0) & (written <= until)
     flip_bits(flags, slot, gone & (written > closed) & (born <= closed))
@@ -122,8 +123,9 @@ def _forget(entries, until, closed, flags):
 
 
 @triton.jit
-def key_sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.constexpr):
-    """fp64 magnitudes of the keys of a block that closes; infinity where there is none to choose."""
+def key_sizes(KEY, VALUE, k_strides, v_strides, K, bits, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.constexpr):
+    """fp64 magnitudes of the keys of a block that closes, whose mask bits lie at `bits`; infinity where there is none
+    to choose."""
     length, closed, open_start, closing, first, count = row
     t = tl.arange(0, C.BLOCK)
     pos = open_start + j * C.BLOCK + t
@@ -134,7 +136,7 @@ def key_sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, QUANTIZE
     size = tl.sum(tl.abs(code).to(tl.float64), 1)
     if K.ring.dtype.element_ty == tl.int8:
         size = size * scale.to(tl.float64)
-    dropped = old & (slot_bits(flags, (closed + j) * C.BLOCK + t) == 1)
+    dropped = old & (slot_bits(bits, t) == 1)
     return tl.where(bad | dropped, float("inf"), size)
 
 
@@ -157,8 +159,8 @@ def sizes_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if j < tl.minimum(row.closing, NB - row.closed):
         bh = b * C.H + h
-        flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
-        size = key_sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, j, K_QUANTIZE, C)
+        bits = DROPPED + (bh.to(tl.int64) * NB + row.closed + j) * (C.BLOCK // 8)
+        size = key_sizes(KEY, VALUE, k_strides, v_strides, K, bits, row, b, h, j, K_QUANTIZE, C)
         at = (bh.to(tl.int64) * tl.num_programs(0) + j) * C.BLOCK
         tl.store(SIZES + at + tl.arange(0, C.BLOCK), size)
 
@@ -217,13 +219,14 @@ def _keep_table(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE,
 
 
 @triton.jit
-def compete(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, row, b, h,
+def compete(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, at, row, b, h,
             K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Inside the append of a short call: the pool of a head competes with the one block that closes. The tokens
-    `[BLOCK]` that it takes; `MOVED`: see `moved_tokens`."""
+    """Inside the append of a short call: the pool of a head competes with the one block that closes, which lies `at`
+    among those of the head. The tokens `[BLOCK]` that it takes; `MOVED`: see `moved_tokens`."""
     bh = b * C.H + h
     entries = load_table(TABLE, bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES))
-    size = key_sizes(KEY, VALUE, k_strides, v_strides, K, flags, row, b, h, 0, K_QUANTIZE, C)
+    bits = flags + at * (C.BLOCK // 8)
+    size = key_sizes(KEY, VALUE, k_strides, v_strides, K, bits, row, b, h, 0, K_QUANTIZE, C)
     entries, _, chosen = _meet(entries, _least(entries, C), size, 0, row, flags, C)
     entries = _keep_table(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, entries, 1, row, b, h, flags,
                           K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
