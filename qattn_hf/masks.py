@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import GenerationConfig
 
-from qattn_hf.cache import QAttnCache
 from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from qattn_hf.cache import QAttnCache
 
 
 class Pending(NamedTuple):
