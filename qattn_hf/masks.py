@@ -124,7 +124,7 @@ def waits_for_nothing(mask: torch.Tensor) -> bool:
 
 def to_host(facts: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
     """A copy on the host of `facts` on a GPU, and the event after which it is whole."""
-    copy = torch.empty(facts.shape, dtype=facts.dtype, pin_memory=True).copy_(facts, non_blocking=True)
+    copy = torch.empty(facts.shape, dtype=facts.dtype, device="cpu", pin_memory=True).copy_(facts, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(facts.device))
     return copy, arrived
