@@ -21,6 +21,7 @@ from qattn_hf.hybrid_layer import any_layer
 from qattn_hf.interrupted import Recoverable, unfinished
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import ModelLayerSpec, own_states
+from qattn_hf.masks import check_earlier_mask
 from qattn_hf.model_layer import ModelLayer
 from qattn_hf.recipe import Recipe, check_packs, find_recipe
 from qattn_hf.snapshot import LOST
@@ -119,10 +120,12 @@ class QAttnCache(Recoverable, Cache):
             input_ids: int `[B, S]`, the tokens that the cache has read, padding included, to be kept with it.
 
         Raises:
-            QAttnError: an empty cache, `input_ids` of another shape, or a cache whose model is not known: it was freed,
-                or the cache comes from a pickle.
-            UnsupportedError: a call with this cache was interrupted; the model is split by tensor parallelism, or its
-                weights are offloaded.
+            QAttnError: an empty cache, `input_ids` of another shape or dtype, or a cache whose model is not known: it
+                was freed, or the cache comes from a pickle. A path that cannot be written, a full disk.
+            UnsupportedError: a call with this cache was interrupted; the mask of an earlier step was wrong; other
+                weights, adapters or RoPE frequencies are in force than the cache was written under; blocks have fewer
+                bits for want of room (`memory`); the model is split by tensor parallelism, or its weights are
+                offloaded.
         """
         saved.save(self, path, input_ids)
 
@@ -141,9 +144,11 @@ class QAttnCache(Recoverable, Cache):
             verify: compare every tensor with its SHA-256, for which the whole file is read once.
 
         Raises:
-            QAttnError: a file that is not whole, was altered, or has another version.
-            UnsupportedError: another model, other weights, dtype or recipe than the file's; a model that is not
-                patched, is split by tensor parallelism or offloads weights. Nothing was changed.
+            FileNotFoundError: there is no such file.
+            QAttnError: a file that is not whole, was altered, has another version, or holds sizes, lengths or places
+                that no call could have left.
+            UnsupportedError: another model, other weights, adapters, RoPE frequencies, dtype or recipe than the file's;
+                a model that is not patched, is split by tensor parallelism or offloads weights. Nothing was changed.
         """
         patched = getattr(model, "_qattn", None)
         if patched is None:
@@ -317,11 +322,12 @@ class QAttnCache(Recoverable, Cache):
         Raises:
             UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own or
                 has a sliding window cannot be put back to where it was; nothing was changed. Or an earlier call or edit
-                was interrupted, and this crop does not repair the cache.
+                was interrupted, and this crop does not repair the cache. Or the mask of an earlier step was wrong.
         """
         self._ready()
         if (count := int(tokens_to_remove)) == 0:
             return
+        check_earlier_mask(self, wait=True)
         packed, alike = self.packed, len({layer.edits for layer in self.packed}) == 1
         plans = rollback.plan_cache(self.layers, count, int(self.get_seq_length()) if self.mixed else 0)
         left = {plan.left for layer, plan in zip(self.layers, plans, strict=True) if isinstance(layer, QAttnLayer)}

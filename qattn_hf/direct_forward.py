@@ -20,6 +20,11 @@ class Forward(BoundMethod):
         super().__init__(forward, model)
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
 
+    @property
+    def __code__(self) -> Any:
+        """Code of the model's own `forward`: `torch.export` asks for it before its first call."""
+        return type(self._model()).forward.__code__
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         model = self._model()
         return Forward(memo.get(id(model), model))

@@ -50,8 +50,10 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
 
     Raises:
         UnsupportedError: training, attention weights as output, a cache of another kind or model, a mask with holes,
-            packed sequences, tokens beyond a sliding window.
+            packed sequences, tokens beyond a sliding window, an export.
     """
+    if torch.compiler.is_exporting():
+        _refuse_export()
     patched = patch_of(module)
     kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
     _check_call(module, kwargs)
@@ -88,6 +90,15 @@ NOT_COMPILED = f"a compiled call cannot make its cache: pass {CACHE}=, a cache t
 def _new_cache(patched: Patched) -> QAttnCache:
     patched.notices.before_another()
     return patched.new_cache()
+
+
+NOT_EXPORTED = "a patched model cannot be exported (torch.export, ExecuTorch, ONNX): call unpatch(model) before"
+
+
+@torch.compiler.disable(reason=NOT_EXPORTED)
+def _refuse_export() -> None:
+    """Raise `UnsupportedError`. A strict export does not run this: its error names the reason given to `disable`."""
+    raise UnsupportedError(NOT_EXPORTED)
 
 
 @torch.compiler.disable(reason=NOT_COMPILED)
@@ -149,9 +160,11 @@ def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str,
 
     Raises:
         UnsupportedError: training, attention weights as output, another device than at `patch`, tokens beyond a
-            sliding window.
+            sliding window, an export without a cache.
     """
     kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
+    if torch.compiler.is_exporting() and kwargs.get(CACHE) is None:  # transformers' masks then are not causal ones
+        _refuse_export()
     _check_call(module, kwargs)
     patched, device = patch_of(module), next(module.parameters()).device
     if patched.device_type != device.type and patched.device_type != (device := device_of(module)).type:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import GenerationConfig
 
-from qattn_hf.cache import QAttnCache
 from qattn_hf.device import capturing
 from qattn_hf.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from qattn_hf.cache import QAttnCache
 
 
 class Pending(NamedTuple):
@@ -122,7 +124,7 @@ def waits_for_nothing(mask: torch.Tensor) -> bool:
 
 def to_host(facts: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
     """A copy on the host of `facts` on a GPU, and the event after which it is whole."""
-    copy = torch.empty(facts.shape, dtype=facts.dtype, pin_memory=True).copy_(facts, non_blocking=True)
+    copy = torch.empty(facts.shape, dtype=facts.dtype, device="cpu", pin_memory=True).copy_(facts, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(facts.device))
     return copy, arrived

@@ -14,6 +14,7 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.continuous.cache import in_words
 from qattn_hf.errors import QAttnError
 from qattn_hf.layer_kinds import WINDOWED
+from qattn_hf.masks import check_earlier_mask
 from qattn_hf.messages import cut, size
 from qattn_hf.model_layer import ModelLayer
 from qattn_hf.recipe import Recipe
@@ -30,9 +31,11 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
 
     Raises:
         QAttnError: a model that is not patched, or another kind of cache.
+        UnsupportedError: the mask of an earlier step was wrong, which a GPU may say late: what is held is too.
     """
     if isinstance(model_or_cache, QAttnCache):
         cache = model_or_cache
+        check_earlier_mask(cache, wait=True)
         rows = [
             own_row(i, layer)
             if isinstance(layer, ModelLayer)

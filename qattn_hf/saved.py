@@ -28,6 +28,7 @@ from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError, UnsupportedError
 from qattn_hf.in_force import in_force
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.masks import check_earlier_mask
 from qattn_hf.memory_budget import at_stage
 from qattn_hf.messages import shown
 from qattn_hf.model_layer import ModelLayer, host_state, restore, state_tensors
@@ -58,6 +59,7 @@ def save(cache: QAttnCache, path: str | Path, input_ids: torch.Tensor | None = N
             "bits= alone for a prefix that others read"
         )
     cache.check_whole()
+    check_earlier_mask(cache, wait=True)
     check_writer(cache, model, 0)
     tokens = int(cache.get_seq_length())
     if not tokens:

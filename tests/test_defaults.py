@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,13 @@ import torch
 from helpers import FIXED, Case, case_id, cases, feed, make_layer, random_ids, random_qkv, same_state, tiny_llama
 
 from qattn_hf import QAttnCache, patch, report
+from qattn_hf.cli import main
+from qattn_hf.fidelity import texts
+from qattn_hf.fidelity.needles import Prompt, Question
+from qattn_hf.fidelity.retrieval import answers
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.lm_eval.scoring import Text, score
+from qattn_hf.loading import load
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -23,6 +31,7 @@ PRIORITIES: list[Case] = [
 ]
 TWO_BITS: list[Case] = [("turbo", {"bits": 2}), ("kivi", {"bits": 2})]
 QKV = random_qkv(2, 107)
+WORDS = random_ids(1, 90)[0].tolist()
 
 
 @contextmanager
@@ -100,3 +109,53 @@ def test_a_model_beside_another_default_device(case: Case, tmp_path: Path):
     with torch.device("meta"):
         stock.generate(ids, **greedy)
         assert torch.equal(edited(model), want)
+
+
+class Words:
+    """A tokenizer and a maker of prompts whose tokens are numbers of words; it makes no tensor."""
+
+    bos_token_id = None
+
+    @property
+    def tokenizer(self) -> Words:
+        return self
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return SimpleNamespace(input_ids=[int(word) for word in text.split()])
+
+    def decode(self, ids: torch.Tensor) -> str:
+        return str(ids.tolist())
+
+
+def scored(model: Any, dtype: torch.dtype | None = None) -> Any:
+    short, long = Text(tuple(WORDS[:70]), [WORDS[69:71]]), Text(tuple(WORDS), [WORDS[60:]])
+    return [score(model, [text, text], 32, 0, dtype)[0] for text in (short, long)]
+
+
+def cut(model: Any) -> Any:
+    return texts.rows_of(Words(), " ".join(map(str, range(60))), 4, 8).tolist()
+
+
+def answered(model: Any) -> Any:
+    return answers(model, Words(), Prompt("single", 90, WORDS, [Question(WORDS[:5], ("1",), (0.0,), 4)], False), 32)[0]
+
+
+@pytest.mark.parametrize("default", ["bfloat16", "float64", "meta"])
+@pytest.mark.parametrize("measure", [scored, cut, answered])
+def test_what_is_measured_beside_other_defaults(measure: Callable[[Any], Any], default: str):
+    model = patch(tiny_llama(), "turbo")
+    want = measure(model)
+    with DEFAULTS[default]():
+        assert measure(model) == want
+
+
+@pytest.mark.parametrize("default", ["float64", "meta"])
+def test_a_cache_is_built_by_the_command(default: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Loading is transformers', with its own rules, so it is done before."""
+    (tmp_path / "text").write_text("Once upon a time there was a small ship. " * 9)
+    found = load(None, "cpu")
+    module = importlib.import_module("qattn_hf.cli.cache")  # the package's attribute of that name is a command
+    monkeypatch.setattr(module, "load", lambda *given: found)
+    with DEFAULTS[default](), pytest.raises(SystemExit) as ended:
+        main(["cache", "build", "--text", str(tmp_path / "text"), "-o", str(tmp_path / "saved")])
+    assert not ended.value.code and (tmp_path / "saved").is_file()

@@ -118,6 +118,15 @@ def test_the_glossary_names_what_stands_in_the_code():
     assert missing == set()
 
 
+def test_the_page_of_the_architecture_names_files_that_exist_and_all_of_many_requests():
+    page = text_of(ROOT / "docs" / "architecture.md")
+    named = {Path(name).name for name in re.findall(r"`[\w/]*?(\w+\.py)`", page)}
+    folders = [ROOT / name for name in ("qattn_hf", "kernels", "tests", "eval")]
+    assert named - {path.name for folder in folders for path in folder.rglob("*.py")} == set()
+    parts = {path.name for part in ("continuous", "server") for path in (ROOT / "qattn_hf" / part).glob("[a-z]*.py")}
+    assert parts - named == set()
+
+
 def test_every_page_is_in_the_navigation():
     navigation = text_of(ROOT / "mkdocs.yml")
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in PAGES[2:]]

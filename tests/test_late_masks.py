@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import DEVICE, random_ids, tiny_llama
 
-from qattn_hf import QAttnCache, UnsupportedError, masks, patch
+from qattn_hf import QAttnCache, UnsupportedError, masks, patch, report
 from qattn_hf._compat import CACHE
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TOKENS = 40
 WRONG = {
     "too wide": (torch.ones(1, TOKENS + 6, dtype=torch.long), f"has {TOKENS + 6} columns.*must have {TOKENS + 1}"),
+    "too narrow": (torch.ones(1, TOKENS, dtype=torch.long), f"has {TOKENS} columns.*must have {TOKENS + 1}"),
+    "of the new token alone": (torch.ones(1, 1, dtype=torch.long), f"has 1 columns.*must have {TOKENS + 1}"),
     "a hole": (torch.ones(1, TOKENS + 1, dtype=torch.long).index_fill(1, torch.tensor([9]), 0), "row 0 has zeros"),
 }
 
@@ -71,10 +74,32 @@ def test_a_prompt_waits_for_the_mask_of_an_earlier_step(mask: str, how: str, far
             model.generate(prompt, max_new_tokens=2, **{CACHE: cache})
 
 
+@pytest.mark.parametrize("mask", WRONG)
+@pytest.mark.parametrize("how", ["crop", "save", "report", "report of the model"])
+def test_the_mask_of_the_last_step_is_checked_before(how: str, mask: str, far: None, tmp_path: Path):
+    """No call follows, which would find it."""
+    model, cache, token = prompted()
+    wrong, said = WRONG[mask]
+    model(token, attention_mask=wrong.to(DEVICE), **{CACHE: cache})
+    cache.crop(0)  # as a stop check asks at every step: it waits for nothing
+    tokens, path = cache.get_seq_length(), tmp_path / "prefix.safetensors"
+    with pytest.raises(UnsupportedError, match=f"{said}.*fresh cache"):
+        if how == "crop":
+            cache.crop(-1)
+        elif how == "save":
+            cache.save(path)
+        else:
+            report(cache if how == "report" else model)
+    assert cache.get_seq_length() == tokens and not path.exists()
+
+
 def test_right_masks_are_taken(far: None):
     model, cache, token = prompted()
     for i in range(4):
         model(token, attention_mask=torch.ones(1, TOKENS + 1 + i, dtype=torch.long, device=DEVICE), **{CACHE: cache})
+    assert report(cache).to_dict()["layers"]
+    cache.crop(-1)
+    assert cache.get_seq_length() == TOKENS + 3
 
 
 @pytest.mark.gpu

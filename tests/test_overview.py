@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
-from test_docs import ROOT
-from test_eval_scripts import tables
+import pytest
+from test_eval_scripts import ROOT, gpu_parts, tables
+
+from qattn_hf import list_methods
+from qattn_hf.recipe_files import list_recipes
+
+RESULTS = ROOT / "eval" / "results"
+MADE = re.compile(r"<!-- table:\S+ -->.*?<!-- /table -->", re.DOTALL)
+unrecorded = pytest.mark.xfail(
+    not (RESULTS / "front-prefill.json").is_file(),
+    reason="front-prefill is not recorded yet: python eval/gpu.py --only front",
+    strict=True,
+)
 
 
 def test_the_overview_joins_what_was_recorded_of_a_setting(tmp_path):
@@ -81,6 +94,61 @@ def test_the_least_loss_of_a_width_is_worked_out_of_records(tmp_path):
 
 def test_the_front_page_names_the_safe_8_bits_by_record():
     """What README calls the smallest loss at 8 bits is what the records say, over both checkpoints."""
-    first = tables.TABLES["least"](ROOT / "eval" / "results").splitlines()[2]
+    first = tables.TABLES["least"](RESULTS).splitlines()[2]
     (line,) = [line for line in (ROOT / "README.md").read_text().splitlines() if "the smallest loss at 8 bits" in line]
     assert first.split(" | ")[1].strip("`") == line.split("`")[1]
+
+
+@pytest.mark.parametrize("columns", ["bits", "KL", "top-1", "decode", pytest.param("prefill", marks=unrecorded)])
+def test_no_recommended_setting_has_an_empty_cell(columns: str):
+    header, _, *lines = (line.strip("| ").split(" |") for line in tables.TABLES["overview"](RESULTS).splitlines())
+    cells = {line[0].strip(" `"): [x.strip() for x in line] for line in lines}
+    chosen = [i for i, title in enumerate(header) if title.strip().startswith(columns)]
+    assert list(cells) == list(gpu_parts.FRONT) and len(chosen) == 2
+    assert [(name, header[i]) for name, line in cells.items() for i in chosen if len(line) <= i or not line[i]] == []
+
+
+def test_the_record_of_the_front_page_measures_each_recommended_setting_at_each_point():
+    for name, points in (("decode", gpu_parts.DECODES), ("prefill", gpu_parts.PREFILLS)):
+        record, command = gpu_parts.front(name, [])
+        methods = [command[i + 1] for i, word in enumerate(command) if word == "--method"]
+        assert record == f"front-{name}" and methods == list(gpu_parts.FRONT)
+        given = {f"--{key}={value}" for point in points.values() for key, value in point.items() if key != "room"}
+        assert given <= {*command}
+
+
+@pytest.mark.parametrize(("recorded", "shown"), [(8.54, True), (7.96, True), (8.56, False), (7.94, False)])
+def test_quality_in_other_bits_than_the_rows_is_left_out(tmp_path, recorded: float, shown: bool):
+    """Three tenths of a bit more or fewer are another format, and not scales of other head dims."""
+    row = {"method": "int8", "head_dim": 128, "tokens": 32768, "effective_bits": 8.25, "effective_bits_total": 8.26}
+    loss = {"setting": "int8", "kl": 0.5, "same_top1": 0.9, "bits": recorded}
+    for name, held in (("bits", row), ("released-smollm2", loss)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, "rows": [held]}))
+    assert ("0.5000" in tables.TABLES["overview"](tmp_path)) == shown
+
+
+def test_no_prose_calls_a_setting_the_fastest():
+    """What is fastest, and where, a table says that is made of records."""
+    names = "|".join(re.escape(name) for name in (*list_methods(), *list_recipes()))
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "qattn_hf").rglob("*.yaml")]
+    assert claims("With `turbo`, the fastest 4-bit decode.", names) and not claims(
+        "PyTorch's fastest attention.", names
+    )
+    found = [(page.name, claim) for page in pages for claim in claims(page.read_text(encoding="utf-8"), names)]
+    assert found + methods_that_claim() == []
+
+
+def claims(text: str, names: str) -> list[str]:
+    """Sentences outside of generated tables that name a setting and the fastest."""
+    sentences = re.split(r"(?<=[.:])\s+|\n\n", MADE.sub("", text))
+    return [x for x in sentences if re.search(r"\bfastest\b", x) and re.search(rf"`({names})\b[^`]*`", x)]
+
+
+def methods_that_claim() -> list[tuple[str, str]]:
+    """Lines of the methods' own files, which their pages and commands show, that say `fastest`."""
+    files = sorted((ROOT / "qattn_hf" / "methods").glob("*.py"))
+    return [(path.name, line) for path in files for line in lines_of(path) if re.search(r"\bfastest\b", line)]
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()

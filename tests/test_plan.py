@@ -354,3 +354,15 @@ def test_the_commands_errors(qattn, folder, monkeypatch):
     assert code == 2 and not out and "--gpu-memory" in err
     code, out, err = qattn("--model", folder, "--gpu-memory", "1GiB", "--method", "turbot")
     assert code == 2 and not out and "turbot" in err
+
+
+def test_a_model_of_which_nothing_is_planned_gets_the_reasons(qattn, tmp_path):
+    """Its windows stay the model's own in every way, full precision's among them."""
+    tiny("gemma3_text", **OF_KERNELS["gemma3_text"]).config.save_pretrained(tmp_path)
+    ways = "int8:sliding=model,turbo:sliding=model"
+    asked = ("--model", str(tmp_path), "--gpu-memory", "1GiB", "--method", ways)
+    code, out, err = qattn(*asked)
+    assert code == 1 and not out and err.count("qattn check") == 2
+    assert "none of the methods can be planned" in err and "full: " in err and f"{ways.replace(',', ', ')}: " in err
+    code, out, err = qattn(*asked, "--json")
+    assert code == 1 and [row["method"] for row in json.loads(out)["rows"]] == ["full", *ways.split(",")] and err

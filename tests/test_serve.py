@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -207,6 +208,24 @@ def test_a_key_is_asked_for_and_a_large_body_refused(server: Any):
         status, body = client.ask(COMPLETIONS, b"x" * 15_000, **own)
         assert (status, body["error"]["code"]) == (413, "body_too_large")
         assert client.ask("/v1/models", **own)[0] == 200
+
+
+@pytest.mark.parametrize("together", [pytest.param(True, marks=batching), False], ids=["together", "in turn"])
+def test_more_requests_than_the_bound_are_refused_until_one_ends(folder: str, together: bool):
+    with here.served(folder, batching=together, max_requests=2) as client:
+        long = {"prompt": "The ship", "max_tokens": 480, "temperature": 0, "stream": True}
+        held = [client.send(COMPLETIONS, long) for _ in range(2)]
+        assert all(answer.readline().startswith(b"data: ") for answer in held[: 2 if together else 1])
+        for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, HELLO)):
+            answer = client.send(path, body)
+            error = json.loads(answer.read())["error"]
+            assert answer.status == 429 and answer.getheader("Retry-After") == "1"
+            assert error["code"] == "too_many_requests" and error["type"] == "rate_limit_error"
+            assert "2 requests run or wait" in error["message"] and "--max-requests" in error["message"]
+        for answer in held:
+            answer.close()
+        client.until_idle()
+        assert client.complete("a", max_tokens=2)
 
 
 def test_a_request_has_a_line_in_the_log_and_counts(server: Any, caplog: pytest.LogCaptureFixture):

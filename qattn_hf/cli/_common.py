@@ -32,6 +32,31 @@ def known_methods(texts: list[str] | str | None) -> Any:
     return texts
 
 
+def known_recipe(text: str | None) -> Any:
+    """The recipe of an option, once a local one is found, before torch is loaded; a hub's is looked for later.
+
+    Raises:
+        RecipeError: there is no such recipe.
+    """
+    from qattn_hf.recipe_files import is_of_hub, recipe_file
+
+    if text is not None and not is_of_hub(text):
+        recipe_file(text)
+    return text
+
+
+def read_settings(texts: list[str] | None) -> Any:
+    """The settings of an option, once they can be read, before torch is loaded; their names are checked later.
+
+    Raises:
+        RecipeError: one is not `KEY=VALUE`, or is given twice.
+    """
+    from qattn_hf.spelling import parse_settings
+
+    parse_settings(texts)
+    return texts
+
+
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", "-m", help="Folder or hub name of a causal LM.", show_default="embedded model"),
@@ -51,11 +76,20 @@ MethodOption = Annotated[
 ]
 RecipeOption = Annotated[
     str | None,
-    typer.Option("--recipe", help="YAML file with a method and its settings, a recipe's name, or a hub repository."),
+    typer.Option(
+        "--recipe",
+        help="YAML file with a method and its settings, a recipe's name, or a hub repository.",
+        callback=known_recipe,
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One setting of the method, such as bits=2; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="One setting of the method, such as bits=2; may be repeated.",
+        callback=read_settings,
+    ),
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="Where to run, such as cpu or cuda:0.", show_default="a GPU if any")

@@ -51,7 +51,7 @@ def build(
     if not output.parent.is_dir():
         raise FileNotFoundError(f"--output {output}: no such folder")
     _, lm, tokenizer = load(model, device)
-    held, ids = read(lm, for_family(chosen, lm), torch.tensor([tokenizer(content).input_ids]))
+    held, ids = read(lm, for_family(chosen, lm), torch.tensor([tokenizer(content).input_ids], device=lm.device))
     held.save(output, input_ids=ids)
     print(f"{summary(report(held).to_dict())}\n{output}: {size(output.stat().st_size)}")
 

@@ -45,7 +45,7 @@ def plan(
 ) -> None:
     """Say from a model's config alone which contexts and batches fit a GPU, for each method and for full precision.
 
-    No weights are downloaded, and no GPU is needed. Exit code 1 if the model is refused. Example:
+    No weights are downloaded, and no GPU is needed. Exit code 1 if the model or every method is refused. Example:
 
     qattn plan --model Qwen/Qwen3-8B --gpu-memory 24GiB --method turbo --method kivi:bits=4
     """
@@ -67,7 +67,8 @@ def plan(
     about = conditions(planner, model or "embedded demo model", memory)
     if as_json:
         print(json.dumps({**about, "rows": rows}, indent=1))
-    else:
+    check_planned(rows)
+    if not as_json:
         show(about, rows)
 
 
@@ -116,6 +117,22 @@ def row_of(
         "largest": {tokens: planner.largest(memory, way, tokens) for tokens in contexts},
         "memory": vars(parts),
     }
+
+
+def check_planned(rows: list[dict[str, Any]]) -> None:
+    """Refuse rows of which none is planned.
+
+    Raises:
+        UnsupportedError: with the reason of each method.
+    """
+    from qattn_hf.errors import UnsupportedError
+
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        reasons.setdefault(row.get("not_planned", ""), []).append(row["method"])
+    if "" not in reasons:
+        listed = ". ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        raise UnsupportedError(f"none of the methods can be planned for this model. {listed}")
 
 
 def show(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:

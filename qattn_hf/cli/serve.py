@@ -68,6 +68,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 is a free one.")] = 8000,
     api_key: KeyOption = None,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB that the body of a request may have.")] = 4,
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests that may run or wait at once.")] = 256,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
     log_level: Annotated[LogLevel, typer.Option(help="What the log has at least.")] = LogLevel.info,
@@ -101,6 +102,7 @@ def serve(
         dtype=dtype,
         key=api_key,
         max_body=max_body_mib * 2**20,
+        max_requests=max_requests,
     )
     code = serve(chosen, options, sockets)
     logging.shutdown()

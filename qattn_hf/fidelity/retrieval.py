@@ -109,7 +109,7 @@ def answers(model: PreTrainedModel, maker: PromptMaker, prompt: Prompt, chunk: i
     for question in prompt.questions:
         # a copy, so that the next question does not read this one and its answer
         behind = cache if prompt.chained else copy.deepcopy(cache)
-        written = roll_out(model, torch.tensor([question.ids]), question.room, GREEDY, cache=behind)
+        written = roll_out(model, torch.tensor([question.ids], device=ids.device), question.room, GREEDY, cache=behind)
         texts.append(maker.tokenizer.decode(written.ids[0]))
     return texts, cache
 

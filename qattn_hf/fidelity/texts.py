@@ -76,7 +76,7 @@ def rows_of(tokenizer: Any, text: str, rows: int, tokens: int) -> torch.Tensor:
             f"{rows}: give a longer text, fewer rows or fewer tokens a row"
         )
     starts = [i * (len(ids) // rows) for i in range(rows)]
-    return torch.tensor([first + ids[start : start + length] for start in starts])
+    return torch.tensor([first + ids[start : start + length] for start in starts], device="cpu")
 
 
 def parted(ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:

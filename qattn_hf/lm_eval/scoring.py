@@ -106,10 +106,10 @@ def _aligned(texts: Sequence[Text], chunk: int, pad: int) -> tuple[torch.Tensor,
     after = max(text.scored for text in texts)
     step = min(chunk, SHORT_CALL) if texts[0].short else chunk
     after = after if texts[0].short else -(-after // step) * step
-    ids, mask = (torch.full((len(texts), before + after), fill, dtype=torch.long) for fill in (pad, 0))
+    ids, mask = (torch.full((len(texts), before + after), fill, dtype=torch.long, device="cpu") for fill in (pad, 0))
     for row, row_mask, text in zip(ids, mask, texts, strict=True):
         start = before - (len(text.tokens) - text.scored)
-        row[start : start + len(text.tokens)] = torch.tensor(text.tokens)
+        row[start : start + len(text.tokens)] = torch.tensor(text.tokens, device="cpu")
         row_mask[start : start + len(text.tokens)] = 1
     ends = [*range(before + step, before + after, step), before + after]
     return ids, mask, before, [*range(0, before + 1, chunk), *ends]

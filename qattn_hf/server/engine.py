@@ -15,6 +15,7 @@ from typing import Any
 from qattn_hf.continuous.admission import Limits
 from qattn_hf.server.refusals import Refused
 
+MOST = 256  # requests that a server holds, those that wait included
 RESTARTS = 3  # of a worker, without an answer in between: then it will not get well
 
 
@@ -55,9 +56,11 @@ class Engine(ABC):
     Attributes:
         limits: what a request may ask for; since `start`.
         running: streams that have not ended, by name. lost: what ended a worker that cannot be started again.
+        most: streams that may run or wait at once.
     """
 
     limits: Limits
+    most: int = MOST
 
     def __init__(self) -> None:
         self.running: dict[str, Stream] = {}
@@ -101,10 +104,9 @@ class Engine(ABC):
         """Begin a request. Its stream is closed by `close`, always.
 
         Raises:
-            Refused: the worker is gone for the moment, or the request cannot be served.
+            Refused: the worker is gone for the moment, too many requests wait, or the request cannot be served.
         """
-        if self.died() is not None or self.lost is not None:
-            raise worker_is_gone()
+        self.check_room()
         stream = Stream(f"request-{next(self._names)}", ids, new, sampling)
         self.running[stream.name] = stream
         try:
@@ -113,6 +115,22 @@ class Engine(ABC):
             del self.running[stream.name]
             raise
         return stream
+
+    def check_room(self) -> None:
+        """Refuse a request that nothing would answer for the moment.
+
+        Raises:
+            Refused: with 503 where the worker is gone, with 429 where `most` requests run or wait.
+        """
+        if self.died() is not None or self.lost is not None:
+            raise worker_is_gone()
+        if len(self.running) >= self.most:
+            raise Refused(
+                f"{len(self.running)} requests run or wait, this server's bound: send the request later, or start "
+                "qattn serve with a larger --max-requests",
+                status=429,
+                code="too_many_requests",
+            )
 
     def close(self, stream: Stream, ended: bool) -> None:
         """Forget a stream; one that has not `ended` is cancelled."""

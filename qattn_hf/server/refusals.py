@@ -12,7 +12,8 @@ from starlette.exceptions import HTTPException
 from qattn_hf.messages import cut
 
 LONGEST = 1000  # characters of a message
-TYPES = {401: "authentication_error", 404: "invalid_request_error", 500: "server_error", 503: "server_error"}
+TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+LATER = {"Retry-After": "1"}  # seconds
 
 
 class Refused(Exception):
@@ -36,7 +37,7 @@ class Refused(Exception):
 
     def response(self) -> JSONResponse:
         """The response of this refusal."""
-        headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(self.status)
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: LATER, 503: LATER}.get(self.status)
         return JSONResponse(self.body(), self.status, headers)
 
 

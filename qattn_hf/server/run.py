@@ -17,7 +17,7 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.loading import load, short_name
 from qattn_hf.patcher import patch
 from qattn_hf.server.app import build
-from qattn_hf.server.engine import Engine
+from qattn_hf.server.engine import MOST, Engine
 from qattn_hf.server.one_by_one import OneByOne
 from qattn_hf.server.refusals import Refused
 from qattn_hf.server.service import Service
@@ -41,7 +41,7 @@ class Options:
         model: folder or hub name; None: the embedded one. name: by which requests call it; None: the model's own.
         batching: requests together; None: where transformers can. blocks: of 256 tokens in the pool; None: what fits.
         batch_tokens: of a forward; None: transformers' number. key: of clients; None: everybody is served.
-        max_body: bytes of a body at most.
+        max_body: bytes of a body at most. max_requests: that run or wait at once.
     """
 
     model: str | None
@@ -53,6 +53,7 @@ class Options:
     dtype: str = "auto"
     key: str | None = None
     max_body: int = 4 * 2**20
+    max_requests: int = MOST
 
 
 def serve(recipe: Recipe, options: Options, sockets: list[socket.socket]) -> int:
@@ -100,6 +101,7 @@ def loaded(recipe: Recipe, options: Options) -> Service:
             engine = Batching(model, options.blocks, options.batch_tokens, eos)
         except UnsupportedError as error:
             raise UnsupportedError(f"{error}; --no-batching serves one request after the other") from error
+    engine.most = options.max_requests
     name = options.name or (DEMO if options.model is None else short_name(options.model))
     print(engine.start(), file=sys.stderr, flush=True)
     service = Service(name, model, found.tokenizer, engine, eos)

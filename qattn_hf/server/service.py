@@ -87,6 +87,7 @@ class Service:
             Refused: the request cannot be served.
         """
         self.check_model(request.model)
+        self.engine.check_room()  # before its text costs anything
         messages = [message.plain() for message in request.messages]
         options = request.chat_template_kwargs or {}
         template = PLAIN if self.plain else None
@@ -106,6 +107,7 @@ class Service:
             Refused: the request cannot be served.
         """
         self.check_model(request.model)
+        self.engine.check_room()
         ids = request.prompt
         if isinstance(ids, str):
             ids = await asyncio.to_thread(self._ids, ids, True, "prompt")

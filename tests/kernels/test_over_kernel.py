@@ -123,3 +123,18 @@ def test_padding_before_the_first_token_is_zeros_and_changes_nothing_after_the_l
     q[1, :, 40:] *= 1e3
     louder, _ = attend_over(q, k, v, key_mask, 0, spec, Scores(64**-0.5))
     assert torch.equal(louder[1, :, :40], out[1, :, :40])
+
+
+def test_padding_of_a_row_without_a_new_token_shares_no_mean():
+    """The row has tokens in the cache, and its new columns are padding alone. Queries taken for real ones would have
+    their block's mean subtracted, to which a loud one adds. Both ways in one test, so that each tier has both."""
+    q, k, v, key_mask = inputs(32, 64)
+    key_mask[1, 32:] = False
+    louder = q.clone()
+    louder[1, :, 9] *= 1e3
+    others = torch.arange(32, device=DEVICE) != 9
+    for impl in ("reference", "triton"):
+        spec = spec_of(impl, granularity="token", smooth_q="block", smooth_k=False, pv="model")
+        out, loud = (attend_over(x, k, v, key_mask, 32, spec, Scores(64**-0.5))[0] for x in (q, louder))
+        assert out[1].any() and torch.equal(loud[1, :, others], out[1, :, others]), impl
+        assert torch.equal(loud[0], out[0]), impl
