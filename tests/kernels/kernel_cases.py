@@ -71,6 +71,7 @@ MORE_CASES: list[Case] = [
     ("sinkq", {"group_size": 32, "bits": 3}),
     ("sinkq", {"group_size": 128, "token_norm": True, "clip": 0.75}),
     ("turbo", {"sink_num": 3, "sink_window": 1}),
+    ("turbo", {"compute": "model", "sink_window": 1}),
     ("turbo", {"v_scale": "token", "bits": 2, "block_kv": 128, "buffer_size": 128, "clip": 0.75}),
     ("turbo", {"v_scale": "token", "compute": "model", "k_bits": 4, "v_bits": 2, "rotate_v": "hadamard"}),
     ("turboquant", {"k_format": "turbo4", "v_format": "q8"}),

@@ -261,14 +261,18 @@ def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
 
 @triton.jit
 def _restore(S, X, SCALE, slot, live, bh, slots, VALUES: tl.constexpr, C: tl.constexpr):
-    """Entries into unpacked keys and values; INT8 ones by the scale of their slot, which a tile may read for its whole
-    block."""
+    """Entries into unpacked keys and values: as numbers, or as INT8 by the scale of their slot, which a tile may read
+    for its whole block."""
     e, d = tl.arange(0, C.ENTRIES), tl.arange(0, C.DP)
     inside = live[:, None] & (d < C.D)[None, :]
     code = tl.load(ring_codes(S, e, C.ENTRIES, bh, VALUES, C), mask=inside, other=0.0).to(tl.float32)
     where = slot[:, None].to(tl.int64) * C.D + d[None, :]
-    if X.dtype.element_ty == tl.int8:
+    if S.ring.dtype.element_ty == tl.int8:
         scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, mask=live, other=0.0)
+    if X.dtype.element_ty != tl.int8:
+        if S.ring.dtype.element_ty == tl.int8:
+            code = code * scale[:, None]
+    else:
         unit = tl.load(SCALE + bh.to(tl.int64) * slots + slot, mask=live, other=0.0)
         code = code * tl.where(unit == 0.0, 0.0, scale / tl.where(unit == 0.0, 1.0, unit))[:, None]
         code = tl.clamp(round_even(tl.clamp(code, -127.0, 127.0)), -127.0, 127.0)
