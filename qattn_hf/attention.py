@@ -223,9 +223,10 @@ def mask(
         )
     if q_length == 1:  # every decode step comes here: one column has no padding before it
         # a mask with too few columns is refused where its width is compared, on a GPU one call later (`masks.py`)
-        known = isinstance(q_offset, torch.Tensor)
-        column = q_offset.view(1) if known else torch.full((1,), q_offset, device=attention_mask.device)
-        new = attention_mask.index_select(1, column.clamp(max=attention_mask.shape[-1] - 1)).to(torch.int32)
+        if not isinstance(q_offset, torch.Tensor):
+            q_offset = torch.full((), q_offset, device=attention_mask.device)
+        column = q_offset.clamp(max=attention_mask.shape[-1] - 1).view(1)
+        new = attention_mask.index_select(1, column).to(torch.int32)
         return torch.nn.functional.pad(new, (1, 0)).view(-1, 1, 1, 2)
     columns = torch.arange(q_length, device=attention_mask.device) + q_offset
     new = attention_mask.index_select(1, columns).to(torch.int32)

@@ -23,7 +23,8 @@ class Forward(BoundMethod):
     @property
     def __code__(self) -> Any:
         """Code of the model's own `forward`: `torch.export` asks for it before its first call."""
-        return type(self._model()).forward.__code__
+        model: Any = self._model()
+        return type(model).forward.__code__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         model = self._model()

@@ -180,7 +180,6 @@ LARGE = ("torch", "transformers", "numpy", "huggingface_hub")
         (["methods", "trubo"], 2),
         (["demo", "--method", "trubo"], 2),
         (["report", "--recipe", "trubo_sink"], 2),
-        (["check", "--recipe", "no/such/file.yaml"], 2),
         (["warm", "--set", "bits"], 2),
         (["compare", "--method", "turbo:k_bits=4,v_bits=2,kivvi"], 2),
         (["eval", "--task", "gsm8k_cot", "--method", "full,turbo:bits"], 2),

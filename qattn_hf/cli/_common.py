@@ -33,14 +33,14 @@ def known_methods(texts: list[str] | str | None) -> Any:
 
 
 def known_recipe(text: str | None) -> Any:
-    """The recipe of an option, once a local one is found, before torch is loaded; a hub's is looked for later.
+    """The recipe of an option, once its name is known, before torch is loaded; files are looked for later.
 
     Raises:
-        RecipeError: there is no such recipe.
+        RecipeError: there is no recipe of that name.
     """
-    from qattn_hf.recipe_files import is_of_hub, recipe_file
+    from qattn_hf.recipe_files import YAML, is_of_hub, recipe_file
 
-    if text is not None and not is_of_hub(text):
+    if text is not None and Path(text).suffix not in YAML and not is_of_hub(text):
         recipe_file(text)
     return text
 
