@@ -20,6 +20,7 @@ import torch  # noqa: E402 - reads these once
 
 MANY = 12  # sets of parameters of a test that is no product: above it the first tier has some
 MOST = 4  # sets of parameters of a product in the slow tier
+MOST_OF_KERNELS = 1  # the same of a test marked `gpu`: the interpreter is slow, and GPUs run all sets
 launches: list[str] = []  # of kernels, in the interpreter
 
 if not torch.cuda.is_available():
@@ -38,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     settings. The first tier keeps one set of each kind of format (`kind_of`). A test of kernels, which the interpreter
     runs, keeps one set in all. A hash of the test's name chooses among equals. `product("quickstart")` names the set
     instead, where some are much cheaper. The slow tier meets other values of each parameter (`values_of`), in at most
-    `MOST` sets: a longer list is met by a hash of names, thus other parts of it in each test.
+    `MOST` sets, of kernels `MOST_OF_KERNELS`: of a longer list each test has other parts, by a hash of names.
 
     Any other test of more than `MANY` sets keeps in the first tier what meets each value of each parameter.
 
@@ -52,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if sets[0].path.parent != Path(__file__).parent or sets[0].get_closest_marker("product"):
             named = [item for item in sets for mark in item.iter_markers("product") if item.callspec.id in mark.args]
             kept = named[:1] or [choice[zlib.crc32(name.encode()) % len(choice)] for choice in _choices(sets)]
-            second = _new(sets, kept)[:MOST]
+            second = _new(sets, kept)[: MOST_OF_KERNELS if sets[0].get_closest_marker("gpu") else MOST]
         else:
             kept, second = (_new(sets, []) if len(sets) > MANY else sets), []
         for item in sets:
