@@ -18,7 +18,10 @@ if WORKER is not None:  # processes beside one another: with all cores each, the
 
 import torch  # noqa: E402 - reads these once
 
-FEW = 6  # sets of parameters of a test that the first tier has as a whole
+FEW = 6  # sets of parameters of a test below `kernels/` that runs none: the first tier has them all
+MANY = 12  # sets of parameters of a test that is no product: above it the first tier has some
+MOST = 4  # sets of parameters of a product in the slow tier
+MOST_OF_KERNELS = 2  # the same of a test marked `gpu`: the interpreter is slow, and GPUs run all sets
 launches: list[str] = []  # of kernels, in the interpreter
 
 if not torch.cuda.is_available():
@@ -33,27 +36,32 @@ elif WORKER is not None:  # they share out the GPUs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most sets of parameters of a test `slow`, and many of these `exhaustive`: some stay in the first tier.
 
-    This holds for tests marked `product`, and for all below `kernels/` and `conformance/`, which ask each thing of many
-    settings. The first tier keeps one set of each kind of format (`kind_of`), and all sets of a test below `kernels/`
-    that has few and runs no kernel. A test of kernels, which the interpreter runs, keeps one set in all. A hash of the
-    test's name chooses among equals. `product("quickstart")` names the set instead, where some are much cheaper.
+    Products are the tests marked `product`, and all below `kernels/` and `conformance/`, which ask each thing of many
+    settings. The first tier keeps one set of each kind of format (`kind_of`). A test of kernels, which the interpreter
+    runs, keeps one set in all, and one below `kernels/` that runs none keeps up to `FEW`. A hash of the test's name
+    chooses among equals. `product("quickstart")` names the set instead, where some are much cheaper. The slow tier meets other values of each parameter (`values_of`), in at most
+    `MOST` sets, of kernels `MOST_OF_KERNELS`: of a longer list each test has other parts, by a hash of names.
 
-    The slow tier meets the other values of each parameter (`values_of`). The sets that it needs for that are
-    `slow` alone; what then joins values that were all met is `exhaustive`, which implies `slow`.
+    What is left of a product joins values that were all met, or goes on in a long list: it is `exhaustive`, which
+    implies `slow`.
+
+    Any other test of more than `MANY` sets keeps in the first tier what meets each value of each parameter. The rest is
+    `slow`.
     """
-    products: defaultdict[str, list[Any]] = defaultdict(list)
+    tests: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        without_gpu = [mark for mark in item.iter_markers("skipif") if mark.args[0] is True]
-        if not without_gpu and (item.path.parent != Path(__file__).parent or item.get_closest_marker("product")):
-            products[item.nodeid.partition("[")[0]].append(item)
-    for name, sets in products.items():
-        named = [item for item in sets for mark in item.iter_markers("product") if item.callspec.id in mark.args]
-        kept = named[:1] or [choice[zlib.crc32(name.encode()) % len(choice)] for choice in _choices(sets)]
+        if not any(mark.args[0] is True for mark in item.iter_markers("skipif")):  # what runs without a GPU
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, sets in tests.items():
+        if sets[0].path.parent != Path(__file__).parent or sets[0].get_closest_marker("product"):
+            named = [item for item in sets for mark in item.iter_markers("product") if item.callspec.id in mark.args]
+            kept = named[:1] or [choice[zlib.crc32(name.encode()) % len(choice)] for choice in _choices(sets)]
+            second = _new(sets, kept)[: MOST_OF_KERNELS if sets[0].get_closest_marker("gpu") else MOST]
+        else:
+            kept, second = (_new(sets, []) if len(sets) > MANY else sets), sets
         for item in sets:
             if item not in kept:
-                item.add_marker(pytest.mark.slow)
-        for item in _repeats(sets, kept):
-            item.add_marker(pytest.mark.exhaustive)
+                item.add_marker(pytest.mark.slow if item in second else pytest.mark.exhaustive)
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)
@@ -72,29 +80,28 @@ def _choices(sets: list[Any]) -> list[list[Any]]:
     return list(kinds.values())
 
 
-def _repeats(sets: list[Any], kept: list[Any]) -> list[Any]:
-    """Sets of parameters all of whose values are in `kept` or in sets chosen before: those with most new values first,
-    the highest hash of the name among equals."""
+def _new(sets: list[Any], kept: list[Any]) -> list[Any]:
+    """Sets of parameters that meet what `kept` does not: those with most new values first, the highest hash of the name
+    among equals."""
     values = {item: values_of(item) for item in sets}
     rest = sorted((item for item in sets if item not in kept), key=lambda item: -zlib.crc32(item.nodeid.encode()))
     seen = {value for item in kept for value in values[item]}
+    found: list[Any] = []
     while rest:
         best = max(rest, key=lambda item: len(values[item] - seen))
         if values[best] <= seen:
             break
         seen |= values[best]
         rest.remove(best)
-    return rest
+        found.append(best)
+    return found
 
 
-def values_of(item: Any) -> set[str]:
-    """What a set of parameters is joined of: what each `parametrize` and each fixture gives. Methods with settings
-    count as one value where their formats are of one kind."""
-    if not hasattr(item, "callspec"):
-        return set()
-    rows = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
-    apart = [(name,) for name in item.callspec.params if not any(name in row for row in rows)]
-    return {str([(name, _told(item.callspec, name)) for name in row]) for row in [*rows, *apart]}
+def values_of(item: Any) -> set[tuple[str, str]]:
+    """The values of all parameters of a test. Methods with settings count as one where their formats are of one
+    kind."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return {(name, _told(item.callspec, name)) for name in given}
 
 
 def _told(callspec: Any, name: str) -> str:
@@ -107,17 +114,15 @@ def _told(callspec: Any, name: str) -> str:
     return f"value {callspec.indices[name]}" if " at 0x" in words else words
 
 
-def _names(given: Any) -> tuple[str, ...]:
-    """Names of parameters, which `parametrize` takes in one text or several."""
-    return tuple(name.strip() for name in given.split(",")) if isinstance(given, str) else tuple(given)
-
-
 def kind_of(case: Any) -> str:
     """How a method with its settings keeps keys whose block is open: in a ring of INT8 codes, in a ring of the model's
-    precision, or in the blocks themselves, without a ring."""
+    precision, or in the blocks themselves, without a ring. Settings that the method refuses are a kind of their own."""
     from qattn_hf.methods import get_method
 
-    keys, _ = get_method(case[0])(**case[1]).formats(0, 2, 2)
+    try:
+        keys, _ = get_method(case[0])(**case[1]).formats(0, 2, 2)
+    except ValueError:
+        return repr(case)
     return ("codes" if keys.integer else "numbers") if keys.windowed else "no ring"
 
 

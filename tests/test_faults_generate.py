@@ -81,6 +81,7 @@ def test_what_breaks_between_steps(what: str, error: type[BaseException]):
     assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), want)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_generate_that_fails_at_any_allocation(case: Case, error: type[BaseException]):

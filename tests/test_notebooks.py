@@ -25,8 +25,11 @@ def cells(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-@pytest.mark.product("quickstart")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem != "quickstart" else []) for path in NOTEBOOKS],
+    ids=[path.stem for path in NOTEBOOKS],
+)
 def test_notebook_runs_from_top_to_bottom(path: Path):
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         pytest.skip(f"notebooks need {', '.join(missing)}: pip install 'qattn-hf[dev]'")

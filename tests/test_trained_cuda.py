@@ -74,6 +74,7 @@ SOME: list[Case] = [
 
 
 @pytest.mark.gpu
+@pytest.mark.product
 @pytest.mark.parametrize("case", cases() if ON_GPU else SOME, ids=case_id)
 def test_every_call_of_a_trained_model(case: Case, monkeypatch: pytest.MonkeyPatch):
     path = demo_model_dir()

@@ -180,6 +180,7 @@ def test_decode_step_is_one_graph_at_fixed_addresses(model: LlamaForCausalLM, me
     assert cache.layers[0].state["length"].tolist() == [230, 230]
 
 
+@pytest.mark.slow
 @some_methods
 def test_generate_compiles_at_most_three_graphs(model: LlamaForCausalLM, method: str):
     patch(model, method)

@@ -17,6 +17,7 @@ from qattn_kernels.step.reference import reference_step
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [TURBO, KIVI, FORMATS[6]], ids=case_id)
 def test_a_block_is_written_by_one_program_or_two(case: Case, monkeypatch):
     """The same bits, those of masked tokens in a block that closes among them."""

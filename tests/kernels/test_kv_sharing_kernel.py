@@ -46,6 +46,7 @@ def test_readers_of_a_window():
     check_readers(layer, alone, [other], [x.to(DEVICE) for x in random_qkv(2, sum(calls), dim=DIM)], calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finite", [True, False], ids=["finite", "a key that is not"])
 def test_readers_of_a_prompt_that_sdpa_computes(finite: bool, monkeypatch: pytest.MonkeyPatch):
     """Also with the last queries alone, as Gemma 4 gives them. What is not finite is masked, which kernels do."""

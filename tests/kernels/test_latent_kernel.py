@@ -153,6 +153,7 @@ def test_unused_blocks_are_never_read(case: Case):
     assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [TURBO, INT8], ids=case_id)
 def test_a_plan_does_what_was_recorded(case: Case, monkeypatch: pytest.MonkeyPatch):
     """Later calls of the same shapes, in other layers, are launched from a plan."""

@@ -164,7 +164,7 @@ def test_one_method_fits_each_gpu():
     assert len(rows) == len(wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("capability", OTHER_GPUS)
 def test_the_prefill_of_every_method_fits(capability: int):
     rows = [*compiled({capability: {method: DIMS for method in METHODS}}, "attend")]
