@@ -39,8 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Products are the tests marked `product`, and all below `kernels/` and `conformance/`, which ask each thing of many
     settings. The first tier keeps one set of each kind of format (`kind_of`). A test of kernels, which the interpreter
     runs, keeps one set in all, and one below `kernels/` that runs none keeps up to `FEW`. A hash of the test's name
-    chooses among equals. `product("quickstart")` names the set instead, where some are much cheaper. The slow tier meets other values of each parameter (`values_of`), in at most
-    `MOST` sets, of kernels `MOST_OF_KERNELS`: of a longer list each test has other parts, by a hash of names.
+    chooses among equals. `product("quickstart")` names the set instead, where some are much cheaper. The slow tier
+    meets other values of each parameter (`values_of`), in at most `MOST` sets, of kernels `MOST_OF_KERNELS`: of a
+    longer list each test has other parts, by a hash of names.
 
     What is left of a product joins values that were all met, or goes on in a long list: it is `exhaustive`, which
     implies `slow`.
