@@ -103,12 +103,13 @@ def check_candidates(candidates: dict[str, Recipe]) -> None:
     for name, recipe in candidates.items():
         if recipe.choices:
             raise QAttnError(f"{name} has settings by layers; a candidate is one for any layer: leave out layers")
-        if getattr(recipe.settings, "compensate_k", False):
-            without = f"{name}:compensate_k=False" if ":" not in name else "compensate_k=False"
-            raise QAttnError(
-                f"{name} has compensate_k, which a layer tried alone has not: tune with {without}, and set "
-                "compensate_k in the recipe that is found"
-            )
+        for setting in ("compensate_k", "equalize_k"):
+            if getattr(recipe.settings, setting, False):
+                without = f"{name}:{setting}=False" if ":" not in name else f"{setting}=False"
+                raise QAttnError(
+                    f"{name} has {setting}, which a layer tried alone has not: tune with {without}, and set "
+                    f"{setting} in the recipe that is found"
+                )
 
 
 class Tuner:
