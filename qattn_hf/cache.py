@@ -154,7 +154,7 @@ class QAttnCache(Recoverable, Cache):
         return cache
 
     def with_constants(self, constants: list[State]) -> QAttnCache:
-        """This cache, before its first call, with the state tensors that no call writes (`model_constants.constants`)."""
+        """This cache, before its first call, with the state tensors that no call writes (`model_constants.py`)."""
         for layer, own in zip(self.layers, constants, strict=True):
             if own:
                 layer.constants = own

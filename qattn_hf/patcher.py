@@ -92,7 +92,7 @@ def patch(
 
 
 def _unpatched_constants(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[State]:
-    """`model_constants.constants` of a model whose earlier patch is undone for them, and made anew if there are none."""
+    """`constants` of a model whose earlier patch is undone for them, and made anew if there are none."""
     earlier = model._qattn.recipe if hasattr(model, "_qattn") else None
     if earlier is not None:
         unpatch(model)

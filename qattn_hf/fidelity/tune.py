@@ -103,13 +103,12 @@ def check_candidates(candidates: dict[str, Recipe]) -> None:
     for name, recipe in candidates.items():
         if recipe.choices:
             raise QAttnError(f"{name} has settings by layers; a candidate is one for any layer: leave out layers")
-        for setting in ("compensate_k", "equalize_k"):
-            if getattr(recipe.settings, setting, False):
-                without = f"{name}:{setting}=False" if ":" not in name else f"{setting}=False"
-                raise QAttnError(
-                    f"{name} has {setting}, which a layer tried alone has not: tune with {without}, and set "
-                    f"{setting} in the recipe that is found"
-                )
+        if of_model := [x for x in ("compensate_k", "equalize_k") if getattr(recipe.settings, x, False)]:
+            without, both = ",".join(f"{x}=False" for x in of_model), " and ".join(of_model)
+            raise QAttnError(
+                f"{name} has {both}, which a layer tried alone has not: tune with "
+                f"{without if ':' in name else f'{name}:{without}'}, and set {both} in the recipe that is found"
+            )
 
 
 class Tuner:

@@ -22,7 +22,7 @@ class Nf4(EqualizedMethod):
     value and so has a use for all 16 steps.
     """
 
-    variants = ({"group_size": 32, "rotate": "hadamard"},)
+    variants = ({"group_size": 32, "rotate": "hadamard", "equalize_k": True},)
     measured = (
         Measured("nf4", "quality compare bits decode prefill released"),
         Measured("nf4:group_size=32", "quality compare bits"),

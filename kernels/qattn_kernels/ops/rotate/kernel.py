@@ -9,8 +9,8 @@ from qattn_kernels.jit.rotation import butterflies, factors_of, rotate_rows
 
 
 @triton.jit
-def _turn(X, OUT, x_strides, out_strides, SIGNS, FACTORS, group, rows, heads, tokens, unit, BACK: tl.constexpr, DIM: tl.constexpr,
-          SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _turn(X, OUT, x_strides, out_strides, SIGNS, FACTORS, group, rows, heads, tokens, unit, BACK: tl.constexpr,
+          DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, block = n // (DIM // SIZE), n % (DIM // SIZE)
     b, h, t = row // (heads * tokens), row // tokens % heads, row % tokens
@@ -31,8 +31,8 @@ def _turn(X, OUT, x_strides, out_strides, SIGNS, FACTORS, group, rows, heads, to
 
 
 @triton.jit
-def rotate_kernel(X, OUT, x_strides, out_strides, SIGNS, FACTORS, groups, rows, heads, tokens, unit, COUNT: tl.constexpr,
-                  BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
+def rotate_kernel(X, OUT, x_strides, out_strides, SIGNS, FACTORS, groups, rows, heads, tokens, unit,
+                  COUNT: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
                   ROWS: tl.constexpr):  # fmt: skip
     """Program (tile, tensor): `ROWS` blocks of `SIZE` channels, of `DIM // SIZE` in each token of each head.
 
