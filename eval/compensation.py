@@ -70,7 +70,7 @@ def rows_of_model(path: Path, text: str) -> list[dict[str, Any]]:
     rows = []
     for positions in POSITIONS:
         compensation.FARTHEST = model.config.max_position_embeddings = positions
-        moments = compensation.second_moments(model, dict(enumerate(specs)))
+        moments = compensation.second_moments(model, dict(enumerate(specs)), {})
         for bits in CLIPS:
             for name, (begin, end) in QUERIES.items():
                 found = []

@@ -15,6 +15,7 @@ from qattn_hf.handle import Written
 from qattn_hf.snapshot import Mark
 from qattn_kernels.layer.arena import Layout, Outline, empty_arena, empty_bytes, outline, view_of, views
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import needs_constants
 from qattn_kernels.layout import Geometry, State
 
 
@@ -58,8 +59,8 @@ class ArenaHolder:
         borrowed: whether others read the arena too, so that it is copied before the first write (`own`).
         moves: how often tensors were replaced, which invalidates captured steps.
         shared: whether other layers read the keys and values too (`kv_sharing.py`).
-        constants: state tensors that no call writes, by name, of the layer's model (`compensation.py`). Without, they
-            are zeros, and every channel gets its code alone.
+        constants: state tensors that no call writes, by name, of the layer's model (`model_constants.py`). Without,
+            every channel gets its code alone, and none is multiplied by anything.
     """
 
     geometry: Geometry
@@ -108,7 +109,7 @@ class ArenaHolder:
 
     def _allocate(self, known: Outline, device: torch.device) -> None:
         """Take an empty arena, of the present geometry and spec, which is zeroed when all of `zeroed_together` are."""
-        arena = empty_bytes(known.n_bytes, device, at_once=bool(self.constants))
+        arena = empty_bytes(known.n_bytes, device, at_once=needs_constants(known.layout.spec))
         self._adopt(self._with_constants(arena, known.layout), known)
 
     def clear(self) -> None:
@@ -119,6 +120,8 @@ class ArenaHolder:
             self._with_constants(self.arena, Layout(self.geometry, self.spec))
 
     def _with_constants(self, arena: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if layout.spec.compute.equalize and not self.constants:
+            view_of(arena, layout, "k.equalizer").fill_(1)
         for name, tensor in (self.constants or {}).items():
             view_of(arena, layout, name).copy_(tensor)
         return arena

@@ -106,7 +106,7 @@ class QAttnCache(Recoverable, Cache):
         check_packs(chosen)
         device_type = device_of(model).type
         specs = chosen.layer_specs(model.config, device_type, shard_of(model))
-        from qattn_hf.compensation import constants  # whose observer knows caches
+        from qattn_hf.model_constants import constants  # whose observer knows caches
 
         return cls(specs, chosen, max_cache_len, device_type).with_constants(constants(model, specs))
 
@@ -159,7 +159,7 @@ class QAttnCache(Recoverable, Cache):
         return cache
 
     def with_constants(self, constants: list[State]) -> QAttnCache:
-        """This cache, before its first call, with the state tensors that no call writes (`compensation.constants`)."""
+        """This cache, before its first call, with the state tensors that no call writes (`model_constants.py`)."""
         for layer, own in zip(self.layers, constants, strict=True):
             if own:
                 layer.constants = own

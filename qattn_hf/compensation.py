@@ -7,7 +7,6 @@ needed, at positions over all that the model knows, since keys and queries are r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +14,10 @@ from transformers import PreTrainedModel
 
 from qattn_hf.decoder import decoder_of
 from qattn_hf.device import device_of
-from qattn_hf.errors import UnsupportedError
-from qattn_hf.fidelity.observe import Call, observed
-from qattn_hf.layer_kinds import ModelLayerSpec, window_of
+from qattn_hf.fidelity.observe import Call, Observer, observed
+from qattn_hf.layer_kinds import window_of
 from qattn_kernels.formats.kivi.reference import TOGETHER
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.layout import State
 from qattn_kernels.ops.rotate.reference import rotate
 
 TOKENS = 2048  # of the pass: several times as many queries as a head has channels
@@ -31,51 +28,39 @@ DAMP = 3.0
 SEED = 0  # of the tokens: a model has one moment
 
 
-def constants(model: PreTrainedModel, specs: Sequence[LayerSpec | ModelLayerSpec]) -> list[State]:
-    """Of each layer the state tensors that no call writes, by name, on its device; none where errors are not
-    compensated, and then nothing runs.
-
-    Args:
-        model: not patched; it runs once.
-
-    Raises:
-        UnsupportedError: a model whose queries cannot be observed.
-        QAttnError: the model is patched.
-    """
-    wanted = {i: spec for i, spec in enumerate(specs) if isinstance(spec, LayerSpec) and spec.k.core.compensates}
-    found = second_moments(model, wanted) if wanted else {}
-    if missing := wanted.keys() - found.keys():
-        raise UnsupportedError(
-            f"compensate_k: layer {min(missing)} gets no queries of its own in a pass of this model; leave it out"
-        )
-    return [{"k.compensation": shares(found[i])} if i in wanted else {} for i in range(len(specs))]
-
-
-def second_moments(model: PreTrainedModel, wanted: dict[int, LayerSpec]) -> dict[int, torch.Tensor]:
+def second_moments(
+    model: PreTrainedModel, wanted: dict[int, LayerSpec], scales: dict[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
     """fp32 `[Hkv, D, D]` of these layers: the mean product of each two channels of the queries that meet a KV head,
-    rotated as its keys are."""
+    rotated as its keys are. `scales`: of layers whose keys are equalized, `equalizer.equalizers`."""
     found: dict[int, torch.Tensor] = {}
 
-    def observe(call: Call) -> None:
+    def observer(call: Call) -> None:
         if (spec := wanted.get(call.layer)) is not None:
-            query = call.query if spec.compute.rotate == "none" else rotate(call.query)
+            of_queries = scales[call.layer][1] if spec.compute.equalize else None
+            query = call.query if spec.compute.rotate == "none" else rotate(call.query, of_queries)
             of_head = query[0].float().unflatten(0, (call.keys.shape[1], -1)).flatten(1, 2)
             found[call.layer] = of_head.mT @ of_head / of_head.shape[1]
 
-    windows = [i for i, spec in wanted.items() if window_of(spec) is not None]
-    with torch.no_grad(), observed(model, observe, windows):
-        decoder_of(model)(**probe(model), use_cache=False)
+    observe(model, wanted, observer)
     return found
 
 
-def probe(model: PreTrainedModel) -> dict[str, Any]:
-    """Arguments of the pass: random tokens, at positions with equal gaps."""
+def observe(model: PreTrainedModel, wanted: dict[int, LayerSpec], observer: Observer, gaps: bool = True) -> None:
+    """Let a model, not patched, read `probe`, and `observer` see the attention of these layers."""
+    windows = [i for i, spec in wanted.items() if window_of(spec) is not None]
+    with torch.no_grad(), observed(model, observer, windows):
+        decoder_of(model)(**probe(model, gaps), use_cache=False)
+
+
+def probe(model: PreTrainedModel, gaps: bool = True) -> dict[str, Any]:
+    """Arguments of a pass: random tokens, at positions with equal gaps, or side by side."""
     text: Any = model.config.get_text_config(decoder=True)
     known = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
     positions = min(next(filter(None, known), TOKENS), FARTHEST)
     tokens = min(TOKENS, positions)
     ids = torch.randint(text.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(SEED), device="cpu")
-    at = torch.arange(tokens, device="cpu")[None] * (positions // tokens)
+    at = torch.arange(tokens, device="cpu")[None] * (positions // tokens if gaps else 1)
     # with a mask, since without one transformers takes gaps for the ends of texts in one row
     inputs = {"input_ids": ids, "position_ids": at, "attention_mask": torch.ones_like(ids)}
     return {name: tensor.to(device_of(model)) for name, tensor in inputs.items()}

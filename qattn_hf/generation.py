@@ -26,6 +26,7 @@ from qattn_hf.patched import BoundMethod, Patched, patch_of
 from qattn_hf.selection import restore
 from qattn_hf.soft_prompts import check_soft_prompt, soft_prompt
 from qattn_hf.window import check_reach
+from qattn_kernels.layer.state import needs_constants
 
 
 def check_cache(cache: Any, layers: int) -> None:
@@ -46,13 +47,15 @@ def check_cache(cache: Any, layers: int) -> None:
 
 
 def check_given(cache: QAttnCache) -> None:
-    """Refuse an empty cache in which errors of keys would silently not be compensated.
+    """Refuse an empty cache in which keys would silently be neither equalized nor their errors compensated.
 
     Raises:
-        UnsupportedError: it was not made for a model, whose queries say how (`compensation.constants`).
+        UnsupportedError: it was not made for a model, whose queries say how (`model_constants.constants`).
     """
-    if any(layer.spec.k.core.compensates and layer.constants is None for layer in cache.packed):
-        raise UnsupportedError("compensate_k: this cache was made without a model: pass QAttnCache.for_model(model)")
+    if any(needs_constants(layer.spec) and layer.constants is None for layer in cache.packed):
+        raise UnsupportedError(
+            "compensate_k and equalize_k: this cache was made without a model: pass QAttnCache.for_model(model)"
+        )
 
 
 def prepare_cache(

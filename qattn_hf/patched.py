@@ -38,7 +38,7 @@ class Patched:
         sizes: heads of each layer, where all are packed and lie on one device; else None.
         hook_ids: ids of the forward hooks, of both modules.
         marked: how many modules carry this state: 2, the model and its decoder, or 1 where they are the same.
-        constants: of each layer the state tensors that no call writes (`compensation.constants`).
+        constants: of each layer the state tensors that no call writes (`model_constants.constants`).
         holders: names of the modules that keep an offset of positions (`offsets.py`).
         last, pool: the last cache, and memory kept for the next one.
         notices: what this patch has warned of.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from qattn_hf import _compat, compensation, hooks, notices, warm
+from qattn_hf import _compat, hooks, model_constants, notices, warm
 from qattn_hf.cuda_graph.capture import resolve_decode
 from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
@@ -40,7 +40,7 @@ def patch(
 
     Args:
         model: a decoder of transformers, on the device where it will run. It must be in eval mode when it runs. With
-            `compensate_k` it runs here, once, over 2,048 random tokens.
+            `compensate_k` or `equalize_k` it runs here, once, over random tokens.
         method: a method's name (`list_methods()`) or a recipe's, with settings or without: `turbo_sink`, `turbo:bits=2`
             (see `qattn_hf.spelling`).
         recipe: a YAML file, the name of a recipe of this package, a folder or a hub repository with `qattn.yaml`, or a
@@ -92,12 +92,12 @@ def patch(
 
 
 def _unpatched_constants(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[State]:
-    """`compensation.constants` of a model whose earlier patch is undone for them, and made anew if there are none."""
+    """`constants` of a model whose earlier patch is undone for them, and made anew if there are none."""
     earlier = model._qattn.recipe if hasattr(model, "_qattn") else None
     if earlier is not None:
         unpatch(model)
     try:
-        return compensation.constants(model, specs)
+        return model_constants.constants(model, specs)
     except Exception:  # whatever it is, the model must be as it was; it is raised again
         if earlier is not None:
             patch(model, recipe=earlier)

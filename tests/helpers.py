@@ -14,6 +14,7 @@ from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.skip_counts import SkipCounts
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import needs_constants
 from qattn_kernels.layout import State
 
 COUNTERS = ("nonfinite", *(f"v_{name}" for name in SkipCounts._fields))  # of events: roll-backs do not undo them
@@ -50,26 +51,30 @@ def random_ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, 97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def shares_of(spec: LayerSpec, heads: int = 2, dim: int = 32) -> State:
-    """What a layer without a model has in place of its model's shares of errors: random ones."""
-    if not spec.k.core.compensates:
-        return {}
-    some = torch.randn(heads, 2 * dim, dim, generator=torch.Generator().manual_seed(7))
-    return {"k.compensation": shares(some.mT @ some)}
+def constants_of(spec: LayerSpec, heads: int = 2, dim: int = 32) -> State:
+    """What a layer without a model has in place of its model's constants: random ones."""
+    found, generator = {}, torch.Generator().manual_seed(7)
+    if spec.k.core.compensates:
+        some = torch.randn(heads, 2 * dim, dim, generator=generator)
+        found["k.compensation"] = shares(some.mT @ some)
+    if spec.compute.equalize:
+        by = torch.randn(heads, dim, generator=generator).exp2()
+        found["k.equalizer"] = torch.stack([1 / by, by])
+    return found
 
 
 class GivenLayer(QAttnLayer):
-    """A layer whose constants are those of `shares_of`."""
+    """A layer whose constants are those of `constants_of`."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.constants = shares_of(self.spec, key_states.shape[1], key_states.shape[3])
+        self.constants = constants_of(self.spec, key_states.shape[1], key_states.shape[3])
         super().lazy_initialization(key_states, value_states)
 
 
 def make_layer(case: Case, max_cache_len: int | None = 512, heads: int = 2) -> QAttnLayer:
     """The last layer of a model with `heads` KV heads."""
     spec = get_method(case[0])(**case[1]).last_layer_spec(heads)
-    return (GivenLayer if spec.k.core.compensates else QAttnLayer)(spec, max_cache_len)
+    return (GivenLayer if needs_constants(spec) else QAttnLayer)(spec, max_cache_len)
 
 
 def random_qkv(rows: int, tokens: int, seed: int = 0, dim: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

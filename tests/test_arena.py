@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import random_ids, shares_of, tiny_llama
+from helpers import constants_of, random_ids, tiny_llama
 
 from qattn_hf import QAttnCache, patch
 from qattn_hf.layer import QAttnLayer
@@ -56,7 +56,7 @@ def test_layers_of_a_call_are_zeros_before_it_writes(monkeypatch):
 def test_constants_stay_in_arenas_that_are_zeroed_together():
     spec = get_method("sinkq")(rotate_k="hadamard", compensate_k=True).last_layer_spec(2)
     layer, keys = QAttnLayer(spec, 256), torch.zeros(1, 2, 0, 32)
-    layer.constants = shares_of(spec)
+    layer.constants = constants_of(spec)
     with arena.zeroed_together():
         layer.lazy_initialization(keys, keys)
     assert torch.equal(layer.state["k.compensation"], layer.constants["k.compensation"])

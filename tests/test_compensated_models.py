@@ -36,7 +36,7 @@ def test_moments_are_those_of_the_queries_that_meet_a_head():
     """Against the projection and the rotary embedding by hand, of the first layer."""
     model = model_of()
     specs = find_recipe(None, None, {}).layer_specs(model.config)
-    found = compensation.second_moments(model, {0: specs[0]})
+    found = compensation.second_moments(model, {0: specs[0]}, {})
     inputs, inner = compensation.probe(model), model.model
     layer = inner.layers[0]
     hidden = layer.input_layernorm(inner.embed_tokens(inputs["input_ids"]))

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(
     transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
 )
 NEW = 70  # tokens of an answer: past a block boundary
-METHODS = [*list_methods(), "turbo:bits=mixed", "turbo_paper"]
+EQUALIZED = "turboquant:k_format=turbo4,equalize_k=true"
+METHODS = [*list_methods(), "turbo:bits=mixed", "turbo_paper", EQUALIZED]
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -66,7 +67,7 @@ def test_requests_get_what_generate_gives_each_alone(method: str):
 
 @pytest.mark.gpu
 @pytest.mark.product("turbo")
-@pytest.mark.parametrize("method", ["turbo", "int8", "kivi", "sinkq"])
+@pytest.mark.parametrize("method", ["turbo", "int8", "kivi", "sinkq", EQUALIZED])
 def test_kernels_serve_requests(method: str):
     """Steps over pages by a table; prompts of several lengths."""
     model = patch(tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE), method, impl="triton")

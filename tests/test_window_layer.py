@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FIXED, Case, case_id, cases, feed, make_layer, random_qkv, shares_of
+from helpers import FIXED, Case, case_id, cases, constants_of, feed, make_layer, random_qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +36,7 @@ def windowed(case: Case, window: int, max_cache_len: int | None = None) -> Windo
     """Of chunks of `-window` tokens, where that is what `window` is."""
     spec = get_method(case[0])(**case[1]).last_layer_spec(2)
     layer = WindowLayer(WindowLayerSpec(**vars(spec), sliding_window=abs(window), chunked=window < 0), max_cache_len)
-    layer.constants = shares_of(spec)
+    layer.constants = constants_of(spec)
     return layer
 
 

@@ -111,7 +111,7 @@ class PagedLayer:
     Args:
         layout: of the layer; its rows and blocks are of no account.
         memory: uint8, room for `pages` pages of this layer, zeros. slots: requests that may be held at once.
-        constants: state tensors that no call writes, by name (`compensation.constants`).
+        constants: state tensors that no call writes, by name (`model_constants.constants`).
 
     Attributes:
         name: says what lies where in its memory; layers with one name share launch plans.

@@ -103,11 +103,11 @@ def check_candidates(candidates: dict[str, Recipe]) -> None:
     for name, recipe in candidates.items():
         if recipe.choices:
             raise QAttnError(f"{name} has settings by layers; a candidate is one for any layer: leave out layers")
-        if getattr(recipe.settings, "compensate_k", False):
-            without = f"{name}:compensate_k=False" if ":" not in name else "compensate_k=False"
+        if of_model := [x for x in ("compensate_k", "equalize_k") if getattr(recipe.settings, x, False)]:
+            without, both = ",".join(f"{x}=False" for x in of_model), " and ".join(of_model)
             raise QAttnError(
-                f"{name} has compensate_k, which a layer tried alone has not: tune with {without}, and set "
-                "compensate_k in the recipe that is found"
+                f"{name} has {both}, which a layer tried alone has not: tune with "
+                f"{without if ':' in name else f'{name}:{without}'}, and set {both} in the recipe that is found"
             )
 
 

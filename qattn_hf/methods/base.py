@@ -199,7 +199,31 @@ class Method(BaseModel):
         return "triton" if wanted and reason is None else "reference"
 
 
-class RotatedMethod(Method):
+class EqualizedMethod(Method):
+    """Base of methods that can rotate keys, and multiply each channel by a constant before."""
+
+    equalize_k: bool = Field(
+        False,
+        description="before keys are rotated, each channel is divided by the root of its size over that of queries, "
+        "which get it back: exact but for rounding, and a channel that stands out is no longer spread over all; patch "
+        "runs the model once for that",
+    )
+
+    @model_validator(mode="after")
+    def _equalizes_what_is_rotated(self) -> EqualizedMethod:
+        if self.equalize_k and self.arithmetic().rotate == "none":
+            if "k_format" in type(self).model_fields:
+                needed = "rotate='hadamard' and a turbo format for k_format"
+            else:
+                needed = "rotate_k='hadamard'" if "rotate_k" in type(self).model_fields else "rotate='hadamard'"
+            raise ValueError(f"equalize_k is of keys that are rotated: set {needed}, or leave equalize_k out")
+        return self
+
+    def arithmetic(self) -> Compute:
+        return dataclasses.replace(super().arithmetic(), equalize=self.equalize_k)
+
+
+class RotatedMethod(EqualizedMethod):
     """Base of methods whose keys and values can be rotated before they get codes.
 
     A block Hadamard with random signs (`ops.rotate`) spreads what stands out in one channel over all that are rotated

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qattn_hf.methods.base import SMOOTH_K, Measured, Method, Rotation
+from qattn_hf.methods.base import SMOOTH_K, EqualizedMethod, Measured, Rotation
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.int4.reference import Int4Format
 from qattn_kernels.formats.int8.reference import LEVELS, Int8Format
@@ -20,7 +20,7 @@ from qattn_kernels.formats.smoothed.reference import SmoothedFormat
 from qattn_kernels.layer.spec import Compute
 
 
-class IntFlash(Method):
+class IntFlash(EqualizedMethod):
     """INT-FlashAttention: queries and keys INT8 by token, values and weights INT8, or in model precision (half)."""
 
     variants = ({"mode": "half"}, {"bits": 4, "rotate": "hadamard"})

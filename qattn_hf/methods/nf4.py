@@ -7,13 +7,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from qattn_hf.methods.base import Arithmetic, Measured, Method, Rotation
+from qattn_hf.methods.base import Arithmetic, EqualizedMethod, Measured, Rotation
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.nf4.reference import Nf4Format
 from qattn_kernels.layer.spec import Compute
 
 
-class Nf4(Method):
+class Nf4(EqualizedMethod):
     """NF4: 4-bit keys and values at the quantiles of a normal distribution, scaled by the largest of 64 channels.
 
     Made for weights, whose blocks are nearly normal; keys and values are once they are rotated (`rotate: hadamard`). On
@@ -22,7 +22,7 @@ class Nf4(Method):
     value and so has a use for all 16 steps.
     """
 
-    variants = ({"group_size": 32, "rotate": "hadamard"},)
+    variants = ({"group_size": 32, "rotate": "hadamard", "equalize_k": True},)
     measured = (
         Measured("nf4", "quality compare bits decode prefill released"),
         Measured("nf4:group_size=32", "quality compare bits"),

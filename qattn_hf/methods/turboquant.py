@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from qattn_hf.methods.base import Arithmetic, Measured, Method, Rotation
+from qattn_hf.methods.base import Arithmetic, EqualizedMethod, Measured, Rotation
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.model_ring.reference import ModelRingFormat
 from qattn_kernels.formats.quant_block.reference import QuantBlockFormat
@@ -20,10 +20,13 @@ from qattn_kernels.layer.spec import Compute
 FormatName = Literal["turbo2", "turbo3", "turbo4", "q4", "q8", "model"]
 
 
-class TurboQuant(Method):
+class TurboQuant(EqualizedMethod):
     """TurboQuant: rotated keys and values in a 2- to 4-bit codebook, each side its own; or q8, q4, model precision."""
 
-    variants = ({"k_format": "turbo3", "v_format": "q4", "norm_block": None},)
+    variants = (
+        {"k_format": "turbo3", "v_format": "q4", "norm_block": None},
+        {"k_format": "turbo4", "v_format": "turbo2", "equalize_k": True},
+    )
     measured = (
         Measured("turboquant", "quality compare bits decode prefill released"),
         Measured("turboquant:k_format=turbo4", "quality compare bits decode released"),

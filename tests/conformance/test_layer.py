@@ -297,7 +297,8 @@ def test_what_is_masked_bends_no_scale(case: Case):
     feed(layer, q, masked, v, [192])
     blocks, block = int(layer.state["closed"][0]), layer.spec.window.block
     for side, x, rotated in (("k", k, layer.spec.compute.rotate), ("v", v, layer.spec.compute.rotate_v)):
-        x = rotate(x) if rotated == "hadamard" else x
+        by = layer.state["k.equalizer"][0] if side == "k" and layer.spec.compute.equalize else None
+        x = rotate(x, by) if rotated == "hadamard" else x
         kept = (~holes)[: blocks * block]
         errors = []
         for one in (layer, whole):

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from helpers import Case, feed, make_layer, random_qkv, same_state
+from helpers import Case, constants_of, feed, make_layer, random_qkv, same_state
 from pydantic import ValidationError
 
 from qattn_hf import list_methods
@@ -91,20 +91,22 @@ EFFECTS: dict[str, tuple[Case, dict[str, Any], tuple[bool, bool]]] = {
     "round_sum": (("int_flash", {}), {"round_sum": False}, (True, True)),
     "rotate": (("int8", {}), {"rotate": "hadamard"}, (True, True)),
     "rotate_v": (("int8", {}), {"rotate_v": "hadamard"}, (True, True)),
+    "equalize": (("int8", {"rotate_k": "hadamard"}), {"equalize": True}, (True, True)),
 }
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Compute)])
 def test_arithmetic_changes_the_calls_it_names(field: str):
-    """And never what is stored, but for rotations."""
+    """And never what is stored, but for rotations and what comes before them."""
     case, change, changed = EFFECTS[field]
     q, k, v = random_qkv(1, 140)
     plain = make_layer(case)
     spec = dataclasses.replace(plain.spec, compute=dataclasses.replace(plain.spec.compute, **change))
     other = QAttnLayer(spec, 512)
+    other.constants = constants_of(spec)
     for calls, differs in zip(([130], [131, 135, 140]), changed, strict=True):
         start = int(plain.get_seq_length()) if plain.is_initialized else 0
         rest = [x[:, :, start:] for x in (q, k, v)]
         outs = [feed(layer, *rest, [end - start for end in calls]) for layer in (plain, other)]
         assert torch.equal(*outs) is not differs
-    assert bool(same_state(plain, other)) is field.startswith("rotate")
+    assert bool(same_state(plain, other)) is field.startswith(("rotate", "equalize"))

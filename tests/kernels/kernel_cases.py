@@ -14,11 +14,20 @@ KIVI: Case = ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0})
 OF_NAMED: list[Case] = [  # the same formats in other arithmetic, or with other scales
     ("turbo", {"bits": "mixed"}),
     ("turbo", {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sas_threshold": -1e9, "rotate_k": "hadamard"}),
+    ("turbo", {"rotate_k": "hadamard", "equalize_k": True}),
     ("turbo", {"compute": "model", "buffer_size": 128}),
     ("turbo", {"v_scale": "token", "bits": "mixed", "clip": 1.0}),
     ("kivi", {"bits": 4, "group_size": 64, "residual_length": 0, "token_norm": True}),
     ("kivi", {"bits": 2, "group_size": 64, "residual_length": 0, "token_norm": True, "compensate_k": True}),
-    ("sinkq", {"residual_length": 0, "sink_num": 2, "rotate_k": "hadamard", "clip": 0.75, "compensate_k": True}),
+    (
+        "sinkq",
+        {
+            **{"residual_length": 0, "sink_num": 2, "rotate_k": "hadamard", "clip": 0.75},
+            **{"compensate_k": True, "equalize_k": True},
+        },
+    ),
+    ("turboquant", {"k_format": "turbo4", "rotate": "hadamard", "equalize_k": True}),
+    ("int_flash", {"bits": 4, "rotate": "hadamard", "equalize_k": True}),
     ("kivi", {"bits": 3, "group_size": 64, "residual_length": 0}),
     ("kivi", {"bits": 3, "group_size": 128, "residual_length": 0}),  # whose values are multiplied a quarter at a time
 ]

@@ -275,14 +275,14 @@ def check_errors(case: Case, kind: str, tokens: int) -> None:
         elif tokens > 1:
             past = slice(0, tokens - 1)
             span = torch.tensor([[0, tokens - 1]], dtype=torch.int32, device=DEVICE)
-            turned = rotated(*(x[:, :, past] for x in (q, k, v)), layer.spec.compute, partial(map, rotate))
+            turned = rotated(*(x[:, :, past] for x in (q, k, v)), layer.spec.compute, layer.state, partial(map, rotate))
             call = make_call(*turned, span, layer.state, layer.spec, Scores(1.0))
             write_long(call, 0)
             finish(call)
     want = step(reference_step, one, (q, k, v), tokens - 1, tokens)[0]
     got = step(fused_step, other, (q, k, v), tokens - 1, tokens)[0]
     held = dequantize(one, tokens)
-    turned = next(rotated(q, k, v, one.spec.compute, partial(map, rotate)))
+    turned = next(rotated(q, k, v, one.spec.compute, one.state, partial(map, rotate)))
     mine, full_precision = exact(turned[:, :, -1:], *held), exact(q[:, :, -1:], k, v)
     mine = mine if one.spec.compute.rotate_v == "none" else rotate_back(mine)
     own, codes = error(want, mine), error(mine, full_precision)

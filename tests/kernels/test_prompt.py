@@ -27,7 +27,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter
 
 def make_layer(case: Case, impl: str = "triton") -> QAttnLayer:
     layer = make(case, 512)
-    return QAttnLayer(replace(layer.spec, impl=impl), 512)
+    return type(layer)(replace(layer.spec, impl=impl), 512)
 
 
 def inputs(rows: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -53,6 +53,10 @@ def test_the_kernel_has_the_references_bits(dim: int, dtype: torch.dtype):
     for tokens in (1, 37):
         x, y = ((normal(2, tokens, h, dim) * 10).to(DEVICE, dtype).transpose(1, 2) for h in (6, 3))
         for turned, back in ((rotate, False), (rotate_back, True)):
-            for got, given in zip(launch.rotate([x, y], back), (x, y), strict=True):
+            for got, given in zip(launch.rotate([x, y], back=back), (x, y), strict=True):
                 assert torch.equal(got, turned(given))
                 assert got.stride() == given.stride()
+        by = normal(2, 3, dim).exp2().to(DEVICE)
+        for factors in ([by[0], by[1]], [by[0], None]):
+            want = map(rotate, (x, y), factors)
+            assert all(map(torch.equal, launch.rotate([x, y], factors), want))

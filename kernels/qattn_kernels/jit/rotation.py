@@ -1,5 +1,6 @@
 """The rotation of head dims inside kernels, bit for bit `ops/rotate/reference.py`: no product here is added to, so that
-none can be fused into a sum and rounded otherwise, but those with signs. `R` is a `launch.constants.Rotation`.
+none can be fused into a sum and rounded otherwise, but those with signs; a kernel that multiplies by factors is
+launched with `enable_fp_fusion=False`. `R` is a `launch.constants.Rotation`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,18 @@ def _signs(DP: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def rotate_rows(x, BACK: tl.constexpr, R: tl.constexpr):
-    """fp32 `[n, DP]` rotated, or turned back."""
+def factors_of(FACTORS, h, C: tl.constexpr):
+    """fp32 `[DP]`: what the channels of KV head `h` are multiplied by where keys are equalized; of `[H, D]`."""
+    d = tl.arange(0, C.DP)
+    return tl.load(FACTORS + h * C.D + d, mask=d < C.D, other=0.0)
+
+
+@triton.jit
+def rotate_rows(x, factor, BACK: tl.constexpr, R: tl.constexpr):
+    """fp32 `[n, DP]` rotated, or turned back. `factor`: `[DP]`, of equalized channels, or None."""
     sign = _signs(x.shape[1], R)[None, :]
+    if factor is not None:
+        sign *= factor[None, :]
     if not BACK:
         x *= sign
     blocks = tl.reshape(x, (x.shape[0] * (x.shape[1] // R.SIZE), R.SIZE))

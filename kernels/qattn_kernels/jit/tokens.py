@@ -6,25 +6,32 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import broken
-from qattn_kernels.jit.rotation import rotate_rows
+from qattn_kernels.jit.rotation import factors_of, rotate_rows
 from qattn_kernels.layout import Row, RowState
 
 
 @triton.jit
 def load_new(X, strides, b, h, fresh, new, first, C: tl.constexpr):
-    """`[BLOCK, DP]` as the model made them, zeros where `new` is false."""
+    """`[BLOCK, DP]` as the model made them, zeros where `new` is false. `X`: where they lie; of keys that the kernel
+    equalizes with the factors, fp32 `[H, D]`, behind that."""
+    where = X
+    if C.EQUALIZED:
+        where = X[0]
     d = tl.arange(0, C.DP)
     column = tl.where(new, first + fresh, 0).to(tl.int64)
     at = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + column * strides[2]
-    return tl.load(X + at[:, None] + d[None, :], mask=new[:, None] & (d < C.D)[None, :], other=0.0)
+    return tl.load(where + at[:, None] + d[None, :], mask=new[:, None] & (d < C.D)[None, :], other=0.0)
 
 
 @triton.jit
-def _rotated(x, C: tl.constexpr):
-    """fp32, rotated where kernels rotate: as the model's dtype rounds it."""
+def _rotated(x, X, h, C: tl.constexpr):
+    """What `load_new` read of `X`, in fp32, rotated where kernels rotate: as the model's dtype rounds it."""
     if C.ROTATION is not None:
         R: tl.constexpr = C.ROTATION
-        x = rotate_rows(x.to(tl.float32), False, R).to(x.dtype)
+        factor = None
+        if C.EQUALIZED:
+            factor = factors_of(X[1], h, C)
+        x = rotate_rows(x.to(tl.float32), factor, False, R).to(x.dtype)
     return x.to(tl.float32)
 
 
@@ -34,14 +41,14 @@ def new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, C: tl.
     k = load_new(KEY, k_strides, b, h, fresh, new, first, C)
     V_C: tl.constexpr = C.V
     v = load_new(VALUE, v_strides, b, h, fresh, new, first, V_C)
-    return checked_tokens(k, v, new, C)
+    return checked_tokens(k, v, KEY, h, new, C)
 
 
 @triton.jit
-def checked_tokens(k, v, new, C: tl.constexpr):
-    """`new_tokens` of what `load_new` read of both."""
+def checked_tokens(k, v, KEY, h, new, C: tl.constexpr):
+    """`new_tokens` of what `load_new` read of both for head `h`."""
     V_C: tl.constexpr = C.V
-    k, v = _rotated(k, C), _rotated(v, V_C)
+    k, v = _rotated(k, KEY, h, C), _rotated(v, None, h, V_C)
     bad = new & (broken(k, 1) | broken(v, 1))
     return tl.where(bad[:, None], 0.0, k), tl.where(bad[:, None], 0.0, v), bad
 
@@ -52,11 +59,11 @@ def new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, VAL
     at once would not stay in registers."""
     V_C: tl.constexpr = C.V
     if VALUES:
-        bad = broken(_rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), C), 1)
-        x = _rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), V_C)
+        bad = broken(_rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), KEY, h, C), 1)
+        x = _rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), VALUE, h, V_C)
     else:
-        bad = broken(_rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), V_C), 1)
-        x = _rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), C)
+        bad = broken(_rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), VALUE, h, V_C), 1)
+        x = _rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), KEY, h, C)
     bad = new & (bad | broken(x, 1))
     return tl.where(bad[:, None], 0.0, x), bad
 

@@ -74,8 +74,9 @@ class Call(NamedTuple):
 
     @property
     def new(self) -> tuple:
-        """The arguments of a kernel that reads new keys and values."""
-        return self.key, self.value, self.key.stride()[:3], self.value.stride()[:3]
+        """The arguments of a kernel that reads new keys and values; with the keys that it equalizes their factors."""
+        key = (self.key, self.state["k.equalizer"][0]) if self.sizes.EQUALIZED else self.key
+        return key, self.value, self.key.stride()[:3], self.value.stride()[:3]
 
     @property
     def spans(self) -> tuple:

@@ -40,8 +40,10 @@ class Sizes(NamedTuple):
 
     Heads and dims:
         H: KV heads. G: query heads of each. D: head dim, of K. DP: the power of two that holds it.
-        V: all of these sizes, with D, DP and ROTATION of values, for functions that take values; in them None.
+        V: all of these sizes, with D, DP, ROTATION and EQUALIZED of values, for functions that take values; in them
+            None.
         ROTATION: the `Rotation` of keys and queries in a short call, None where they are not rotated, or were before.
+        EQUALIZED: where they are rotated so, each channel is multiplied by a factor.
     The window (`layout.Window`):
         BLOCK: tokens of a block. SPAN, RESIDUAL: of it. RING: slots; 0 where tokens get their final form at once.
     Formats:
@@ -76,6 +78,7 @@ class Sizes(NamedTuple):
     DP: int
     V: Any
     ROTATION: Any
+    EQUALIZED: bool
     BLOCK: int
     SPAN: int
     RESIDUAL: int
@@ -227,6 +230,7 @@ def sizes_of(
         DP=power_of_two(dim),
         V=None,
         ROTATION=None,
+        EQUALIZED=False,
         BLOCK=at.block,
         SPAN=at.span,
         RESIDUAL=at.residual,

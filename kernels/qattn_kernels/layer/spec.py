@@ -37,6 +37,8 @@ class Compute:
         round_sum: row sums are of the rounded INT8 weights, not of what they were rounded from.
         rotate: `hadamard` rotates queries and keys before anything else (`ops/rotate`), `none` does not.
         rotate_v: `hadamard` rotates values, and the output back; `none` does not.
+        equalize: before they are rotated, keys are multiplied by one constant a channel, the state's `k.equalizer`, and
+            queries by its inverse.
     """
 
     prefill: str = "int8"
@@ -57,6 +59,7 @@ class Compute:
     round_sum: bool = False
     rotate: str = "none"
     rotate_v: str = "none"
+    equalize: bool = False
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,10 @@ def sink_table(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
 
 def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
-    """All state tensors of a layer by name, in the order in which operators take them."""
+    """All state tensors of a layer by name, in the order in which operators take them.
+
+    `k.equalizer`: what channels of keys are multiplied by before they are rotated, and behind it those of queries.
+    """
     tensors = row_tensors(geo, spec)
     for side, fmt, dim in (("k", spec.k, geo.k_dim), ("v", spec.v, geo.v_dim)):
         found = fmt.tensors(geo, spec.window, dim)
@@ -60,12 +63,20 @@ def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
                 sinks = fmt.ring_tensors(geo, spec.sink_pool.entries(spec.window), dim)
                 found |= {name.replace("ring", "sink"): tensor for name, tensor in sinks.items()}
         tensors |= {f"{side}.{name}": tensor for name, tensor in found.items()}
+    if spec.compute.equalize:
+        tensors["k.equalizer"] = TensorSpec((2, geo.heads, geo.k_dim), torch.float32, batch_dim=None)
     if spec.sink_pool.num:
         tensors |= sink_table(geo, spec)
         if spec.sink_pool.select == "attention":
             given = (geo.batch, geo.heads, spec.window.ring, spec.window.span + spec.window.residual)
             tensors["mass.ring"] = TensorSpec(given, torch.float32)  # see `ops.sink_pool.mass`
     return dict(sorted(tensors.items()))
+
+
+def needs_constants(spec: LayerSpec) -> bool:
+    """Whether a layer has state tensors that no call writes, since they are its model's: shares of errors
+    (`Format.compensates`) or `k.equalizer`."""
+    return spec.compute.equalize or spec.k.core.compensates
 
 
 def side_of(state: State, side: str) -> State:

@@ -39,7 +39,7 @@ def fused_step(
         call = rotate.inside(make_call(query, key, value, span, state, spec, scores, table))
         append(call)
         return latent.decode(call) if spec.latent else decode(call)
-    query, key, value = rotated(query, key, value, spec.compute, rotate.rotate)
+    query, key, value = rotated(query, key, value, spec.compute, state, rotate.rotate)
     call = make_call(query, key, value, span, state, spec, scores)
     unpacked = write_long(call, past)
     if spec.latent:

@@ -90,14 +90,14 @@ def attend_prompt(
         if raw:
             state["nonfinite"].zero_()  # the cache was empty, and they are counted again
             append_long(call, unpacked := empty_unpacked(call, 0))
-            turned, *_ = rotated(query, key, value, compute, rotate)
+            turned, *_ = rotated(query, key, value, compute, state, rotate)
         return rotated_back(prefill(turned, unpacked, spec, scores)[0], compute)
 
     with torch.cuda.device_of(query):
         if raw:  # as it is for SDPA, so that kernels rotate it where they are needed
-            q, (k, v) = query, stored(key, value, compute, rotate)
+            q, (k, v) = query, stored(key, value, compute, state, rotate)
         else:
-            q, k, v = rotated(query, key, value, compute, rotate)
+            q, k, v = rotated(query, key, value, compute, state, rotate)
         return write_and_attend((q, k, v, span, state, spec, scores), None if raw else 0, by_sdpa, by_kernels)
 
 

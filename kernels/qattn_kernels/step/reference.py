@@ -35,7 +35,7 @@ def reference_step(
     Calls of at most `SHORT_CALL` tokens append first and read the cache as single steps would (decode); longer ones
     attend to their own tokens as the method's prefill does. Arguments and results as in `step.operator.attend`.
     """
-    q, k, v = rotated(q, k, v, spec.compute, partial(map, rotate))
+    q, k, v = rotated(q, k, v, spec.compute, state, partial(map, rotate))
     given_span = span.expand(q.shape[0], 2)
     span = fitting(state, spec.window, given_span)
     count = span[:, 1].contiguous()

@@ -202,7 +202,7 @@ def _early_token(KEY, VALUE, k_strides, v_strides, b, h, NEW: tl.constexpr, ROTA
     if ROTATES:
         return k, v, only < 0
     else:
-        return checked_tokens(k, v, only == 0, C)
+        return checked_tokens(k, v, KEY, h, only == 0, C)
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB", "T", "parts"])
@@ -217,8 +217,8 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
     `SPANS`: the call's mask, the first real column of each row's new tokens and how many follow. `TABLE`, `K_SINKS`,
     `V_SINKS`: the sink pool, which competes with the one block that a call closes; `MOVED`: what it moves, for the
     decode (`sink_pool.kernel.moved_tokens`). `PAGES`: see `jit.rows.block_at`. `EARLY`: of one token, which every
-    program loads at once. `QUERIES`: those of `T` tokens, where they go rotated, and the strides of both; where keys
-    are rotated the last program of a head and row writes them, which may have no block, else nobody reads it."""
+    program loads at once. `QUERIES`: those of `T` tokens, as `rotate_queries` takes them; where keys are rotated the
+    last program of a head and row writes them, which may have no block, else nobody reads it."""
     h, b, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // parts, i % parts
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
@@ -238,7 +238,7 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
         pos = tl.maximum(length, start) + tl.arange(0, NEW)
         new = pos < tl.minimum(length + count, start + C.BLOCK)
         if EARLY and ROTATES:
-            k, v, bad = checked_tokens(early_k, early_v, new, C)
+            k, v, bad = checked_tokens(early_k, early_v, KEY, h, new, C)
         elif EARLY:
             k, v, bad = early_k, early_v, bad & new
         else:

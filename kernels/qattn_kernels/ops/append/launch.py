@@ -69,7 +69,10 @@ def append(call: Call) -> None:
         options.setdefault("maxnreg", 128)
     # Where a row's open tokens lie in several blocks, most programs have no token: those would only wait for it.
     early = call.tokens == 1 and (blocks == 1 or parts * blocks * rows <= AT_ONCE)
-    queries = (call.query, call.turned, call.query.stride()[:3], call.turned.stride()[:3]) if rotates else None
+    queries: tuple | None = None
+    if rotates:
+        strides = call.query.stride()[:3], call.turned.stride()[:3]
+        queries = (call.query, call.turned, *strides, state["k.equalizer"][1] if call.sizes.EQUALIZED else None)
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
         *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],

@@ -272,7 +272,9 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
     result = tl.where(query, acc / tl.where(l == 0.0, 1.0, l), 0.0)
     if C.ROTATION is not None:
         R: tl.constexpr = C.ROTATION
-        result = tl.reshape(rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], True, R), [C.DP])
+        result = tl.reshape(
+            rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], None, True, R), [C.DP]
+        )
     lse = tl.where(query, m * LN2 + tl.log(l), 0.0)
     heads = C.H * C.G
     out, d = (b.to(tl.int64) * T + column) * heads + head, tl.arange(0, C.DP)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.rotation import butterflies, rotate_rows
+from qattn_kernels.jit.rotation import butterflies, factors_of, rotate_rows
 
 
 @triton.jit
-def _turn(X, OUT, x_strides, out_strides, SIGNS, rows, heads, tokens, unit, BACK: tl.constexpr, DIM: tl.constexpr,
-          SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _turn(X, OUT, x_strides, out_strides, SIGNS, FACTORS, group, rows, heads, tokens, unit, BACK: tl.constexpr,
+          DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, block = n // (DIM // SIZE), n % (DIM // SIZE)
     b, h, t = row // (heads * tokens), row // tokens % heads, row % tokens
@@ -19,6 +19,8 @@ def _turn(X, OUT, x_strides, out_strides, SIGNS, rows, heads, tokens, unit, BACK
     at = b * x_strides[0] + h * x_strides[1] + t * x_strides[2]
     x = tl.load(X + at[:, None] + d, mask=inside, other=0.0).to(tl.float32)
     sign = tl.load(SIGNS + d)
+    if FACTORS is not None:
+        sign *= tl.load(FACTORS + (h // group)[:, None] * DIM + d)
     if not BACK:
         x *= sign
     x = butterflies(x, STAGES) * unit
@@ -29,19 +31,20 @@ def _turn(X, OUT, x_strides, out_strides, SIGNS, rows, heads, tokens, unit, BACK
 
 
 @triton.jit
-def rotate_kernel(X, OUT, x_strides, out_strides, SIGNS, rows, heads, tokens, unit, COUNT: tl.constexpr,
-                  BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
+def rotate_kernel(X, OUT, x_strides, out_strides, SIGNS, FACTORS, groups, rows, heads, tokens, unit,
+                  COUNT: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
                   ROWS: tl.constexpr):  # fmt: skip
     """Program (tile, tensor): `ROWS` blocks of `SIZE` channels, of `DIM // SIZE` in each token of each head.
 
     `X`, `OUT` `COUNT` tensors each, their strides three to a tensor; `rows` and `heads` of each; `unit` makes the
-    transform orthonormal. `BACK`: the inverse.
+    transform orthonormal. `BACK`: the inverse. `FACTORS` of each: fp32 `[heads / group, DIM]`, with which channels are
+    multiplied before, or None.
     """
     for i in tl.static_range(COUNT):
         if tl.program_id(1) == i:
             if tl.program_id(0) * ROWS < rows[i] * (DIM // SIZE):
-                _turn(X[i], OUT[i], x_strides[3 * i : 3 * i + 3], out_strides[3 * i : 3 * i + 3], SIGNS, rows[i],
-                      heads[i], tokens, unit, BACK, DIM, SIZE, STAGES, ROWS)  # fmt: skip
+                _turn(X[i], OUT[i], x_strides[3 * i : 3 * i + 3], out_strides[3 * i : 3 * i + 3], SIGNS, FACTORS[i],
+                      groups[i], rows[i], heads[i], tokens, unit, BACK, DIM, SIZE, STAGES, ROWS)  # fmt: skip
 
 
 @triton.jit
@@ -52,14 +55,17 @@ def _places(strides, b, head, t):
 @triton.jit
 def rotate_queries(QUERIES, b, h, T, C: tl.constexpr):
     """The queries of `T` tokens of a KV head, rotated as its keys are in a short call. `QUERIES`: where they lie, where
-    they go, and the strides of both."""
+    they go, the strides of both, and of equalized keys the factors of queries."""
     d = tl.arange(0, C.DP)
+    factor = None
+    if C.EQUALIZED:
+        factor = factors_of(QUERIES[4], h, C)
     for tile in range(tl.cdiv(T * C.G, C.Q)):
         n = tile * C.Q + tl.arange(0, C.Q)
         inside = (n < T * C.G)[:, None] & (d < C.D)[None, :]
         at = _places(QUERIES[2], b, h * C.G + n % C.G, n // C.G)
         q = tl.load(QUERIES[0] + at[:, None] + d[None, :], mask=inside, other=0.0)
         R: tl.constexpr = C.ROTATION
-        q = rotate_rows(q.to(tl.float32), False, R).to(q.dtype)
+        q = rotate_rows(q.to(tl.float32), factor, False, R).to(q.dtype)
         at = _places(QUERIES[3], b, h * C.G + n % C.G, n // C.G)
         tl.store(QUERIES[1] + at[:, None] + d[None, :], q, mask=inside)

@@ -25,9 +25,11 @@ def rotation_of(dim: int) -> Rotation:
     return Rotation(bits, size, size.bit_length() - 1, 1 / math.sqrt(size))
 
 
-def rotate(tensors: list[torch.Tensor], back: bool = False) -> list[torch.Tensor]:
+def rotate(
+    tensors: list[torch.Tensor], factors: list[torch.Tensor | None] | None = None, back: bool = False
+) -> list[torch.Tensor]:
     """Each `[B, H, T, D]`, of one B, T and D, rotated or turned back in its own dtype and order of memory, in one
-    launch."""
+    launch. `factors`: fp32 `[Hkv, D]` or None for each, as `ops.rotate.reference.rotate` takes them."""
     if not tensors:
         return []
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
@@ -35,11 +37,12 @@ def rotate(tensors: list[torch.Tensor], back: bool = False) -> list[torch.Tensor
     heads = tuple(x.shape[1] for x in given)
     batch, _, tokens, dim = given[0].shape
     rows, rotation = tuple(batch * h * tokens for h in heads), rotation_of(dim)
-    tile = NUMBERS // rotation.SIZE
+    tile, scaled = NUMBERS // rotation.SIZE, tuple(factors or [None] * len(given))
+    groups = tuple(1 if by is None else h // len(by) for h, by in zip(heads, scaled, strict=True))
     launch(
         rotate_kernel, (-(-max(rows) * (dim // rotation.SIZE) // tile), len(given)),
         tuple(given), tuple(out), *(tuple(s for x in part for s in x.stride()[:3]) for part in (given, out)),
-        constant(signs, dim, given[0].device), rows, heads, tokens, rotation.UNIT,
+        constant(signs, dim, given[0].device), scaled, groups, rows, heads, tokens, rotation.UNIT,
         COUNT=len(given), BACK=back, DIM=dim, SIZE=rotation.SIZE, STAGES=rotation.STAGES, ROWS=tile,
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
@@ -57,5 +60,5 @@ def inside(call: Call) -> Call:
     compute, size = call.spec.compute, call.sizes
     k = rotation_of(size.D) if compute.rotate == "hadamard" else None
     v = rotation_of(size.V.D) if compute.rotate_v == "hadamard" else None
-    size = size._replace(ROTATION=k, V=size.V._replace(ROTATION=v))
+    size = size._replace(ROTATION=k, EQUALIZED=compute.equalize, V=size.V._replace(ROTATION=v))
     return call._replace(sizes=size, turned=call.query if k is None else torch.empty_like(call.query))

@@ -1,7 +1,9 @@
 """A random rotation of head dims in plain PyTorch: the specification.
 
 Signs, then a Walsh-Hadamard transform. Queries and keys rotated alike keep their products, values are rotated back in
-the output; a channel that stands out is spread over all, so that one scale fits a token better.
+the output; a channel that stands out is spread over all, so that one scale fits a token better. Where keys are
+equalized each channel is multiplied by a constant before, and that of queries by its inverse: the rotation then spreads
+channels by what they weigh in products, not by the size of keys alone.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from functools import lru_cache
 import torch
 
 from qattn_kernels.layer.spec import Compute
+from qattn_kernels.layout import State
 
-Rotate = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
+Rotate = Callable[[list[torch.Tensor], list[torch.Tensor | None]], Iterable[torch.Tensor]]
 
 SEED = 0  # of the signs: a cache is read with those it was written with
 
@@ -42,9 +45,17 @@ def transform(x: torch.Tensor) -> torch.Tensor:
     return (blocks * (1 / math.sqrt(size))).flatten(-2)
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """`[..., D]` rotated, computed in fp32, in its own dtype."""
-    return transform(x.float() * signs(x.shape[-1], x.device)).to(x.dtype)
+def rotate(x: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+    """`[..., D]` rotated, computed in fp32, in its own dtype.
+
+    Args:
+        factors: fp32 `[Hkv, D]`, by which channels of `[B, H, T, D]` are multiplied before, those of `H / Hkv` heads
+            in order alike.
+    """
+    first = signs(x.shape[-1], x.device)
+    if factors is not None:
+        first = (first * factors).repeat_interleave(x.shape[1] // len(factors), 0)[:, None]
+    return transform(x.float() * first).to(x.dtype)
 
 
 def rotate_back(x: torch.Tensor) -> torch.Tensor:
@@ -53,17 +64,28 @@ def rotate_back(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, rotate: Rotate
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, compute: Compute, state: State, rotate: Rotate
 ) -> Iterator[torch.Tensor]:
-    """Query, key and value as the layer multiplies and stores them; `rotate` is called once, with all that rotate."""
-    return _rotated([(query, compute.rotate), (key, compute.rotate), (value, compute.rotate_v)], rotate)
+    """Query, key and value as the layer multiplies and stores them.
+
+    Args:
+        state: the layer's, which has the constants of equalized keys. rotate: `rotate` of each; it is called once,
+            with all that rotate.
+    """
+    of_keys, of_queries = state["k.equalizer"] if compute.equalize else (None, None)
+    sides = [(query, compute.rotate, of_queries), (key, compute.rotate, of_keys), (value, compute.rotate_v, None)]
+    return _rotated(sides, rotate)
 
 
-def stored(key: torch.Tensor, value: torch.Tensor, compute: Compute, rotate: Rotate) -> Iterator[torch.Tensor]:
+def stored(
+    key: torch.Tensor, value: torch.Tensor, compute: Compute, state: State, rotate: Rotate
+) -> Iterator[torch.Tensor]:
     """Key and value of `rotated`."""
-    return _rotated([(key, compute.rotate), (value, compute.rotate_v)], rotate)
+    of_keys = state["k.equalizer"][0] if compute.equalize else None
+    return _rotated([(key, compute.rotate, of_keys), (value, compute.rotate_v, None)], rotate)
 
 
-def _rotated(sides: list[tuple[torch.Tensor, str]], rotate: Rotate) -> Iterator[torch.Tensor]:
-    turned = iter(rotate([x for x, rotation in sides if rotation == "hadamard"]))
-    return (x if rotation == "none" else next(turned) for x, rotation in sides)
+def _rotated(sides: list[tuple[torch.Tensor, str, torch.Tensor | None]], rotate: Rotate) -> Iterator[torch.Tensor]:
+    given = [(x, factors) for x, rotation, factors in sides if rotation == "hadamard"]
+    turned = iter(rotate([x for x, _ in given], [factors for _, factors in given]))
+    return (x if rotation == "none" else next(turned) for x, rotation, _ in sides)

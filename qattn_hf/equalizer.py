@@ -1,0 +1,43 @@
+"""What channels of keys are multiplied by before they are rotated, and those of queries by its inverse (`equalize_k`).
+
+As in SmoothQuant (Xiao et al., arXiv 2211.10438), which moves what stands out from activations to weights, here from
+keys to queries: a channel weighs as much in products as its keys times its queries, so after the scale both have the
+root of that, and a rotation spreads errors over channels that weigh alike. Sizes are those behind the rotary embedding,
+which turns slow channels little over thousands of tokens: so the pass is over tokens without gaps, where caches begin.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from qattn_hf.compensation import observe
+from qattn_hf.fidelity.observe import Call
+from qattn_kernels.layer.spec import LayerSpec
+
+LARGEST = 2.0**8  # of a scale, and its inverse the least: keys and queries stay within FP16
+FIRST = 4  # tokens left out: attention sinks, whose keys are small in most channels and very large in a few
+
+
+def equalizers(model: PreTrainedModel, wanted: dict[int, LayerSpec]) -> dict[int, torch.Tensor]:
+    """`k.equalizer` of these layers, fp32 `[2, Hkv, D]`: multipliers of keys, and their inverses, of queries."""
+    found: dict[int, torch.Tensor] = {}
+
+    def observer(call: Call) -> None:
+        if call.layer in wanted:
+            found[call.layer] = equalizer(call.query[0], call.keys[0])
+
+    observe(model, wanted, observer, gaps=False)
+    return found
+
+
+def equalizer(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """fp32 `[2, Hkv, D]` of queries `[Hq, T, D]` and keys `[Hkv, T, D]`. Channels that are zeros stay as they are."""
+    of_head = query.float()[:, FIRST:].unflatten(0, (len(keys), -1)).flatten(1, 2)
+    ratio = keys.float()[:, FIRST:].square().mean(1) / of_head.square().mean(1)
+    power = ratio.log2() / 4  # of the root of the ratio of roots
+    known = power.isfinite()
+    power = power.where(known, 0.0)
+    mean = power.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp_min(1)
+    scale = (power - mean).where(known, 0.0).exp2().clamp(1 / LARGEST, LARGEST)
+    return torch.stack([1 / scale, scale])

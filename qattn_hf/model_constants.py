@@ -1,0 +1,53 @@
+"""State tensors of a model's layers that no call writes, since they are of the model: found when it is patched.
+
+Queries and keys of one pass over random tokens say what they are, so that no text is needed: how much of an error of a
+key's channel the others make up for (`compensate_k`, `compensation.py`), and what channels are multiplied by before
+keys are rotated (`equalize_k`, `equalizer.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from qattn_hf import compensation, equalizer
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
+
+
+def constants(model: PreTrainedModel, specs: Sequence[LayerSpec | ModelLayerSpec]) -> list[State]:
+    """Of each layer the state tensors that no call writes, by name, on its device; where no layer has any, nothing
+    runs.
+
+    Args:
+        model: not patched; it runs once for each of the two settings.
+
+    Raises:
+        UnsupportedError: a model whose queries cannot be observed.
+        QAttnError: the model is patched.
+    """
+    packed = {i: spec for i, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
+    equalized = {i: spec for i, spec in packed.items() if spec.compute.equalize}
+    compensated = {i: spec for i, spec in packed.items() if spec.k.core.compensates}
+    scales = equalizer.equalizers(model, equalized) if equalized else {}
+    _check("equalize_k", equalized, scales)
+    moments = compensation.second_moments(model, compensated, scales) if compensated else {}
+    _check("compensate_k", compensated, moments)
+    found: list[State] = [{} for _ in specs]
+    for i, scale in scales.items():
+        found[i]["k.equalizer"] = scale
+    for i, moment in moments.items():
+        found[i]["k.compensation"] = compensation.shares(moment)
+    return found
+
+
+def _check(setting: str, wanted: dict[int, LayerSpec], found: dict[int, torch.Tensor]) -> None:
+    """Refuse a model of which a layer has nothing."""
+    if missing := wanted.keys() - found.keys():
+        raise UnsupportedError(
+            f"{setting}: layer {min(missing)} gets no queries of its own in a pass of this model; leave it out"
+        )
