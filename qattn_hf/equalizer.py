@@ -3,7 +3,8 @@
 As in SmoothQuant (Xiao et al., arXiv 2211.10438), which moves what stands out from activations to weights, here from
 keys to queries: a channel weighs as much in products as its keys times its queries, so after the scale both have the
 root of that, and a rotation spreads errors over channels that weigh alike. Sizes are those behind the rotary embedding,
-which turns slow channels little over thousands of tokens: so the pass is over tokens without gaps, where caches begin.
+at the positions of the pass: the first 2,048. It turns the two channels of a pair into one another, so that farther on
+scales of a channel alone fit less, but for those that the weights of a key norm ask for, which hold at any position.
 """
 
 from __future__ import annotations

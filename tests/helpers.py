@@ -58,7 +58,7 @@ def constants_of(spec: LayerSpec, heads: int = 2, dim: int = 32) -> State:
         some = torch.randn(heads, 2 * dim, dim, generator=generator)
         found["k.compensation"] = shares(some.mT @ some)
     if spec.compute.equalize:
-        by = torch.randn(heads, dim, generator=generator).exp2()
+        by = (torch.randn(heads, dim, generator=generator) / 2).exp2()  # of no keys: larger ones cost codes
         found["k.equalizer"] = torch.stack([1 / by, by])
     return found
 

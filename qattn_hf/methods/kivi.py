@@ -22,7 +22,7 @@ class Kivi(WindowedMethod):
         {"bits": 4, "group_size": 64, "residual_length": 32, "token_norm": True},
         {"k_bits": 2, "v_bits": 3, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard", "clip": 0.75},
         {"bits": 3, "group_size": 64, "residual_length": 0, "compensate_k": True},
-        {"k_bits": 2, "v_bits": 3, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard", "equalize_k": True},
+        {"bits": 4, "group_size": 128, "residual_length": 0, "rotate_k": "hadamard", "equalize_k": True},
     )
     measured: ClassVar[tuple[Measured, ...]] = (
         Measured("kivi:bits=4", "quality compare bits tune"),
