@@ -25,8 +25,8 @@ TAU, BUDGET = 1e-4, 1e-4
 RUNS = [reference_step, fused_step]
 FORMATS: list[Case] = [
     ("kivi", {"bits": 2, "group_size": 64, "residual_length": 0}),
-    ("turbo", {}),
-    ("turbo", {"bits": "mixed", "sink_num": 2}),
+    ("turbo", {"sink_num": 0}),
+    ("turbo", {"bits": "mixed", "sink_num": 2, "sink_window": 0}),
     ("int8", {}),
     ("fp8", {}),
     ("none", {}),
