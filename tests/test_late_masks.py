@@ -44,7 +44,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prompted() -> tuple[torch.nn.Module, QAttnCache, torch.Tensor]:
-    model, ids = patch(tiny_llama(), "int8").to(DEVICE), random_ids(1, TOKENS + 4).to(DEVICE)
+    model, ids = patch(tiny_llama().to(DEVICE), "int8"), random_ids(1, TOKENS + 4).to(DEVICE)
     return model, model(ids[:, :TOKENS], use_cache=True)[CACHE], ids[:, TOKENS : TOKENS + 1]
 
 

@@ -60,11 +60,11 @@ def test_figures_are_the_plain_formulas():
 @pytest.mark.parametrize("choice", [GREEDY, Choice(1.0)], ids=["greedy", "sampled"])
 def test_caches_are_ranked_by_what_they_keep(model, choice: Choice):
     """`none` writes full precision's text; two bits of a random model lose far more than eight."""
-    recipes = find_recipes(["none", "int8", "turbo:bits=2"])
+    recipes = find_recipes(["none", "int8", "turbo:bits=2,sink_num=0"])
     prompts = random_ids(3, 130)
     rows = compare_rollouts(model, recipes, prompts, 16, choice, batch=2)
     none, int8, turbo = rows
-    assert [row["method"] for row in rows] == ["none", "int8", "turbo:bits=2"]
+    assert [row["method"] for row in rows] == ["none", "int8", "turbo:bits=2,sink_num=0"]
     assert none["kl"] == pytest.approx(0, abs=1e-6) and none["same"] == 1 and none["first_divergence"] == 16
     assert 0 < 10 * int8["kl"] < turbo["kl"]
     assert none["ppl"] == pytest.approx(none["own_ppl"], rel=1e-4)

@@ -118,13 +118,13 @@ def test_turbo_is_algorithms_1_and_2(prompt: int, given: dict[str, Any], paper: 
     """A prompt, then steps, some of which close a block and read it from its codes."""
     inputs = random_qkv(2, min(prompt + 40, 255), seed=prompt, dim=64)
     cuts = [prompt, *range(prompt + 1, inputs[0].shape[2] + 1)]
-    found = by_layer(make_layer(("turbo", given)), inputs, cuts)
+    found = by_layer(make_layer(("turbo", {"sink_num": 0, **given})), inputs, cuts)
     assert_same_bits(found, turbo_by_head(inputs, prompt, lambda b, h: turbo.Settings(**paper)))
 
 
 def test_many_queries_at_once_have_the_numbers_of_single_steps():
     inputs = random_qkv(2, 150, dim=64)
-    found = by_layer(make_layer(("turbo", {})), inputs, [100, 120, 150])
+    found = by_layer(make_layer(("turbo", {"sink_num": 0})), inputs, [100, 120, 150])
     assert_same_bits(found, turbo_by_head(inputs, 100, lambda b, h: turbo.Settings()))
 
 
@@ -144,7 +144,7 @@ def test_turbo_ranks_its_heads_as_the_paper(dim: int):
             bits.append(2 if sum(other < priorities[h] for other in priorities) < 2 else 4)
         return turbo.Settings(*bits)
 
-    found = by_layer(make_layer(("turbo", {"bits": "mixed"}), heads=4), inputs, [120, *range(121, 141)])
+    found = by_layer(make_layer(("turbo", {"bits": "mixed", "sink_num": 0}), heads=4), inputs, [120, *range(121, 141)])
     assert_same_bits(found, turbo_by_head(inputs, 120, settings))
 
 
