@@ -62,9 +62,10 @@ def test_windows_are_packed_without_the_default_and_say_so():
 def test_latent_attention_goes_without_the_default_and_says_so():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config("deepseek_v3"), dtype=torch.float32).eval()
-    patch(model, "turbo", family=False)
-    model(IDS)
-    assert "latent attention" in report(model).to_dict()["layers"][0]["no_sinks"]
+    for given in ({"method": "turbo", "family": False}, {"recipe": "turbo"}):  # the file has every setting
+        patch(model, **given)
+        model(IDS)
+        assert "latent attention" in report(model).to_dict()["layers"][0]["no_sinks"]
     refused(lambda: patch(model, "turbo", family=False, sink_num=3), RecipeError, "a sink pool")
 
 

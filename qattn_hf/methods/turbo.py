@@ -163,18 +163,22 @@ class Turbo(WindowedMethod):
         return SinkPool() if self._pool_clash() else super().sink_pool(layer)
 
     def without_default_pool(self, spec: LayerSpec) -> LayerSpec:
-        return spec if "sink_num" in self.model_fields_set else dataclasses.replace(spec, sink_pool=SinkPool())
+        return spec if self._asks_for_pool() else dataclasses.replace(spec, sink_pool=SinkPool())
 
     def why_no_pool(self, spec: LayerSpec) -> str | None:
-        if spec.sink_pool.num or "sink_num" in self.model_fields_set:
+        if spec.sink_pool.num or self._asks_for_pool():
             return None
         if spec.latent:
             return "latent attention (MLA) stores parts of keys"
         return self._pool_clash() or "a sliding window leaves its sinks behind"
 
+    def _asks_for_pool(self) -> bool:
+        """Whether `sink_num` was chosen. A recipe that gives every setting, as turbo.yaml does, chooses none."""
+        return "sink_num" in self.model_fields_set and self.model_fields_set != set(type(self).model_fields)
+
     def _pool_clash(self) -> str | None:
         """The setting with which no kernel knows a pool, where only the defaults ask for one; else None."""
-        if "sink_num" in self.model_fields_set:
+        if self._asks_for_pool():
             return None
         if self.smooth_k:
             return "smooth_k, beside which kernels know none"
