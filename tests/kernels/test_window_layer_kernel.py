@@ -27,7 +27,8 @@ METHODS += [("int8", {}), ("turbo", {"sparse_v_tau": 0.01}), ("sage2", {})] if D
 
 
 def layer(case: Case, impl: str, chunked: bool) -> WindowLayer:
-    spec = get_method(case[0])(**case[1], crop_horizon=HORIZON).last_layer_spec(2)
+    settings = get_method(case[0])(**case[1], crop_horizon=HORIZON)
+    spec = settings.without_default_pool(settings.last_layer_spec(2))  # as a window has it
     return WindowLayer(WindowLayerSpec(**(vars(spec) | {"impl": impl}), sliding_window=WINDOW, chunked=chunked))
 
 
