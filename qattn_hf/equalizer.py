@@ -1,10 +1,11 @@
 """What channels of keys are multiplied by before they are rotated, and those of queries by its inverse (`equalize_k`).
 
 As in SmoothQuant (Xiao et al., arXiv 2211.10438), which moves what stands out from activations to weights, here from
-keys to queries: a channel weighs as much in products as its keys times its queries, so after the scale both have the
-root of that, and a rotation spreads errors over channels that weigh alike. Sizes are those behind the rotary embedding,
-at the positions of the pass: the first 2,048. It turns the two channels of a pair into one another, so that farther on
-scales of a channel alone fit less, but for those that the weights of a key norm ask for, which hold at any position.
+keys to queries. With s = sqrt(rms(k) / rms(q)) keys and queries of a channel would have one size, and a rotation would
+spread errors over channels that weigh alike. The scale is the root of that. The rotary embedding turns the two channels
+of a pair into one another, and the pass knows the first 2,048 positions alone: farther on the whole s costs more than
+it saves on a model whose channels differ little, while its root still gains, and takes most of what a key norm's weight
+spoils.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def equalizer(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """fp32 `[2, Hkv, D]` of queries `[Hq, T, D]` and keys `[Hkv, T, D]`. Channels that are zeros stay as they are."""
     of_head = query.float()[:, FIRST:].unflatten(0, (len(keys), -1)).flatten(1, 2)
     ratio = keys.float()[:, FIRST:].square().mean(1) / of_head.square().mean(1)
-    power = ratio.log2() / 4  # of the root of the ratio of roots
+    power = ratio.log2() / 8  # of the root of s; the ratio is the fourth power of s
     known = power.isfinite()
     power = power.where(known, 0.0)
     mean = power.sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp_min(1)

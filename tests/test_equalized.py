@@ -26,7 +26,7 @@ def model_of() -> PreTrainedModel:
     """One whose key channels are far from alike."""
     model = tiny_llama(initializer_range=0.3)
     for layer in model.model.layers:
-        layer.self_attn.k_proj.weight[3::8].mul_(8)
+        layer.self_attn.k_proj.weight[3::8].mul_(20)
     return model
 
 
@@ -55,7 +55,8 @@ def test_what_is_packed_is_equalized_and_then_rotated():
 
 
 def test_scales_make_keys_and_queries_alike():
-    """Where no channel hits the limits, both have one size up to a factor of the head; zeros stay as they are."""
+    """With the factors once more, where none hits the limits, both have one size up to a factor of the head. Zeros stay
+    as they are."""
     generator = torch.Generator().manual_seed(0)
     query, keys = torch.randn(4, 90, 16, generator=generator), torch.randn(2, 90, 16, generator=generator)
     keys[:, :, 3] *= 40
@@ -63,11 +64,11 @@ def test_scales_make_keys_and_queries_alike():
     of_keys, of_queries = equalizer(query, keys)
     torch.testing.assert_close(of_keys * of_queries, torch.ones(2, 16))
     torch.testing.assert_close(of_keys.log().mean(-1), torch.zeros(2), atol=1e-5, rtol=0)
-    k = (keys[:, FIRST:] * of_keys[:, None]).square().mean(1)
-    q = (query[:, FIRST:].unflatten(0, (2, 2)).flatten(1, 2) * of_queries[:, None]).square().mean(1)
+    k = (keys[:, FIRST:] * of_keys[:, None] ** 2).square().mean(1)  # twice the factors would make them alike
+    q = (query[:, FIRST:].unflatten(0, (2, 2)).flatten(1, 2) * of_queries[:, None] ** 2).square().mean(1)
     torch.testing.assert_close(k / q, (k / q)[:, :1].expand(-1, 16))
     keys[:, :, 5] = 0
-    keys[:, :, 3] *= 1e9
+    keys[:, :, 3] *= 1e12
     of_keys, _ = equalizer(query, keys)
     assert bool((of_keys[:, 5] == 1).all()) and bool((of_keys[:, 3] == 1 / LARGEST).all())
     assert bool((equalizer(query * 0, keys * 0) == 1).all())

@@ -204,9 +204,9 @@ class EqualizedMethod(Method):
 
     equalize_k: bool = Field(
         False,
-        description="before keys are rotated, each channel is divided by the root of its size over that of queries, "
-        "which get it back: exact but for rounding, and a channel that stands out is no longer spread over all; of the "
-        "first 2,048 positions, behind which it may err more than without; patch runs the model once for that",
+        description="before keys are rotated, each channel is divided by a power of its size over that of queries, "
+        "which get it back: exact but for rounding, and a channel that stands out is no longer spread over all; patch "
+        "runs the model once for that",
     )
 
     @model_validator(mode="after")
