@@ -21,7 +21,7 @@ import torch  # noqa: E402 - reads these once
 FEW = 6  # sets of parameters of a test below `kernels/` that runs none: the first tier has them all
 MANY = 12  # sets of parameters of a test that is no product: above it the first tier has some
 MOST = 4  # sets of parameters of a product in the slow tier
-MOST_OF_KERNELS = 2  # the same of a test marked `gpu`: the interpreter is slow, and GPUs run all sets
+MOST_OF_KERNELS = 1  # the same of a test marked `gpu`: the interpreter is slow, and GPUs run all sets
 launches: list[str] = []  # of kernels, in the interpreter
 
 if not torch.cuda.is_available():
