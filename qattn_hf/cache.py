@@ -124,7 +124,7 @@ class QAttnCache(Recoverable, Cache):
                 was freed, or the cache comes from a pickle. A path that cannot be written, a full disk.
             UnsupportedError: a call with this cache was interrupted; the mask of an earlier step was wrong; other
                 weights, adapters or RoPE frequencies are in force than the cache was written under; blocks have fewer
-                bits for want of room (`memory`); the model is split by tensor parallelism, or its weights are
+                bits since room ran out (`memory`); the model is split by tensor parallelism, or its weights are
                 offloaded.
         """
         saved.save(self, path, input_ids)

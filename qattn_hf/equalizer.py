@@ -1,4 +1,4 @@
-"""What channels of keys are multiplied by before they are rotated, and those of queries by its inverse (`equalize_k`).
+"""Multipliers of key channels before the rotation, with the inverses for the query channels (`equalize_k`).
 
 As in SmoothQuant (Xiao et al., arXiv 2211.10438), which moves what stands out from activations to weights, here from
 keys to queries. With s = sqrt(rms(k) / rms(q)) keys and queries of a channel would have one size, and a rotation would

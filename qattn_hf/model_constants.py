@@ -46,7 +46,7 @@ def constants(model: PreTrainedModel, specs: Sequence[LayerSpec | ModelLayerSpec
 
 
 def _check(setting: str, wanted: dict[int, LayerSpec], found: dict[int, torch.Tensor]) -> None:
-    """Refuse a model of which a layer has nothing."""
+    """Refuse a model with a layer for which nothing was found."""
     if missing := wanted.keys() - found.keys():
         raise UnsupportedError(
             f"{setting}: layer {min(missing)} gets no queries of its own in a pass of this model; leave it out"

@@ -50,6 +50,14 @@ def test_the_default_is_left_out_where_no_kernel_knows_it(settings: dict[str, An
     assert plain.why_no_pool(plain.last_layer_spec(2)) and asked.why_no_pool(asked.last_layer_spec(2)) is None
 
 
+@pytest.mark.parametrize("settings", [{"sink_num": 0}, {"sink_skip_layers": 9}], ids=str)
+def test_a_pool_that_nobody_wants_has_no_reason(settings: dict[str, Any]):
+    every = get_method("turbo")().model_dump() | settings  # as a file that gives every setting
+    for own in (get_method("turbo")(**settings), get_method("turbo")(**every)):
+        spec = own.layer_spec(0, 8, 2)
+        assert spec.sink_pool == SinkPool() and own.why_no_pool(spec) is None
+
+
 def test_windows_are_packed_without_the_default_and_say_so():
     model = patch(small_types.tiny("gemma2"), "turbo", family=False, sliding="packed", crop_horizon=32)
     model(IDS)

@@ -120,7 +120,7 @@ def row_of(
 
 
 def check_planned(rows: list[dict[str, Any]]) -> None:
-    """Refuse rows of which none is planned.
+    """Refuse rows if none of them is planned.
 
     Raises:
         UnsupportedError: with the reason of each method.

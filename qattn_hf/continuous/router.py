@@ -85,7 +85,7 @@ class Router(OutputRouter):
         for handler, output in calls:
             try:
                 handler(output)
-            except Exception:
+            except Exception:  # a caller's handler may raise anything, which must not end other requests
                 log.exception("the handler of request %s failed: the request is cancelled", output.request_id)
                 self._gone({output.request_id})
 

@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 def answers(samples: dict[str, list[dict[str, Any]]]) -> dict[Place, Answer]:
     """Answers from lm-eval's `samples`: texts behind their filter, or the number of the choice.
 
-    Rows that have no answer, as those of a perplexity, are left out.
+    Rows without an answer, such as a perplexity's, are left out.
     """
     found = {}
     for task, rows in samples.items():

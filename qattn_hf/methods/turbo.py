@@ -166,11 +166,12 @@ class Turbo(WindowedMethod):
         return spec if self._asks_for_pool() else dataclasses.replace(spec, sink_pool=SinkPool())
 
     def why_no_pool(self, spec: LayerSpec) -> str | None:
-        if spec.sink_pool.num or self._asks_for_pool():
+        if spec.sink_pool.num or self.sink_num == 0 or self._asks_for_pool():
             return None
         if spec.latent:
             return "latent attention (MLA) stores parts of keys"
-        return self._pool_clash() or "a sliding window leaves its sinks behind"
+        window = "a sliding window leaves its sinks behind" if hasattr(spec, "sliding_window") else None
+        return self._pool_clash() or window  # None: a layer that sink_skip_layers leaves out
 
     def _asks_for_pool(self) -> bool:
         """Whether `sink_num` was chosen. A recipe that gives every setting, as turbo.yaml does, chooses none."""
@@ -181,10 +182,8 @@ class Turbo(WindowedMethod):
         if self._asks_for_pool():
             return None
         if self.smooth_k:
-            return "smooth_k, beside which kernels know none"
-        return (
-            "a buffer of several blocks, beside which kernels know none" if self.buffer_size > self.block_kv else None
-        )
+            return "kernels know none with smooth_k"
+        return "kernels know none with a buffer of several blocks" if self.buffer_size > self.block_kv else None
 
     def _side_bits(self, side: str) -> Bits:
         own = self.k_bits if side == "k" else self.v_bits
