@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qattn_hf import compensation
 from qattn_hf.compare import rows_of
 from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.model_constants import compensation
 from qattn_hf.recipe import find_recipe
 from qattn_kernels.formats.kivi.reference import asymmetric, encode, encode_compensated
 from qattn_kernels.ops.rotate.reference import rotate

@@ -59,7 +59,7 @@ class ArenaHolder:
         borrowed: whether others read the arena too, so that it is copied before the first write (`own`).
         moves: how often tensors were replaced, which invalidates captured steps.
         shared: whether other layers read the keys and values too (`kv_sharing.py`).
-        constants: state tensors that no call writes, by name, of the layer's model (`model_constants.py`). Without,
+        constants: state tensors that no call writes, by name, of the layer's model (`model_constants`). Without,
             every channel gets its code alone, and none is multiplied by anything.
     """
 

@@ -159,7 +159,7 @@ class QAttnCache(Recoverable, Cache):
         return cache
 
     def with_constants(self, constants: list[State]) -> QAttnCache:
-        """This cache, before its first call, with the state tensors that no call writes (`model_constants.py`)."""
+        """This cache, before its first call, with the state tensors that no call writes (`model_constants`)."""
         for layer, own in zip(self.layers, constants, strict=True):
             if own:
                 layer.constants = own

@@ -12,8 +12,9 @@ from helpers import random_ids, tiny_llama
 from small_types import PACKED, tiny
 from transformers import PreTrainedModel
 
-from qattn_hf import QAttnCache, QAttnError, RecipeError, UnsupportedError, compensation, patch, release, unpatch
+from qattn_hf import QAttnCache, QAttnError, RecipeError, UnsupportedError, patch, release, unpatch
 from qattn_hf.compare import find_recipes, read_as
+from qattn_hf.model_constants import compensation
 from qattn_hf.recipe import find_recipe
 from qattn_hf.tune import Budget, tune
 

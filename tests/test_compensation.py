@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_eval_scripts import script
 
-from qattn_hf.compensation import shares
+from qattn_hf.model_constants.compensation import shares
 
 compensation = script("compensation")
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.compensation import observe
 from qattn_hf.fidelity.observe import Call
+from qattn_hf.model_constants.compensation import observe
 from qattn_kernels.layer.spec import LayerSpec
 
 LARGEST = 2.0**8  # of a scale, and its inverse the least: keys and queries stay within FP16

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf import compensation, equalizer
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.model_constants import compensation, equalizer
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
