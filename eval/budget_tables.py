@@ -1,4 +1,4 @@
-"""What the records of `eval/budget.py` show: KL at equal memory, and a generation that outgrew it."""
+"""A generation that outgrew its memory (`eval/budget.py`), and latent attention beside stock."""
 
 from __future__ import annotations
 
@@ -10,37 +10,6 @@ from recorded import load, markdown
 
 NOT_MEASURED = "Not measured yet."
 MIB = 2**20
-ROTATED = {"": "", "rotated": "`rotate_k`, `v_scale=token`"}
-
-
-def budget_table(results: Path) -> str:
-    """KL of fixed bits beside that of a budget of as many bytes, model by model."""
-    parts = []
-    for result in [*load(results, "budget-tiny"), *load(results, "budget-embedded")]:
-        rows = _distinct(result["rows"])
-        lines = [
-            [
-                ROTATED[row["pieces"]],
-                row["name"] if row["name"].startswith(("room", "half")) else f"`{row['name']}`",
-                f"{row['kv_bytes'] / MIB:.1f}",
-                f"{row['effective_bits']:.2f}",
-                f"{row['kl']:.5f}",
-                f"{row['kl_end']:.5f}",
-            ]
-            for row in rows
-        ]
-        about = f"`{result['name'].removeprefix('budget-')}`, {rows[0]['rows']} rows of {rows[0]['tokens']} tokens"
-        header = ["pieces", "cache", "MiB in the end", "bits in the end", "KL", "KL of the last quarter"]
-        parts.append(f"{about}:\n\n{markdown(header, lines)}")
-    return "\n\n".join(parts) or NOT_MEASURED
-
-
-def _distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without those of a room that an earlier one had."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows:
-        found.setdefault((row["pieces"], row["setting"]), row)
-    return list(found.values())
 
 
 def outgrown_table(results: Path) -> str:

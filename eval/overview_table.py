@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recorded import Result, asked, load, markdown
+from recorded import Result, all_listed, asked, load, markdown
 
 from qattn_hf.bench.tables import by_point, gains
+from qattn_hf.recipe_files import list_recipes
 
 CONTEXT, HEAD_DIM = 32768, 128
 # The recommended settings, most bits first. Every instrument has measured each: a test asks for that.
@@ -95,9 +96,10 @@ def overview_table(results: Path) -> str:
 
 
 def settings_table(results: Path, names: Iterable[str] | None = None) -> str:
-    """All that is recorded of every setting, or of `names`: fewest bits first."""
-    known = figures(results)
-    chosen = [name for name in (known if names is None else names) if known[name].released or known[name].speed]
+    """All that is recorded of settings that methods list and of recipes, or of `names`: fewest bits first."""
+    known, listed = figures(results), {*all_listed(), *list_recipes()}
+    names = [name for name in (known if names is None else names) if name in listed]
+    chosen = [name for name in names if known[name].released or known[name].speed]
     return _table(known, sorted(chosen, key=lambda name: _size(known[name])))
 
 

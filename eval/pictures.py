@@ -10,13 +10,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from overview_table import FRONT, RELEASED
 from recorded import load
+from released_tables import rows_of
 
 from qattn_hf.bench.picture import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 DECODE = ROOT / "docs" / "results" / "decode.png"
+LOSS = ROOT / "docs" / "results" / "quality.png"
 SHOWN = ("turbo:sink_num=0", "int8", "sinkq", "kivi:bits=2,group_size=128,residual_length=32")
 BATCHES = (1, 16)
 
@@ -28,6 +31,37 @@ def decode_rows(results: Path) -> tuple[list[dict[str, Any]], str]:
     return rows, f"{result['device']}, torch {result['versions']['torch']}"
 
 
+def loss_rows(results: Path) -> list[dict[str, Any]]:
+    """KL and bits of the recommended settings on each released checkpoint."""
+    keys = ("setting", "kl", "bits")
+    known = {name: rows_of(results, record) for record, name in RELEASED.items()}
+    return [
+        {"model": name, **{key: rows[setting][key] for key in keys}}
+        for name, rows in known.items()
+        for setting in FRONT
+        if setting in rows
+    ]
+
+
+def draw_loss(rows: list[dict[str, Any]], target: Path) -> None:
+    """KL against bits, a plot for each checkpoint; rounding alone (`none`) is the dashed line."""
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(models), sharey=True, squeeze=False)[0], models, strict=True):
+        for row in (row for row in rows if row["model"] == model):
+            if row["setting"] == "none":
+                axes.axhline(row["kl"], color="gray", linestyle="--", label="rounding alone")
+                continue
+            axes.plot(row["bits"], row["kl"], "o", color="tab:blue")
+            axes.annotate(row["setting"], (row["bits"], row["kl"]), (5, 3), textcoords="offset points", fontsize=8)
+        axes.set(title=model, xlabel="bits of a stored value, closed blocks", yscale="log", xlim=(2, 10))
+        axes.legend(fontsize="small")
+    figure.axes[0].set_ylabel("KL to full precision, nats a token")
+    figure.savefig(target, dpi=110, metadata={"Source": digest(rows)})
+
+
 def digest(rows: list[dict[str, Any]]) -> str:
     """SHA-256 of rows."""
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
@@ -36,6 +70,7 @@ def digest(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     rows, where = decode_rows(RESULTS)
     draw(rows, DECODE, where, {"Source": digest(rows)})
+    draw_loss(loss_rows(RESULTS), LOSS)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Tables of quality and size: what settings lose and keep, by `quality-*`, `recipes`, `key-scales`, `rotations` and
-`bits.json`."""
+"""Tables of recipes beside their parents, and of size: `recipes-*` and `bits*`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from recorded import Result, asked, load, markdown
+from recorded import asked, load, markdown
 
 # How many times smaller a cache gets by a paper: where it says so, the figure, its setting, ours as `label` names it,
 # and why the two differ. All of head dim 128, as most of the papers' models have.
@@ -60,78 +59,6 @@ def recipes_table(results: Path) -> str:
             for row in result["rows"]
         ]
         parts.append(markdown(header, rows))
-    return "\n\n".join(parts) or "Not measured yet."
-
-
-def key_scales_table(results: Path) -> str:
-    """KL of KIVI's keys alone, by what single keys are divided by."""
-    return _by_kind(results, "key-scales", {"model": "model", "bits of K": "bits"}, "scale")
-
-
-def rotations_table(results: Path) -> str:
-    """KL of keys or values alone, by what they are multiplied by before they get codes."""
-    header = {"model": "model", "side": "side", "store": "store", "bits": "bits"}
-    return _by_kind(results, "rotations", header, "rotation")
-
-
-def clipping_table(results: Path) -> str:
-    """KL of keys or values alone, by the part of their range that codes reach over."""
-    header = {"model": "model", "side": "side", "rotation": "rotation", "bits": "bits"}
-    return _by_kind(results, "clipping", header, "reach")
-
-
-def compensation_table(results: Path) -> str:
-    """Errors of scores that compensation leaves, a column for the positions over which its pass looked."""
-    rows = [row for result in load(results, "compensation") for row in result["rows"]]
-    kinds = sorted({row["positions"] for row in rows})
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        lines.setdefault((row["model"], str(row["bits"]), row["queries"]), []).append(f"{row['left']:.2f}")
-    header = ["model", "bits", "queries", *(f"{n:,} positions" for n in kinds)]
-    return markdown(header, [[*line, *found] for line, found in lines.items()]) if rows else "Not measured yet."
-
-
-def _by_kind(results: Path, record: str, header: dict[str, str], kind: str) -> str:
-    """KL and its standard error, a column a `kind`, a line for what the keys of `header` have in a row."""
-    rows = [row for result in load(results, record) for row in result["rows"]]
-    kinds = list(dict.fromkeys(row[kind] for row in rows))
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
-        figures = lines.setdefault(tuple(str(row[key]) for key in header.values()), {})
-        figures[row[kind]] = f"{row['kl']:.5f} ({row['se']:.5f})"
-    found = [[*line, *(figures.get(name, "") for name in kinds)] for line, figures in lines.items()]
-    return markdown([*header, *kinds], found) if rows else "Not measured yet."
-
-
-def quality_table(results: Path) -> str:
-    """Damage by the cache: KL to full precision and what follows from it, per model and method."""
-
-    def figure(row: dict[str, Any], key: str, form: str) -> str:
-        return format(row[key], form) if key in row else ""
-
-    groups: dict[tuple[bool, str], list[Result]] = {}
-    for result in load(results, "quality-"):
-        groups.setdefault((result["name"].startswith("quality-full-"), result["rows"][0]["model"]), []).append(result)
-    parts = []
-    for (_, model), recorded in groups.items():
-        found = [row for result in recorded for row in result["rows"]]
-        scores = [name for name in ("sums", "recall") if any(name in row for row in found)]
-        header = ["cache", "KL", "same top-1", "perplexity", "change", *scores, "bits, closed blocks", "bits, all"]
-        rows = [
-            [
-                label(row),
-                figure(row, "kl", ".6f"),
-                figure(row, "same_top1", ".4f"),
-                figure(row, "ppl", ".3f"),
-                f"{row['ppl_change_pct']:+.2f} % ({row['se_pct']:.2f})" if "ppl_change_pct" in row else "",
-                *(figure(row, name, ".3f") for name in scores),
-                figure(row, "effective_bits", ".3f"),
-                figure(row, "effective_bits_total", ".3f"),
-            ]
-            for row in found
-        ]
-        once = [list(row) for row in dict.fromkeys(map(tuple, rows))]  # each record has full precision again
-        parts.append(f"**{model}**\n\n{markdown(header, once)}")
     return "\n\n".join(parts) or "Not measured yet."
 
 

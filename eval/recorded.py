@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qattn_hf.assets import configs_dir
 from qattn_hf.errors import QAttnError
 from qattn_hf.methods import get_method, list_methods
 from qattn_hf.recipe import find_recipe
+from qattn_hf.recipe_files import list_recipes
 
 Result = dict[str, Any]
 # What the quality measurement reports of a method; every other key of a row is one of the method's settings.
@@ -76,22 +76,24 @@ def _joined(name: str, *settings_texts: str) -> str:
 @functools.cache
 def named(spelled: str) -> str:
     """What the methods' lists of settings, or a recipe of the package, call these settings; else the text as it is."""
-    return spelled if spelled in _listed() else _names().get(_meaning(spelled), spelled)
+    return spelled if spelled in all_listed() else _names().get(_meaning(spelled), spelled)
 
 
 @functools.cache
-def _listed() -> tuple[str, ...]:
+def all_listed() -> tuple[str, ...]:
+    """Settings as the methods' lists of what is worth measuring spell them, and the methods' names."""
     return (*(one.setting for name in list_methods() for one in get_method(name).measured), *list_methods())
 
 
 @functools.cache
 def _names() -> dict[str | None, str]:
-    recipes = sorted(path.stem for path in configs_dir().glob("*.yaml"))
-    return {_meaning(text): text for text in (*recipes, *_listed())}
+    return {_meaning(text): text for text in (*list_recipes(), *all_listed())}
 
 
 def _meaning(spelled: str) -> str | None:
     """Method and all settings of a text; None for what is no setting, or none any more."""
+    if spelled.partition(":")[0] not in (*list_methods(), *list_recipes()):
+        return None  # no file and no repository is looked for
     try:
         recipe = find_recipe(spelled, None, {})
     except QAttnError:

@@ -1,4 +1,4 @@
-"""Tables and picture of quality on released checkpoints: what recommended settings lose, and where the loss comes from."""
+"""Tables of quality on released checkpoints: what recommended settings lose, and where the loss comes from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from recorded import Result, asked, load, markdown
 
 # Chains of settings, each with one part more than the one before it; the last of a chain is a recipe or a default.
 ROTATED = "rotate_k=hadamard,rotate_v=hadamard"
+COMPENSATED = "rotate_k=hadamard,compensate_k=true,clip=0.75"
 PARTS = {
     "4 bits, `turbo`": (
         ("the paper's", "turbo:sink_num=0"),
@@ -21,14 +22,13 @@ PARTS = {
         ("KIVI's, groups of 128", "kivi:bits=4,group_size=128"),
         ("a pool of sinks", "sinkq:bits=4"),
         ("keys and values rotated", f"sinkq:bits=4,{ROTATED},sink_skip_layers=0"),
-        ("keys evened out first", f"sinkq:bits=4,{ROTATED},equalize_k=true"),
-        ("errors compensated: `low4`", "low4"),
+        ("keys evened out first: `low4`", "low4"),
     ),
     "2 bits, by channel": (
         ("KIVI's, groups of 128", "kivi:bits=2,group_size=128,residual_length=32"),
         ("a pool of sinks: `sinkq`", "sinkq"),
-        ("keys rotated, ranges clipped, errors compensated", "sinkq:bits=2,rotate_k=hadamard,compensate_k=true,clip=0.75"),
-        ("keys evened out first", "sinkq:bits=2,rotate_k=hadamard,compensate_k=true,clip=0.75,equalize_k=true"),
+        ("keys rotated, ranges clipped, errors compensated", f"sinkq:bits=2,{COMPENSATED}"),
+        ("keys evened out first", f"sinkq:bits=2,{COMPENSATED},equalize_k=true"),
         ("values rotated: `low2`", "low2"),
     ),
     "8 bits": (
@@ -38,7 +38,8 @@ PARTS = {
     ),
 }  # fmt: skip
 TRAINED = (
-    "int8", "sage2", "turboquant", "turbo", "turbo:sink_num=0", "turbo:bits=mixed", "kivi:bits=4", "kivi:bits=2", "sinkq",
+    "int8", "sage2", "turboquant", "turbo", "turbo:sink_num=0", "turbo:bits=mixed", "kivi:bits=4", "kivi:bits=2",
+    "sinkq",
 )  # fmt: skip
 NOT_MEASURED = "Not measured yet."
 
@@ -86,7 +87,11 @@ def parts_table(results: Path) -> str:
         for chain, parts in PARTS.items()
         for i, (part, setting) in enumerate(parts)
     ]
-    return markdown(["codes", "with", *(f"KL, {name}" for name in RELEASED.values())], lines) if any(known) else NOT_MEASURED
+    return (
+        markdown(["codes", "with", *(f"KL, {name}" for name in RELEASED.values())], lines)
+        if any(known)
+        else NOT_MEASURED
+    )
 
 
 def trained_table(results: Path) -> str:

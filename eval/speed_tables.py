@@ -13,11 +13,14 @@ Row = dict[str, Any]
 GIB = 2**30
 NOT_MEASURED = "Not measured yet."
 COMPENSATED = ",compensate_k=true"
-# By settings: the recipe that they are, and what it is compared with
+# What each recipe, or default, is compared with, which has fewer parts
 PARENTS = {
-    "sinkq:rotate_k=hadamard,clip=0.75,compensate_k=true": ("low2", "sinkq"),
-    "sinkq:bits=3,rotate_k=hadamard": ("low3", "sinkq:bits=3"),
-    "turbo:rotate_k=hadamard,v_scale=token,sink_num=0": ("turbo_rotated", "turbo:sink_num=0"),
+    "turbo": "turbo:sink_num=0",
+    "turbo_rotated": "turbo",
+    "int8_rotated": "int8",
+    "low4": "sinkq:bits=4",
+    "low3": "sinkq:bits=3",
+    "low2": "sinkq",
 }
 
 
@@ -110,21 +113,21 @@ def stop_check_table(results: Path) -> str:
 
 
 def recipes_speed_table(results: Path) -> str:
-    """Milliseconds of a decode step of recipes that rotate keys, in the mean of all passes, and how much longer than
-    their parents' that is."""
-    rows = [row for result in load(results, "speed-recipes") for row in result["rows"]]
-    times = {
-        key: sum(row["ms"] for row in here) / len(here)
-        for key, here in by_point(rows, "way", "batch", "context").items()
-    }
-    lines = []
-    for (way, batch, context), ms in sorted(times.items(), key=lambda item: (item[0][1:], item[0][0])):
-        recipe, parent = PARENTS.get(way, ("", ""))
-        if before := times.get((parent, batch, context)):
-            cells = [f"`{recipe}`", f"`{parent}`", f"{batch} x {context}", f"{before:.4f}", f"{ms:.4f}"]
-            lines.append([*cells, f"{ms / before - 1:+.1%}"])
-    header = ["recipe", "parent", "B x context", "parent, ms", "recipe, ms", "longer"]
-    return markdown(header, lines) if lines else NOT_MEASURED
+    """How much longer a decode step of a recipe is than its parent's, a column for each number of rows and tokens."""
+    rows = [row for result in load(results, "speed-recipes") for row in result["rows"] if row["packed"]]
+    times = {key: here[0]["ms"] for key, here in by_point(rows, "way", "batch", "context").items()}
+    points = sorted({key[1:] for key in times})
+    lines = [
+        [f"`{recipe}`", f"`{parent}`", *(_longer(times, recipe, parent, point) for point in points)]
+        for recipe, parent in PARENTS.items()
+    ]
+    header = ["setting", "beside", *(f"{batch} x {context}" for batch, context in points)]
+    return markdown(header, lines) if points else NOT_MEASURED
+
+
+def _longer(times: dict[tuple, float], recipe: str, parent: str, point: tuple) -> str:
+    ours, theirs = (times.get((name, *point)) for name in (recipe, parent))
+    return f"{ours / theirs - 1:+.1%}" if ours and theirs else ""
 
 
 def eager_table(results: Path) -> str:

@@ -18,9 +18,9 @@ from pathlib import Path
 from unittest import mock
 
 from api_page import api_table
-from budget_tables import budget_table, latent_table, outgrown_table
+from budget_tables import latent_table, outgrown_table
 from family_tables import families_table
-from fidelity_tables import compare_table, drafts_table, retrievals_table, rollouts_table, tune_table
+from fidelity_tables import tune_table
 from known_types import known_table
 from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
@@ -33,17 +33,9 @@ from overview_table import (
     throughput_overview,
 )
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
-from quality_tables import (
-    bits_table,
-    claimed_table,
-    clipping_table,
-    compensation_table,
-    key_scales_table,
-    quality_table,
-    recipes_table,
-    rotations_table,
-)
+from quality_tables import bits_table, claimed_table, recipes_table
 from recorded import Result, conditions, load, markdown
+from released_tables import parts_table, released_table, trained_table
 from speed_tables import (
     append_table,
     beams_table,
@@ -71,20 +63,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # The records that a page of results is made of, by the start of their names.
 PAGES = {
     "overview": ("released-", "front-"),
-    "quality": (
-        "budget-",
-        "compare-",
-        "draft-acceptance",
-        "key-scales",
-        "quality-",
-        "recipes",
-        "retrieval-",
-        "rollout-",
-        "rotations",
-        "clipping",
-        "compensation",
-        "tune-",
-    ),
+    "quality": ("released-", "recipes", "quality-", "budget-", "tune-"),
     "tasks": ("tasks-",),
     "papers": ("paper-", "table-"),
     "speed": ("speed-",),
@@ -141,13 +120,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "own-tests": own_tests_table,
     "report": report_example,
     "kernels": kernels_table,
-    "quality": quality_table,
+    "released": released_table,
+    "parts": parts_table,
+    "trained": trained_table,
     "recipes": recipes_table,
-    "key-scales": key_scales_table,
-    "rotations": rotations_table,
-    "clipping": clipping_table,
-    "compensation": compensation_table,
-    "budget": budget_table,
     "outgrown": outgrown_table,
     "latent": latent_table,
     "bits": bits_table,
@@ -158,10 +134,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "contradicted": contradicted_table,
     "tasks": tasks_table,
     "scores": scores_table,
-    "compare": compare_table,
-    "drafts": drafts_table,
-    "retrievals": retrievals_table,
-    "rollouts": rollouts_table,
     "tune": tune_table,
     "decode": partial(speed_table, bench="decode"),
     "decode-slopes": slopes_table,
@@ -198,7 +170,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "pieces": partial(speed_table, bench="pieces"),
     "sliding-gemma-3": partial(speed_table, bench="sliding-gemma-3"),
     "sliding-gpt-oss": partial(speed_table, bench="sliding-gpt-oss"),
-    "low-bits": partial(speed_table, bench="low-bits"),
     "compile": partial(speed_table, bench="compile"),
     "first-call": partial(speed_table, bench="first-call"),
     "api": api_table,
