@@ -38,7 +38,7 @@ def spelled_now(result: Result) -> Result:
     `{"low3": "sinkq:bits=3,rotate_k=hadamard"}`. Settings that are those of a recipe today get its name.
     """
     defaults, recipes = result.get("defaults", {}), result.get("recipes", {})
-    apart = result["name"].startswith(APART)
+    apart = result.get("name", "").startswith(APART)
     result["rows"] = [_row_now(row, defaults, recipes, apart) for row in result["rows"]]
     return result
 
