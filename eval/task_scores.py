@@ -51,6 +51,8 @@ class Task(NamedTuple):
         batch: rows at once. tokens: of an answer at most.
         limit: questions of each of its subtasks; None: all.
         others: metrics that are kept beside the score.
+        chat: whether questions go into the chat template. Tasks with shots are texts to be continued.
+        metadata: for tasks that are generated.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Task(NamedTuple):
     tokens: int
     limit: int | None = None
     others: tuple[str, ...] = ()
+    chat: bool = False
     metadata: dict[str, Any] = {}  # noqa: RUF012 (read only)
 
 
@@ -67,9 +70,9 @@ LENGTHS = (1024, 2048, 4096, 8192)  # SmolLM2 has 8,192 positions
 TASKS = {
     "gsm8k": Task("gsm8k", "exact_match", "strict-match", 192, 256),
     "bbh": Task("bbh_cot_fewshot", "exact_match", "get-answer", 100, 256, 100),
-    "longbench": Task("longbench_multi_news", "score", "none", 25, 128),
+    "longbench": Task("longbench_multi_news", "score", "none", 25, 128, chat=True),
     "tools": Task(
-        "qattn_tools", "acc", "none", 25, 96, None, ("arguments",), {"lengths": list(LENGTHS), "samples": 50}
+        "qattn_tools", "acc", "none", 25, 96, others=("arguments",), metadata={"lengths": list(LENGTHS), "samples": 50}
     ),
 }
 
@@ -125,7 +128,8 @@ def measure(unit: Unit) -> Measured:
     recipe = None if unit.setting == FULL else find_recipe(unit.setting, None, {})
     _, model, tokenizer = load(unit.folder, _device[0], "float32" if _device[0] == "cpu" else "auto")
     recipe = recipe and recipe.for_model(model.config)
-    options = {"limit": unit.limit or task.limit, "gen_kwargs": {"max_gen_toks": task.tokens}}
+    options: dict[str, Any] = {"limit": unit.limit or task.limit, "apply_chat_template": task.chat}
+    options |= {"gen_kwargs": {"max_gen_toks": task.tokens}}
     with task_folders(unit.data_dir) as folders:
         manager = task_manager(folders, [task.name], {"pretrained": unit.folder, **task.metadata})
         found = evaluated(
