@@ -15,10 +15,12 @@ import argparse
 import gc
 import json
 import logging
+import os
+import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,6 +226,13 @@ def print_rows(units: list[Unit], processes: int) -> int:
     return failed
 
 
+def stop(*_: Any) -> None:
+    """End on SIGTERM with all processes, which would keep the output open: what was printed can be recorded."""
+    for child in active_children():
+        child.kill()
+    os._exit(128 + signal.SIGTERM)
+
+
 def _print(row: dict[str, Any]) -> None:
     print(json.dumps(row), flush=True)
 
@@ -255,6 +264,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     units = units_of(options)
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(1 if print_rows(units, max(1, min(options.processes, len(units)))) else 0)
 
 

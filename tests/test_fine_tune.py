@@ -14,9 +14,7 @@ from qattn_hf.assets import demo_model_dir
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qattn-hf[eval]'")
 
 fine_tune = script("fine_tune")
-QUESTIONS = [
-    {"question": f"What is {n} and {n}?", "answer": f"{n} and {n} make {2 * n}.\n#### {2 * n}"} for n in range(9)
-]
+QUESTIONS = [{"question": f"What is {n} and {n}?", "answer": f"They make {2 * n}.\n#### {2 * n}"} for n in range(9)]
 
 
 @pytest.fixture(scope="module")
