@@ -65,7 +65,9 @@ def shots(tokenizer: Any, file: Path, length: int, generator: random.Random) -> 
     """
     questions = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     generator.shuffle(questions)
-    rows, text, learned, used = [], "", [], 0
+    rows: list[Row] = []
+    learned: list[tuple[int, int]] = []
+    text, used = "", 0
     for one in questions:
         question, answer = f"Question: {one['question']}\nAnswer:", f" {one['answer']}\n\n"
         size = len(tokenizer(question + answer, add_special_tokens=False).input_ids)

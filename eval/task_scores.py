@@ -151,7 +151,12 @@ def row_of(unit: Unit, measured: Measured, full: Measured | None) -> dict[str, A
     named = {(row["metric"], row["filter"]): row for row in measured.rows if row["task"] == task.name}
     score = named[task.metric, task.kind]
     own = _of_task(task, measured)
-    row = {"model": short_name(unit.folder), "task": unit.task, "setting": unit.setting, "metric": task.metric}
+    row: dict[str, Any] = {
+        "model": short_name(unit.folder),
+        "task": unit.task,
+        "setting": unit.setting,
+        "metric": task.metric,
+    }
     row |= {"score": round(score["value"], 5), "stderr": _rounded(score["stderr"], 5), "questions": len(own)}
     row["unanswered"] = round(sum(UNANSWERED in _texts(answer) for answer in own.values()) / max(1, len(own)), 4)
     if full is not None:
@@ -185,7 +190,7 @@ def _first_of_tasks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _texts(answer: Answer) -> list[Any]:
-    return answer.said if isinstance(answer.said, list | tuple) else [answer.said]
+    return list(answer.said) if isinstance(answer.said, list | tuple) else [answer.said]
 
 
 def _rounded(value: Any, digits: int) -> Any:
