@@ -52,6 +52,7 @@ from speed_tables import (
     warps_table,
     windows_table,
 )
+from task_score_tables import chosen_tasks_table, fine_tunes_table, task_scores_table, tool_calls_table
 from task_tables import scores_table, tasks_table
 from transformers_tables import own_tests_table
 from type_tables import types_table, weights_table
@@ -65,6 +66,7 @@ PAGES = {
     "overview": ("released-", "front-"),
     "quality": ("released-", "recipes", "quality-", "budget-", "tune-"),
     "tasks": ("tasks-",),
+    "task-scores": ("task-scores-", "fine-tune-"),
     "papers": ("paper-", "table-"),
     "speed": ("speed-",),
     "size": ("bits",),
@@ -134,6 +136,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "contradicted": contradicted_table,
     "tasks": tasks_table,
     "scores": scores_table,
+    "task-scores": task_scores_table,
+    "tool-calls": tool_calls_table,
+    "chosen-tasks": chosen_tasks_table,
+    "fine-tunes": fine_tunes_table,
     "tune": tune_table,
     "decode": partial(speed_table, bench="decode"),
     "decode-slopes": slopes_table,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, NamedTuple
 
+from qattn_hf.lm_eval.generated import LENGTHS
+
 HOLDS = 0.9  # share of equal answers up to which a method is said to hold
 
 Place = tuple[str, str, int]  # task, filter, number of the row
 
 
 class Answer(NamedTuple):
-    """What a row was answered, in a form that can be compared, and the row's length in tokens if it has one."""
+    """What a row was answered, in a form that can be compared, and the row's length in tokens if it was made of one."""
 
     said: Any
     length: int | None
@@ -28,6 +30,7 @@ def answers(samples: dict[str, list[dict[str, Any]]]) -> dict[Place, Answer]:
             said = _said(row["filtered_resps"])
             if said is not None:
                 length = row["doc"].get("length") if isinstance(row["doc"], dict) else None
+                length = length if length in LENGTHS else None  # LongBench counts words
                 found[task, row["filter"], row["doc_id"]] = Answer(said, length)
     return found
 

@@ -15,7 +15,7 @@ from qattn_hf import demo_tasks
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.needles import FILLER
 
-LENGTHS = tuple(1024 << i for i in range(8))  # those that the needle tasks have a metric for
+LENGTHS = tuple(1024 << i for i in range(8))  # those that needles and tool calls have a metric for
 ANSWER = 32  # tokens of a length reserved for the answer and a first special token
 DEPTHS = (0, 25, 50, 75, 100)  # per cent of the text before the sentence
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -43,28 +43,53 @@ def rows(
         QAttnError: an unknown task, or no data in `data_dir`.
     """
     with task_folders(data_dir) as folders:
-        manager = _manager(folders, tasks, metadata)
-        if unknown := [name for name in tasks if name not in manager.all_tasks]:
-            raise QAttnError(f"--task {unknown[0]}: no such task; `python -m qattn_hf.lm_eval ls tasks` lists them")
+        manager = task_manager(folders, tasks, metadata)
         of_full: dict[Place, Answer] = {}
         for name, recipe in sorted(methods.items(), key=lambda method: method[1] is not None):
-            how = {"method": FULL} if recipe is None else {"recipe": recipe}
-            lm = QAttnLM(model, tokenizer=tokenizer, **how, **arguments)
-            results = simple_evaluate(lm, tasks=tasks, task_manager=manager, log_samples=True, **options)
-            if results is None:  # only the first of several processes has them
+            found = evaluated(model, tokenizer, name, recipe, tasks, manager, arguments, options)
+            if found is None:  # only the first of several processes has results
                 continue
-            own = answers(results["samples"])
-            for row in _rows(name, lm, results):
-                yield {**row, **agreement(own, of_full, row["task"], row["filter"])}
-            of_full = own if recipe is None else of_full
+            for row in found.rows:
+                yield {**row, **agreement(found.answers, of_full, row["task"], row["filter"])}
+            of_full = found.answers if recipe is None else of_full
 
 
-def _manager(folders: list[str], tasks: list[str], metadata: dict[str, Any]) -> TaskManager:
-    """Task manager of this package's tasks alone where they suffice, since indexing lm-eval's takes seconds."""
-    own = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
-    if set(tasks) <= set(own.all_subtasks):
-        return own
-    return TaskManager(include_path=folders, metadata=metadata)
+class Evaluated(NamedTuple):
+    """Rows of one method, one for each task and metric, and its answers."""
+
+    rows: list[dict[str, Any]]
+    answers: dict[Place, Answer]
+
+
+def evaluated(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    recipe: Recipe | None,
+    tasks: list[str],
+    manager: TaskManager,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+) -> Evaluated | None:
+    """Evaluate one method, as `rows` does several; None in all but the first of several processes."""
+    how = {"method": FULL} if recipe is None else {"recipe": recipe}
+    lm = QAttnLM(model, tokenizer=tokenizer, **how, **arguments)
+    results = simple_evaluate(lm, tasks=tasks, task_manager=manager, log_samples=True, **options)
+    return None if results is None else Evaluated(list(_rows(name, lm, results)), answers(results["samples"]))
+
+
+def task_manager(folders: list[str], tasks: list[str], metadata: dict[str, Any]) -> TaskManager:
+    """Task manager of this package's tasks alone where they suffice, since indexing lm-eval's takes seconds.
+
+    Raises:
+        QAttnError: an unknown task.
+    """
+    manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    if not set(tasks) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=folders, metadata=metadata)
+    if unknown := [name for name in tasks if name not in manager.all_tasks]:
+        raise QAttnError(f"--task {unknown[0]}: no such task; `python -m qattn_hf.lm_eval ls tasks` lists them")
+    return manager
 
 
 def _rows(name: str, lm: QAttnLM, results: Any) -> Iterator[dict[str, Any]]:

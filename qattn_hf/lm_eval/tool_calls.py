@@ -15,9 +15,8 @@ from typing import Any
 
 from qattn_hf import demo_tasks
 from qattn_hf.errors import QAttnError
-from qattn_hf.lm_eval.generated import datasets_of, tokenizer_of
+from qattn_hf.lm_eval.generated import LENGTHS, datasets_of, tokenizer_of
 
-LENGTHS = tuple(1024 << i for i in range(8))  # those that the task has a metric for
 ANSWER = 96  # tokens of a length reserved for the call
 CITIES = ("Antwerp", "Bergen", "Cologne", "Dublin", "Ghent", "Lyon", "Porto", "Riga", "Turin", "Utrecht")
 
@@ -81,10 +80,10 @@ def conversations(lengths: Sequence[int] = LENGTHS[:3], samples: int = 20, **met
     if max(lengths) > tokenizer.model_max_length:  # lm-eval would cut the records off
         raise QAttnError(f"qattn_tools: {max(lengths)} tokens: the model takes {tokenizer.model_max_length}")
     rng = random.Random(0)
-    return datasets_of(test=[_conversation(rng, length, tokenizer) for length in lengths for _ in range(samples)])
+    return datasets_of(test=[conversation(rng, length, tokenizer) for length in lengths for _ in range(samples)])
 
 
-def _conversation(rng: random.Random, length: int, tokenizer: Any) -> dict[str, Any]:
+def conversation(rng: random.Random, length: int, tokenizer: Any) -> dict[str, Any]:
     """One row of `conversations`: earlier turns have a call of each tool for one person, the last for another."""
     people = rng.sample(demo_tasks.NAMES, 2 * len(TOOLS))
     earlier, later = (
