@@ -1,4 +1,4 @@
-"""Prepare a checkout for a release: links of README.md become absolute, and pyproject.toml gets the project's addresses.
+"""Prepare a checkout for a release: links of README.md become absolute, pyproject.toml gets the addresses.
 
 Usage: python .ci/package_page.py https://HOST/OWNER/NAME
 

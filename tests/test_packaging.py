@@ -152,7 +152,7 @@ def workflow(name: str) -> dict:
 
 
 def test_ci_runs_what_the_makefile_has():
-    """The workflow calls `.ci/run`, and a target on each other Python; that calls targets that exist, as README does."""
+    """The workflow calls `.ci/run`, and `make test` on other Pythons. Targets exist, also those that README names."""
     jobs = workflow("ci")["jobs"]
     called = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
     assert called == {"checks": [".ci/run"], "pythons": ["make test"]}
