@@ -83,7 +83,7 @@ def attention(
     if attention_mask is None or not is_span(attention_mask):
         refuse_mask(attention_mask)
         raise UnsupportedError(
-            "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
+            "a custom attention mask is not supported; pass a 2-D attention_mask of 0 and 1, or none"
         )
     window = asked_window(key.layer.spec)
     refuse_arguments(module, dropout, is_causal, kwargs, "a packed cache; unpatch(model) and use a stock cache", window)

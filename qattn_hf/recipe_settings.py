@@ -99,7 +99,7 @@ def layer_choices(base: Method, layers: Any, origin: str) -> tuple[LayerChoice, 
         chosen = []
         for layer in _indices(where, here):
             if layer in entry_of:
-                raise RecipeError(f"{here}: layer {layer} stands under {named(entry_of[layer])} too; give it once")
+                raise RecipeError(f"{here}: layer {layer} is under {named(entry_of[layer])} too; give it once")
             entry_of[layer] = where
             chosen.append(layer)
         choices.append(LayerChoice(where, tuple(chosen), _layer_settings(base, given, here), given))

@@ -105,7 +105,7 @@ def _split_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tenso
     """Split the mask of a long call into a key mask, bool `[B, S]`, and the column of the first query, `[B]`."""
     if mask is None or mask.dtype != torch.int32 or mask.shape != (query.shape[0], 1, 1, 1 + key.shape[2]):
         raise UnsupportedError(
-            "an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1, or none"
+            "a custom attention mask is not supported; pass a 2-D attention_mask of 0 and 1, or none"
         )
     return mask[:, 0, 0, 1:] != 0, mask[:, 0, 0, 0]
 
@@ -123,7 +123,7 @@ def _eager_attention(
         key, value = key[:, :, :tokens], value[:, :, :tokens]
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
     if mask is not None and mask.dtype != torch.bool:
-        raise UnsupportedError("an attention mask of one's own is not supported; pass a 2-D attention_mask of 0 and 1")
+        raise UnsupportedError("a custom attention mask is not supported; pass a 2-D attention_mask of 0 and 1")
     key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     s = (query @ key.mT).float() * scores.scale
     s = scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s

@@ -103,6 +103,8 @@ def test_installed_wheel_works_from_another_directory(built, fresh_environment, 
     assert f"qattn_hf-{found['version']}-" in built[1].name
     listed = run(fresh_environment.parent / "qattn", "methods", cwd=tmp_path)
     assert "turbo:" in listed
+    answered = run(fresh_environment.parent / "qattn", "demo", "--max-new-tokens", "4", cwd=tmp_path)
+    assert "Verdict: turbo picks" in answered
 
 
 def test_editable_install_works_from_another_directory(fresh_environment, tmp_path):
@@ -145,17 +147,94 @@ def test_kernels_is_a_folder_not_a_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+def workflow(name: str) -> dict:
+    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8"))
+
+
 def test_ci_runs_what_the_makefile_has():
-    """The workflow calls `.ci/run` and nothing beside it, and that calls targets that exist; so does the README."""
-    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]["checks"][
-        "steps"
-    ]
-    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    """The workflow calls `.ci/run`, and `make test` on other Pythons. Targets exist, also those that README names."""
+    jobs = workflow("ci")["jobs"]
+    called = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert called == {"checks": [".ci/run"], "pythons": ["make test"]}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     for name, command in ((".ci/run", "step make"), ("README.md", "make"), ("CONTRIBUTING.md", "make")):
         calls = rf"(?:^|`){command}(?: -\S+)*((?: [a-z][a-z-]*)+)"  # of one target or several
         called = set(" ".join(re.findall(calls, (ROOT / name).read_text(encoding="utf-8"), re.M)).split())
         assert called and called <= targets, name
+
+
+def test_ci_has_every_python_of_the_classifiers():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project))
+    jobs = workflow("ci")["jobs"]
+    setup = next(step for step in jobs["checks"]["steps"] if "setup-python" in step.get("uses", ""))
+    assert named == {setup["with"]["python-version"], *jobs["pythons"]["strategy"]["matrix"]["python"]}
+
+
+def test_actions_of_workflows_are_named_by_hash():
+    """A tag may be moved to other code; a hash may not."""
+    used = [
+        step["uses"]
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+        for job in workflow(path.stem)["jobs"].values()
+        for step in job["steps"]
+        if "uses" in step
+    ]
+    assert used and [name for name in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", name)] == []
+
+
+def test_every_dependency_has_a_lowest_version():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    runtime = re.search(r"^dependencies = \[(.*?)^\]", project, re.M | re.S)
+    extras = re.findall(r"^(?:eval|plot|serve) = \[(.*)\]", project, re.M)
+    assert runtime is not None and len(extras) == 3
+    needs = re.findall(r'"([^"]+)"', runtime[1] + "".join(extras))
+    assert len(needs) > 12 and [need for need in needs if ">=" not in need] == []
+
+
+def test_a_release_has_absolute_links_and_addresses(tmp_path):
+    """`.ci/package_page.py`, which the workflow `publish.yml` runs before it builds."""
+    script = ROOT / ".ci" / "package_page.py"
+    for name in ("README.md", "pyproject.toml", ".ci/package_page.py", "qattn_hf/_version.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    address = "https://example.org/owner/name"
+    run(sys.executable, tmp_path / ".ci" / script.name, address, cwd=tmp_path)
+    links = re.findall(r"\]\(([^)\s]+)\)", (tmp_path / "README.md").read_text(encoding="utf-8"))
+    assert links and [link for link in links if not link.startswith(("https://", "#"))] == []
+    choose = next(link for link in links if link.endswith("/docs/choose.md"))
+    assert re.fullmatch(rf"{address}/blob/v\d+\.\d+\.\d+/docs/choose\.md", choose)
+    project = (tmp_path / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'[project.urls]\nHomepage = "{address}"\n' in project
+    again = subprocess.run([sys.executable, tmp_path / ".ci" / script.name, address], capture_output=True, text=True)
+    assert again.returncode != 0 and "git checkout README.md pyproject.toml" in again.stderr
+
+
+WITHOUT_TRITON = """
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+import importlib.util
+importlib.util.find_spec = lambda name, package=None, real=importlib.util.find_spec: (
+    None if name.partition(".")[0] == "triton" else real(name, package))
+import torch
+from qattn_hf import patch, report
+from qattn_hf.assets import demo_model_dir
+from transformers import AutoModelForCausalLM
+model = patch(AutoModelForCausalLM.from_pretrained(demo_model_dir()), method="turbo")
+model.generate(torch.arange(80)[None] + 5, max_new_tokens=3, do_sample=False)
+print({row["kernels"] for row in report(model).to_dict()["layers"]}, "triton" in sys.modules)
+"""
+
+
+def test_the_package_imports_and_generates_without_triton(tmp_path):
+    """As on macOS and Windows, where no Triton is installed: nothing imports it, and the reference computes."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    code = f"import sys; sys.path[:0] = {path.split(os.pathsep)!r}\n{WITHOUT_TRITON}"
+    assert run(sys.executable, "-c", code, cwd=tmp_path).splitlines()[-1] == "{'reference'} False"
 
 
 def test_hooks_call_tools_of_the_environment():

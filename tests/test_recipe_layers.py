@@ -123,7 +123,7 @@ def test_layers_are_written_as_numbers_ranges_or_several(tmp_path: Path):
     ("settings", "said"),
     [
         ({"layers": {"0-9": {}}}, "layers 0-9: the model has layers 0 to 2"),
-        ({"layers": {"0": {}, "0-1": {}}}, "layer 0 stands under 0 too"),
+        ({"layers": {"0": {}, "0-1": {}}}, "layer 0 is under 0 too"),
         ({"layers": {"x": {}}}, "such as 0-3,7"),
         ({"layers": {"3-1": {}}}, "such as 0-3,7"),
         ({"layers": {"0-4096": {}}}, "layer 4096; layers are 0 to 4095 at most"),

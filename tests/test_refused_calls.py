@@ -43,7 +43,7 @@ FORWARD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"past_key_values": ()}, ("tuple", OWN[1])),
     ({"output_attentions": True}, ATTENTIONS),
     ({"attention_mask": ones(TOKENS, 9)}, ("row 0", "zeros between real tokens", "on the left")),
-    ({"attention_mask": CAUSAL.bool()}, ("mask of one's own", "2-D attention_mask")),
+    ({"attention_mask": CAUSAL.bool()}, ("custom attention mask", "2-D attention_mask")),
     ({"attention_mask": CAUSAL[0]}, ("mask", "2-D attention_mask")),
     ({"attention_mask": ones(TOKENS - 1)}, (f"{TOKENS - 1} columns", f"must have {TOKENS}")),
     ({"attention_mask": ones(TOKENS + 1)}, (f"{TOKENS + 1} columns", f"must have {TOKENS}")),
@@ -193,7 +193,7 @@ BAD_TURNS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], tuple[str, ...]
         (f"holds {TOKENS} and 2 are new", f"must have {TOKENS + 2}"),
     ),
     "hole": (lambda m, c: m(ONE[:, :2], attention_mask=ones(TOKENS + 2, TOKENS), **c), ("zeros between", "the left")),
-    "own mask": (lambda m, c: m(ONE[:, :1], attention_mask=CAUSAL[:, :, -1:].bool(), **c), ("mask of one's own",)),
+    "own mask": (lambda m, c: m(ONE[:, :1], attention_mask=CAUSAL[:, :, -1:].bool(), **c), ("custom attention mask",)),
     "output_attentions": (lambda m, c: m(ONE[:, :1], output_attentions=True, **c), ATTENTIONS),
     "stock attention": (lambda m, c: tiny()(ONE[:, :1], **c), ("qattn_hf.patch",)),
 }

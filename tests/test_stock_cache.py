@@ -245,7 +245,7 @@ def test_no_packed_cache_for_it():
     ("how", "part"),
     [
         ({"output_attentions": True}, "output_attentions"),
-        ({"attention_mask": torch.ones(1, 1, TOKENS, TOKENS).tril().bool()}, "mask of one's own"),
+        ({"attention_mask": torch.ones(1, 1, TOKENS, TOKENS).tril().bool()}, "custom attention mask"),
         ({"is_causal": False}, "causal"),
         ({"cu_seq_lens_q": torch.tensor([0, 40, TOKENS])}, "packed sequences"),
         ({"position_ids": torch.arange(TOKENS)[None] % 50, "use_cache": False}, "packed sequences"),

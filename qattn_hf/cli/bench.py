@@ -56,7 +56,7 @@ def decode(
     output: OutputOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """One layer's whole decode step for one new token, beside every SDPA backend in bf16, inside one CUDA graph.
+    """One layer's whole decode step for one new token, and every SDPA backend in bf16, inside one CUDA graph.
 
     Example: qattn bench decode --method turbo --batch 1 --batch 16 --context 8192
     """
@@ -79,7 +79,7 @@ def prefill(
     output: OutputOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """One layer's whole call for a prompt, append and attention, beside bf16 SDPA with flash and cuDNN, in TOPS.
+    """One layer's whole call for a prompt, append and attention, and bf16 SDPA with flash and cuDNN, in TOPS.
 
     Example: qattn bench prefill --method turbo --batch 1 --tokens 16384
     """

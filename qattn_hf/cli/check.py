@@ -123,7 +123,7 @@ def print_layers(result: Check) -> None:
     if result.layers and all("own" in row for row in result.layers):
         print("nothing is packed: every layer is the model's own")
     if not result.layers:
-        print("nothing is packed: keys and values stand in transformers' own cache")
+        print("nothing is packed: keys and values are in transformers' own cache")
     for _, group in itertools.groupby(result.layers, key=_alike):
         rows = list(group)
         first, last, row = rows[0]["layer"], rows[-1]["layer"], rows[0]
@@ -147,7 +147,7 @@ def print_layers(result: Check) -> None:
 
 
 def _alike(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Key by which layers share a line: all fields but their own, `effective_bits` as rounded for print."""
+    """Key of the layers that share a line: all fields but their own, `effective_bits` as rounded for print."""
     return (*(value for key, value in row.items() if key not in OWN), round(row["effective_bits"] or 0, 2))
 
 

@@ -61,7 +61,7 @@ def compare(
 ) -> None:
     """Compare methods with full precision on a text, without labels, everything read through the packed cache.
 
-    With --rollout each cache writes on after the rows, and full precision judges what it wrote; with --draft beside
+    With --rollout each cache writes on after the rows, and full precision judges what it wrote; with --draft as well
     it, a draft model guesses what is written.
 
     Example: qattn compare --method turbo --method kivi:bits=2 --text book.txt --picture fidelity.png

@@ -16,7 +16,7 @@ from qattn_hf.loading import load
 if TYPE_CHECKING:
     from qattn_hf.recipe import Recipe
 
-DEFAULT = ("full", "turbo")  # full precision beside one method
+DEFAULT = ("full", "turbo")  # full precision and one method
 
 
 def evaluate(

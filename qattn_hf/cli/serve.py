@@ -30,7 +30,7 @@ class LogLevel(str, Enum):
 
 
 NameOption = Annotated[
-    str | None, typer.Option(help="Name by which requests call the model.", show_default="the model's own")
+    str | None, typer.Option(help="Name that requests send as `model`.", show_default="the model's own")
 ]
 BatchingOption = Annotated[
     bool | None,

@@ -70,7 +70,7 @@ def refusal(reason: str, setting: str = "graph") -> str:
 def why_not(model: PreTrainedModel) -> str | None:
     """Reason why a model's decode steps cannot be captured, as far as it shows before a run; None: they can."""
     if shard_of(model).size > 1:
-        return "the model is split over several processes, each of which packs and reports its own heads"
+        return "the model is split over several processes, and each packs and reports its own heads"
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1 or {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) - devices:
         return "its weights are on several devices"

@@ -10,7 +10,7 @@ from qattn_hf.server.engine import Engine
 from qattn_hf.server.service import Record
 
 GAUGES = {
-    "requests_running": "Requests of which tokens are made.",
+    "requests_running": "Requests that generate tokens.",
     "requests_waiting": "Requests that wait for room.",
     "blocks": "Blocks of the pool.",
     "blocks_used": "Blocks of the pool that requests hold.",

@@ -38,7 +38,7 @@ class Options:
     """How to serve.
 
     Attributes:
-        model: folder or hub name; None: the embedded one. name: by which requests call it; None: the model's own.
+        model: folder or hub name; None: the embedded one. name: what requests send as `model`; None: the model's own.
         batching: requests together; None: where transformers can. blocks: of 256 tokens in the pool; None: what fits.
         batch_tokens: of a forward; None: transformers' number. key: of clients; None: everybody is served.
         max_body: bytes of a body at most. max_requests: that run or wait at once.

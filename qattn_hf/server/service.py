@@ -52,7 +52,7 @@ class Service:
     """A model under a name.
 
     Args:
-        name: by which requests call the model. model: patched. tokenizer: of the model. engine: of the model.
+        name: what requests send as `model`. model: patched. tokenizer: of the model. engine: of the model.
         eos: ids that end an answer.
     """
 
