@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import NOTHING
-from qattn_kernels.jit.rows import FOREVER, block_at, in_window, packed_since, slot_bits
+from qattn_kernels.jit.rows import FOREVER, block_at, in_window, packed_since, slot_bits_in_words
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.ops.decode.weights import count_visible
 from qattn_kernels.ops.sink_pool.kernel import moved_tokens, visible_from
@@ -23,9 +23,9 @@ def mask_ring(s, slot, program, C: tl.constexpr):
     block = offset // C.BLOCK
     if C.PAGED:
         at = block_at(program.pages, program.b, row.closed + block, program.capacity, C)
-        bits = slot_bits(program.dropped, at * C.BLOCK + offset % C.BLOCK)
+        bits = slot_bits_in_words(program.dropped, at * C.BLOCK + offset % C.BLOCK)
     else:
-        bits = slot_bits(program.dropped, row.closed * C.BLOCK + offset)
+        bits = slot_bits_in_words(program.dropped, row.closed * C.BLOCK + offset)
     keep = inside & (bits == 0)
     until = tl.where(block < row.closing, packed_since(block, row.open_start, C), FOREVER)
     see = keep[:, None] & (pos[:, None] <= q_pos[None, :]) & (q_pos[None, :] < until[:, None])

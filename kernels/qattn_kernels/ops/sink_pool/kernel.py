@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import round_even
-from qattn_kernels.jit.rows import FOREVER, flip_bits, in_window, packed_since, slot_bits
+from qattn_kernels.jit.rows import FOREVER, flip_bits, packed_since, slot_bits
 from qattn_kernels.jit.tokens import new_tokens, ring_codes, row_before, with_ring
 from qattn_kernels.launch.call import Table
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
@@ -44,15 +44,11 @@ def _note_moved(MOVED, entries, closed, bh, C: tl.constexpr):
 
 
 @triton.jit
-def sinks_visible(TABLE, at, row, p, window, C: tl.constexpr):
-    """Which entries `at` queries at positions `p` see: what stands in the table for them."""
+def sinks_visible(TABLE, at, row):
+    """Which entries `at` queries before `visible_from` see, and which the others do."""
     born, written = tl.load(TABLE.born + at), tl.load(TABLE.written + at)
     before = (born > 0) & (born <= row.closed) & ((written == 0) | (written > row.closed))
-    after = (born > 0) & (written == 0)
-    see = tl.where((p >= visible_from(row, C))[None, :], after[:, None], before[:, None])
-    if C.LOCAL:
-        see = see & in_window(tl.load(TABLE.pos + at)[:, None], p[None, :], window, C.CHUNKS)
-    return see
+    return before, (born > 0) & (written == 0)
 
 
 @triton.jit
