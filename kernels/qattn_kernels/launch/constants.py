@@ -226,7 +226,7 @@ def sizes_of(
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
     ring = at.ring if spec.k.windowed else 0
     ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)
-    all_open = ring_parts == 1 and spec.k.integer and spec.v.integer
+    all_open = spec.sink_pool.num > 0 and ring_parts == 1 and spec.k.integer and spec.v.integer
     sizes = Sizes(
         H=heads,
         G=group,

@@ -131,7 +131,7 @@ def _sink_tile(pool, program, start, there, sums, skips, SCORES: tl.constexpr, V
 @triton.jit
 def sink_part(pool, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
-    for start in tl.range(0, pool.end, SINK_TILE, num_stages=1):
+    for start in tl.range(0, pool.end, SINK_TILE, num_stages=2):
         sums, skips = _sink_tile(pool, program, start, True, sums, skips, SCORES, VALUES, C)
     return sums, skips
 
