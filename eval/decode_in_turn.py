@@ -45,7 +45,7 @@ def in_turn(methods: list[str], point: Point, heads: Heads, rounds: int, device:
         for place in range(len(ways)):
             i = (turn + place) % len(ways)
             ways[i].restore()
-            taken = milliseconds(ways[i].replay, device) / ways[i].count
+            taken = milliseconds(ways[i].replay, device) / ways[i].number
             if turn >= settling:
                 times[i].append(taken)
     shape = {"bench": "decode-in-turn", **point._asdict(), **heads.row(), "device": device.type, "rounds": rounds}

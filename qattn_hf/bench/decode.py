@@ -103,13 +103,13 @@ class PackedSteps(NamedTuple):
 
     Attributes:
         replay: runs them; `restore` before each run.
-        count: how many.
+        number: how many.
         layers: which take them in turn.
     """
 
     replay: Work
     restore: Work
-    count: int
+    number: int
     layers: list[QAttnLayer]
 
 
@@ -151,7 +151,7 @@ def packed_steps(point: Point, settings: Method, heads: Heads, device: torch.dev
 def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) -> dict[str, Any]:
     steps = packed_steps(point, settings, heads, device)
     layer, times = steps.layers[0], measure(steps.replay, device, prepare=steps.restore)
-    return _result(times, steps.count, bytes_read(layer, point.context)) | {
+    return _result(times, steps.number, bytes_read(layer, point.context)) | {
         "buffers": len(steps.layers),
         "capacity": layer.capacity,
         "impl": layer.spec.impl,
