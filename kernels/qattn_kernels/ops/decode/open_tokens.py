@@ -112,7 +112,7 @@ def sink_scores(pool, program, start, there, SCORES: tl.constexpr, C: tl.constex
     if C.SOFTCAP:
         s = soft_cap(s, scoring.softcap)
     word = tl.where(p >= visible_from(program.row, C), after, before)
-    see = there & (((word[None, :] >> token_order(SINK_TILE, 1)[:, None]) & 1) == 1)
+    see = (((word[None, :] >> token_order(SINK_TILE, 1)[:, None]) & 1) == 1) & there
     if C.LOCAL:
         pos = to_token_order(tl.load(pool.table.pos + first + bit), 1)
         see = see & in_window(pos[:, None], p[None, :], scoring.window, C.CHUNKS)
