@@ -138,3 +138,14 @@ def test_table_of_compensation(script, tmp_path):
     (tmp_path / "speed-compensation.json").write_text(json.dumps({**head, "rows": rows}))
     [_, _, line] = script("speed_tables").compensation_speed_table(tmp_path).splitlines()
     assert line == "| `kivi:bits=2` | decode | 4 x 512 | 2.0000 | 1.5000 (-25.0%) | 2.1000 (+5.0%) |"
+
+
+def test_methods_are_timed_in_turn_beside_the_first(script, capsys):
+    decode_in_turn, methods = script("decode_in_turn"), ["int8:compute=model", "int8"]
+    decode_in_turn.main(["--points", "1x96", "--rounds", "2", "--methods", ",".join(methods)])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["batch"], row["context"], row["way"]) for row in rows] == [(1, 96, way) for way in methods]
+    assert all(row["ms_low"] <= row["ms"] <= row["ms_high"] and row["rounds"] == 2 for row in rows)
+    assert rows[0]["ratio"] == 1 and rows[1]["ratio_low"] <= rows[1]["ratio"] <= rows[1]["ratio_high"]
+    with pytest.raises(SystemExit):
+        decode_in_turn.main(["--rounds", "1"])

@@ -15,7 +15,8 @@ import torch
 
 from qattn_hf.bench import sdpa
 from qattn_hf.bench.layers import Heads, bookkeeping, bytes_read, fill, make_layer
-from qattn_hf.bench.timing import Times, attempt, capture, check_finite, measure, release, working_sets
+from qattn_hf.bench.timing import Times, Work, attempt, capture, check_finite, measure, release, working_sets
+from qattn_hf.layer import QAttnLayer
 from qattn_hf.methods import Method
 from qattn_kernels.layer.scores import Scores
 
@@ -97,9 +98,24 @@ def _sdpa(point: Point, backend: sdpa.Backend, heads: Heads, device: torch.devic
     return _result(times, len(steps), n_bytes) | {"buffers": sets}
 
 
+class PackedSteps(NamedTuple):
+    """Decode steps of packed layers, ready to be timed.
+
+    Attributes:
+        replay: runs them; `restore` before each run.
+        number: how many.
+        layers: which take them in turn.
+    """
+
+    replay: Work
+    restore: Work
+    number: int
+    layers: list[QAttnLayer]
+
+
 @torch.no_grad()
-def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) -> dict[str, Any]:
-    """Time steps of packed layers whose lengths are spread over a span; each layer takes several tokens a replay.
+def packed_steps(point: Point, settings: Method, heads: Heads, device: torch.device) -> PackedSteps:
+    """Steps of packed layers whose lengths are spread over a span; each layer takes several tokens a replay.
 
     So a replay closes as many blocks as decoding does on average, one every `span` tokens of a row, and the mean length
     over its steps is `context`.
@@ -128,11 +144,17 @@ def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) 
         check_finite(step(layer))
     restore()
     steps = [lambda layer=layer: step(layer) for _ in range(each) for layer in layers]
-    times = measure(capture(steps, device), device, prepare=restore)
-    return _result(times, len(steps), bytes_read(layers[0], point.context)) | {
-        "buffers": sets,
-        "capacity": layers[0].capacity,
-        "impl": layers[0].spec.impl,
+    return PackedSteps(capture(steps, device), restore, len(steps), layers)
+
+
+@torch.no_grad()
+def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) -> dict[str, Any]:
+    steps = packed_steps(point, settings, heads, device)
+    layer, times = steps.layers[0], measure(steps.replay, device, prepare=steps.restore)
+    return _result(times, steps.number, bytes_read(layer, point.context)) | {
+        "buffers": len(steps.layers),
+        "capacity": layer.capacity,
+        "impl": layer.spec.impl,
     }
 
 

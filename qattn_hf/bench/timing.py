@@ -59,17 +59,18 @@ def measure(
         least, most: bounds of the number of runs; at least 1 on a CPU.
     """
     prepare()
-    first = _milliseconds(run, device)  # warms up, and tells how many runs fit
+    first = milliseconds(run, device)  # warms up, and tells how many runs fit
     least = least if device.type == "cuda" else 1  # the figures of a CPU only show that the command works
     runs = min(most, max(least, int(seconds * 1e3 / max(first, 1e-3))))
     times = []
     for _ in range(runs):
         prepare()
-        times.append(_milliseconds(run, device))
+        times.append(milliseconds(run, device))
     return Times(statistics.median(times), min(times), max(times), runs)
 
 
-def _milliseconds(run: Work, device: torch.device) -> float:
+def milliseconds(run: Work, device: torch.device) -> float:
+    """Time of one run on the device."""
     if device.type != "cuda":
         began = time.perf_counter()
         run()

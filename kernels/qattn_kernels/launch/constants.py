@@ -13,6 +13,7 @@ LEAST_COLUMNS = 8  # of a tensor core tile
 MOST_COLUMNS = 16  # of one program; more queries of a short call go to more programs
 LATENT_COLUMNS = (16, 64)  # the same two of latent attention: query heads share each latent that a program dequantizes
 RING_TILE = 64  # slots of the ring that a decode reads at a time
+SINK_TILE = 32  # entries of the table of sinks at a time, a bit each of a word
 WIDEST_TILE = 128  # slots of the largest tile of a prefill, which may touch so many behind a row's last token
 FACTORS_STEP = 2048  # slots of values whose factors are worked out at a time
 FEW_SPLITS = 8  # of a context, which a merge weighs at once in few threads
@@ -64,6 +65,7 @@ class Sizes(NamedTuple):
         CROP_BLOCKS: blocks that a crop can reopen.
     A decode:
         OPEN: splits that are no packed blocks, but parts of the ring, or sinks. RING_PARTS: of the ring.
+        ALL_OPEN: one split reads the ring and the sinks, which are INT8, so that all of their tiles come at once.
         Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
         ONE_TOKEN: the call has one. INT8: products are of integers. Q_LEVELS: largest code of a query.
         SAS, SOFTCAP, LOCAL, SPARSE_V: whether that softmax, a cap of scores, a local window, sparse V is used.
@@ -109,6 +111,7 @@ class Sizes(NamedTuple):
     EVICTED: int
     CROP_BLOCKS: int
     OPEN: int
+    ALL_OPEN: bool
     RING_PARTS: int
     Q: int
     N: int
@@ -223,6 +226,7 @@ def sizes_of(
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
     ring = at.ring if spec.k.windowed else 0
     ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)
+    all_open = spec.sink_pool.num > 0 and ring_parts == 1 and spec.k.integer and spec.v.integer
     sizes = Sizes(
         H=heads,
         G=group,
@@ -239,7 +243,8 @@ def sizes_of(
         **_of_side("V", spec.v, heads, v_dim),
         K_COMPENSATES=spec.k.core.compensates,
         **_tile(spec, heads, dim, v_dim),
-        OPEN=ring_parts + int(spec.sink_pool.num > 0),
+        OPEN=ring_parts + int(spec.sink_pool.num > 0 and not all_open),
+        ALL_OPEN=all_open,
         RING_PARTS=ring_parts,
         ENTRIES=spec.sink_pool.entries(at),
         SINKS=spec.sink_pool.num,

@@ -192,6 +192,23 @@ def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 
 
 @triton.jit
+def _sinks_of(K, V, K_SINKS, V_SINKS, TABLE, MOVED, k, v, pos, new, bad, flags, index, row, b, h,
+              K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """The tokens `[BLOCK]` that the sink pool takes of the block that closes, with the new tokens `k` and `v` in it. It
+    finds all in the ring; another program may write the values there too."""
+    V_C: tl.constexpr = C.V
+    code, scale = K_QUANTIZE(k)
+    to_ring(K, code, scale, pos, new, b * C.H + h, False, C)
+    code, scale = V_QUANTIZE(v)
+    to_ring(V, code, scale, pos, new, b * C.H + h, True, V_C)
+    tl.debug_barrier()  # read back by other threads than wrote it
+    t = tl.arange(0, C.BLOCK)
+    at = row.open_start + t
+    masked = ((at < row.length) & (slot_bits(flags, index * C.BLOCK + t) == 1)) | (_among(at, pos, bad) == 1)
+    return compete(K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, masked, row, b, h, C)
+
+
+@triton.jit
 def _early_token(KEY, VALUE, k_strides, v_strides, b, h, NEW: tl.constexpr, ROTATES: tl.constexpr, C: tl.constexpr):
     """`new_tokens` of a step before its row is known; what has to be rotated as `load_new` reads it, since programs
     without the token would take as long over that as the one that has it."""
@@ -253,8 +270,8 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
         chosen = tl.arange(0, C.BLOCK) < 0
         if C.ENTRIES > 0:
             if closes & (part == 0):
-                chosen = compete(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags,
-                                 home.index, row, b, h, K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
+                chosen = _sinks_of(K, V, K_SINKS, V_SINKS, TABLE, MOVED, k, v, pos, new, bad, flags, home.index, row,
+                                   b, h, K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
         source = Source(KEY, VALUE, k_strides, v_strides, DROPPED, NB)
         block = Block(b, h, bh, row, index, home, start, used, closes, flags, chosen)
         if part == 0:

@@ -19,10 +19,17 @@ import triton.language as tl
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
 from qattn_kernels.jit.rows import commit_row, first_block, load_row, queries_end, result_column, settle_sinks
-from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.launch import constants
+from qattn_kernels.ops.decode.open_tokens import (
+    SinkPool,
+    last_sink,
+    open_part,
+    ring_part,
+    sink_part,
+    sink_scores,
+    split_used,
+)
 from qattn_kernels.ops.decode.parts import (
-    SINK_TILE,
     Blocks,
     Homes,
     Program,
@@ -30,12 +37,7 @@ from qattn_kernels.ops.decode.parts import (
     SkipLimits,
     Skips,
     Sums,
-    last_sink,
     packed_part,
-    ring_part,
-    sink_part,
-    sink_scores,
-    split_used,
 )
 from qattn_kernels.ops.decode.queries import load_queries, query_tile
 from qattn_kernels.ops.decode.weights import known_mass
@@ -92,13 +94,11 @@ def _k_mean_scores(K_MEAN, program, C: tl.constexpr):
 
 
 @triton.jit
-def _sink_mass(K_SINKS, TABLE, program, SINK_SCORES: tl.constexpr, C: tl.constexpr):
+def _sink_mass(pool, program, SINK_SCORES: tl.constexpr, C: tl.constexpr):
     """What sparse V knows of the weights before it reads a block: `known_mass` of the sinks that have places of their
     own; without those `packed_part` takes that of the first block."""
     if C.SPARSE_V and C.ENTRIES > 0:
-        at = program.bh.to(tl.int64) * C.ENTRIES
-        s = sink_scores(K_SINKS, TABLE, program, at, at + token_order(SINK_TILE, 1), SINK_SCORES, C)
-        return known_mass(s, program.scoring.sas_threshold, C)
+        return known_mass(sink_scores(pool, program, 0, True, SINK_SCORES, C), program.scoring.sas_threshold, C)
     else:
         return tl.full([C.Q], NOTHING, tl.float32)
 
@@ -145,7 +145,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
     # Loads that do not wait for the row, and come while that does: addresses of the head, sinks, a step's queries.
     _, k_head, k_low = K_LOCATE(K, b, h, C.K_LOW, C)
     _, v_head, v_low = V_LOCATE(V, b, h, C.V_LOW, C)
-    sinks_end = last_sink(TABLE, bh, split == C.RING_PARTS, C)
+    pool = SinkPool(K_SINKS, V_SINKS, TABLE, last_sink(TABLE, bh, split == C.OPEN - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
     real = t < row.count
@@ -164,18 +164,20 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
         dropped = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
         program = Program(b, h, bh, row, NB, PAGES, dropped, q_pos, query, scores)
         if split < C.OPEN:
-            if C.RING > 0:
-                if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the former takes fewer registers
-                    sums, skips = ring_part(K, V, program, split, sums, skips, RING_SCORES, RING_VALUES, C)
-            if C.ENTRIES > 0:
-                if split == C.RING_PARTS:
-                    sums, skips = sink_part(K_SINKS, V_SINKS, TABLE, sinks_end, program, sums, skips, RING_SCORES,
-                                            RING_VALUES, C)  # fmt: skip
+            if C.ALL_OPEN:
+                sums, skips = open_part(K, V, pool, program, sums, skips, RING_SCORES, RING_VALUES, C)
+            else:
+                if C.RING > 0:
+                    if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the former: fewer registers
+                        sums, skips = ring_part(K, V, program, split, sums, skips, RING_SCORES, RING_VALUES, C)
+                if C.ENTRIES > 0:
+                    if split == C.RING_PARTS:
+                        sums, skips = sink_part(pool, program, sums, skips, RING_SCORES, RING_VALUES, C)
         else:
             share = 1.0 / tl.cdiv(blocks, per_split)
             limits = SkipLimits(skip_limits[0], skip_limits[1], share)
             k_mean_scores = _k_mean_scores(K_MEAN, program, C)
-            known = _sink_mass(K_SINKS, TABLE, program, RING_SCORES, C)
+            known = _sink_mass(pool, program, RING_SCORES, C)
             rows = 0 if C.PAGED else b * NB
             packed = Blocks(begin, end, BLOCK_POS + rows, BLOCK_LEN + rows, MOVED, k_mean_scores, limits, known)
             homes = Homes(k_head, k_low, v_head, v_low)

@@ -6,26 +6,27 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import NOTHING
-from qattn_kernels.jit.rows import FOREVER, block_at, in_window, packed_since, slot_bits
+from qattn_kernels.jit.rows import FOREVER, block_at, in_window, packed_since, slot_bits, slot_bits_in_words
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.ops.decode.weights import count_visible
 from qattn_kernels.ops.sink_pool.kernel import moved_tokens, visible_from
 
 
 @triton.jit
-def mask_ring(s, slot, program, C: tl.constexpr):
-    """Scores of slots of the ring, with those gone that a query may not see, or reads from codes."""
+def mask_ring(s, ring_slot, program, C: tl.constexpr):
+    """Scores of slots `ring_slot` of the ring, with those gone that a query may not see, or reads from codes."""
     row, q_pos = program.row, program.q_pos
     last = row.length + row.count - 1
-    pos = last - (last - slot + C.RING) % C.RING
+    pos = last - (last - ring_slot + C.RING) % C.RING
     inside = pos >= row.open_start
     offset = tl.where(inside, pos - row.open_start, 0)
     block = offset // C.BLOCK
     if C.PAGED:
         at = block_at(program.pages, program.b, row.closed + block, program.capacity, C)
-        bits = slot_bits(program.dropped, at * C.BLOCK + offset % C.BLOCK)
+        slot = at * C.BLOCK + offset % C.BLOCK
     else:
-        bits = slot_bits(program.dropped, row.closed * C.BLOCK + offset)
+        slot = row.closed * C.BLOCK + offset
+    bits = slot_bits_in_words(program.dropped, slot) if C.ALL_OPEN else slot_bits(program.dropped, slot)
     keep = inside & (bits == 0)
     until = tl.where(block < row.closing, packed_since(block, row.open_start, C), FOREVER)
     see = keep[:, None] & (pos[:, None] <= q_pos[None, :]) & (q_pos[None, :] < until[:, None])

@@ -1,7 +1,7 @@
-"""The parts of the context that a decode program reads: the ring, the sinks, or packed blocks.
+"""What decode programs share, and the part of the context that is packed; the other is in `open_tokens.py`.
 
-Each is an online softmax over tiles of scores, as in FlashAttention: `weigh` takes a tile against its own maximum, and
-what was summed before is scaled down when the running maximum rises. Queries are columns, scores are in log2 units.
+Each part is an online softmax over tiles of scores, as in FlashAttention: `weigh` takes a tile against its own maximum,
+and what was summed before is scaled down when the running maximum rises. Queries are columns, scores are in log2 units.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.head_bits import ALL, NONE, number
-from qattn_kernels.jit.math import NOTHING
 from qattn_kernels.jit.rows import block_at, first_block
-from qattn_kernels.jit.tile_order import join_blocks, token_order
-from qattn_kernels.launch import constants
-from qattn_kernels.ops.decode.masks import mask_block, mask_ring
-from qattn_kernels.ops.decode.weights import count_visible, known_mass, may_skip, soft_cap, weigh
-from qattn_kernels.ops.sink_pool.kernel import sinks_visible
-
-RING_TILE = tl.constexpr(constants.RING_TILE)
-SINK_TILE = tl.constexpr(32)  # entries of the table of sinks at a time
+from qattn_kernels.jit.tile_order import join_blocks
+from qattn_kernels.ops.decode.masks import mask_block
+from qattn_kernels.ops.decode.weights import known_mass, may_skip, soft_cap, weigh
 
 
 class Scoring(NamedTuple):
@@ -136,79 +130,6 @@ class Skips(NamedTuple):
     lost: Any
     read: Any
     skipped: Any
-
-
-@triton.jit
-def ring_tile_used(row, start, C: tl.constexpr):
-    """Whether a tile of slots from `start` on may hold a token that was open before the call, or a new one."""
-    behind = (start - row.open_start % C.RING + C.RING) % C.RING  # slots from the first open token to this tile
-    return (behind < row.length + row.count - row.open_start) | (behind > C.RING - RING_TILE)
-
-
-@triton.jit
-def split_used(split, row, C: tl.constexpr):
-    """Whether a split may hold a token, as far as the ring tells, which has parts: of these those do that have one."""
-    return (split >= C.RING_PARTS) | ring_tile_used(row, split * RING_TILE, C)
-
-
-@triton.jit
-def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Attention over one of the `C.RING_PARTS` parts of the ring, in the order of its slots: the tokens that were open
-    before the call and its own."""
-    row, scoring = program.row, program.scoring
-    at = program.bh.to(tl.int64) * C.RING
-    SLOTS: tl.constexpr = C.RING // C.RING_PARTS
-    first = 0  # the only part has bounds that the compiler knows
-    if C.RING_PARTS > 1:
-        first = part * SLOTS
-    for start in tl.range(first, first + SLOTS, RING_TILE, num_stages=1):
-        if ring_tile_used(row, start, C):
-            s = SCORES(K, at + start, RING_TILE, program.query, scoring.scale, C)
-            if C.SOFTCAP:
-                s = soft_cap(s, scoring.softcap)
-            s = mask_ring(s, start + token_order(RING_TILE, 1), program, C)
-            w, alpha, beta, m = weigh(s, sums.m, scoring.sas_threshold, C)
-            acc, total = VALUES(V, at, start, C.RING, RING_TILE, w, sums.acc, alpha, beta, C)
-            sums = Sums(m, sums.l * alpha + total * beta, acc)
-            if C.SPARSE_V:
-                skips = Skips(skips.lost, skips.read + count_visible(s, C), skips.skipped)
-    return sums, skips
-
-
-@triton.jit
-def sink_scores(K, TABLE, program, first, at, SCORES: tl.constexpr, C: tl.constexpr):
-    """Scores of entries `at` `[SINK_TILE]` of the tables of all heads, one behind the other from `first` on."""
-    scoring = program.scoring
-    s = SCORES(K, first, SINK_TILE, program.query, scoring.scale, C)
-    if C.SOFTCAP:
-        s = soft_cap(s, scoring.softcap)
-    return tl.where(sinks_visible(TABLE, at, program.row, program.q_pos, scoring.window, C), s, NOTHING)
-
-
-@triton.jit
-def last_sink(TABLE, bh, asked, C: tl.constexpr):
-    """End of the used entries of a head's table of sinks; 0 where it is not `asked` for."""
-    if C.ENTRIES > 0:
-        e = tl.arange(0, C.ENTRIES)
-        born = tl.load(TABLE.born + bh.to(tl.int64) * C.ENTRIES + e, mask=e < tl.where(asked, C.ENTRIES, 0), other=0)
-        return tl.max(tl.where(born > 0, e + 1, 0), 0)
-    else:
-        return 0
-
-
-@triton.jit
-def sink_part(K, V, TABLE, end, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table, to its `end`."""
-    first = program.bh.to(tl.int64) * C.ENTRIES
-    for start in tl.range(0, end, SINK_TILE, num_stages=1):
-        at = first + start + token_order(SINK_TILE, 1)
-        s = sink_scores(K, TABLE, program, first + start, at, SCORES, C)
-        w, alpha, beta, m = weigh(s, sums.m, program.scoring.sas_threshold, C)
-        acc, total = VALUES(V, first, start, C.ENTRIES, SINK_TILE, w, sums.acc, alpha, beta, C)
-        sums = Sums(m, sums.l * alpha + total * beta, acc)
-        if C.SPARSE_V:
-            skips = Skips(skips.lost, skips.read + count_visible(s, C), skips.skipped)
-    return sums, skips
 
 
 @triton.jit

@@ -28,13 +28,12 @@ from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.ops.decode.kernel import split_range, store_split
 from qattn_kernels.ops.decode.masks import mask_packed, mask_ring, masked_words
+from qattn_kernels.ops.decode.open_tokens import RING_TILE, ring_tile_used
 from qattn_kernels.ops.decode.parts import (
-    RING_TILE,
     Blocks,
     Program,
     Scoring,
     Sums,
-    ring_tile_used,
 )
 from qattn_kernels.ops.decode.weights import soft_cap
 from qattn_kernels.ops.prefill.weights import exponentials

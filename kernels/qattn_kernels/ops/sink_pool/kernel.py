@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import round_even
-from qattn_kernels.jit.rows import FOREVER, flip_bits, in_window, packed_since, slot_bits
-from qattn_kernels.jit.tokens import new_tokens, ring_codes, row_before, with_ring
+from qattn_kernels.jit.rows import FOREVER, flip_bits, packed_since, slot_bits
+from qattn_kernels.jit.tokens import from_ring, new_tokens, ring_codes, row_before, with_ring
 from qattn_kernels.launch.call import Table
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 
@@ -38,21 +38,17 @@ def _note_moved(MOVED, entries, closed, bh, C: tl.constexpr):
     """Slots of the tokens that one close can move, at most: `SINKS` into the table, and as many back out of it."""
     moved = (entries.born > closed) ^ (entries.written > closed)
     last = tl.full([], -1, tl.int32)
-    for i in tl.static_range(2 * C.SINKS):
+    for i in range(2 * C.SINKS):
         last = tl.min(tl.where(moved & (entries.slot > last), entries.slot, FOREVER), 0)
         tl.store(MOVED + bh * (2 * C.SINKS) + i, last)
 
 
 @triton.jit
-def sinks_visible(TABLE, at, row, p, window, C: tl.constexpr):
-    """Which entries `at` queries at positions `p` see: what stands in the table for them."""
+def sinks_visible(TABLE, at, row):
+    """Which entries `at` queries before `visible_from` see, and which the others do."""
     born, written = tl.load(TABLE.born + at), tl.load(TABLE.written + at)
     before = (born > 0) & (born <= row.closed) & ((written == 0) | (written > row.closed))
-    after = (born > 0) & (written == 0)
-    see = tl.where((p >= visible_from(row, C))[None, :], after[:, None], before[:, None])
-    if C.LOCAL:
-        see = see & in_window(tl.load(TABLE.pos + at)[:, None], p[None, :], window, C.CHUNKS)
-    return see
+    return before, (born > 0) & (written == 0)
 
 
 @triton.jit
@@ -123,6 +119,15 @@ def _forget(entries, until, closed, flags):
 
 
 @triton.jit
+def _magnitudes(K, code, scale):
+    """fp64 sums of the magnitudes of keys `[n, DP]`. Those of INT8 codes are whole numbers that fp32 holds."""
+    if K.ring.dtype.element_ty == tl.int8:
+        return tl.sum(tl.abs(code), 1).to(tl.float64) * scale.to(tl.float64)
+    else:
+        return tl.sum(tl.abs(code).to(tl.float64), 1)
+
+
+@triton.jit
 def key_sizes(KEY, VALUE, k_strides, v_strides, K, bits, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.constexpr):
     """fp64 magnitudes of the keys of a block that closes, whose mask bits lie at `bits`; infinity where there is none
     to choose."""
@@ -133,11 +138,8 @@ def key_sizes(KEY, VALUE, k_strides, v_strides, K, bits, row, b, h, j, QUANTIZE:
     k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, ~old, first, C)
     code, scale = QUANTIZE(k)
     code, scale = with_ring(K, code, scale, pos, old, b * C.H + h, False, C)
-    size = tl.sum(tl.abs(code).to(tl.float64), 1)
-    if K.ring.dtype.element_ty == tl.int8:
-        size = size * scale.to(tl.float64)
     dropped = old & (slot_bits(bits, t) == 1)
-    return tl.where(bad | dropped, float("inf"), size)
+    return tl.where(bad | dropped, float("inf"), _magnitudes(K, code, scale))
 
 
 @triton.jit
@@ -189,10 +191,10 @@ def _meet(entries, least, size, j, row, flags, C: tl.constexpr):
     total, chosen = row.closed + j + 1, t < 0
     if tl.min(size, 0) < least:
         entries = _forget(entries, total - C.CROP_BLOCKS, row.closed, flags)
-        for _ in tl.static_range(SINKS):
+        for _ in range(SINKS):
             entries, size, hit = _take(entries, size, t, row.open_start + j * C.BLOCK, (total - 1) * C.BLOCK, total, C)
             chosen = chosen | hit
-        for _ in tl.static_range(SINKS):
+        for _ in range(SINKS):
             entries = _write_back(entries, total, C)
         least = _least(entries, C)
     return entries, least, chosen
@@ -219,18 +221,39 @@ def _keep_table(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE,
 
 
 @triton.jit
-def compete(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, at, row, b, h,
-            K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Inside the append of a short call: the pool of a head competes with the one block that closes, which lies `at`
-    among those of the head. The tokens `[BLOCK]` that it takes; `MOVED`: see `moved_tokens`."""
-    bh = b * C.H + h
-    entries = load_table(TABLE, bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES))
-    bits = flags + at * (C.BLOCK // 8)
-    size = key_sizes(KEY, VALUE, k_strides, v_strides, K, bits, row, b, h, 0, K_QUANTIZE, C)
-    entries, _, chosen = _meet(entries, _least(entries, C), size, 0, row, flags, C)
-    entries = _keep_table(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, entries, 1, row, b, h, flags,
-                          K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
-    _note_moved(MOVED, entries, row.closed, bh, C)
+def _keep_tokens(S, SINKS, entries, closed, bh, VALUES: tl.constexpr, C: tl.constexpr):
+    """Tokens of new entries, as the ring has them; free places hold zeros."""
+    new, e, slot = entries.born > closed, tl.arange(0, C.ENTRIES), entries.pos % C.RING
+    write, d = new | (entries.born == 0), (tl.arange(0, C.DP) < C.D)[None, :]
+    x = tl.load(ring_codes(S, slot, C.RING, bh, VALUES, C), mask=new[:, None] & d, other=0)
+    tl.store(ring_codes(SINKS, e, C.ENTRIES, bh, VALUES, C), x, mask=write[:, None] & d)
+    if S.ring.dtype.element_ty == tl.int8:
+        scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.RING + slot, mask=new, other=0.0)
+        tl.store(SINKS.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, scale, mask=write)
+
+
+@triton.jit
+def compete(K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, masked, row, b, h, C: tl.constexpr):
+    """Inside the append of a short call, when the ring has its tokens: the pool of a head competes with the one block
+    that closes, whose `masked` tokens `[BLOCK]` take no part. The tokens `[BLOCK]` that it takes; `MOVED`: see
+    `moved_tokens`. Most blocks change nothing, and are only read."""
+    bh, t = b * C.H + h, tl.arange(0, C.BLOCK)
+    at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
+    entries = load_table(TABLE, at)
+    code, scale = from_ring(K, row.open_start + t, t >= 0, bh, False, C)
+    size = tl.where(masked, float("inf"), _magnitudes(K, code, scale))
+    least, until, chosen = _least(entries, C), row.closed + 1 - C.CROP_BLOCKS, t < 0
+    gone = (entries.written > 0) & (entries.written <= until)
+    if (tl.min(size, 0) < least) | (tl.max(gone.to(tl.int32), 0) > 0):
+        entries, least, chosen = _meet(entries, least, size, 0, row, flags, C)
+        entries = _forget(entries, until, row.closed, flags)
+        store_table(TABLE, at, entries)
+        _keep_tokens(K, K_SINKS, entries, row.closed, bh, False, C)
+        _keep_tokens(V, V_SINKS, entries, row.closed, bh, True, C)
+        _note_moved(MOVED, entries, row.closed, bh, C)
+    else:
+        for i in tl.static_range(2 * C.SINKS):
+            tl.store(MOVED + bh * (2 * C.SINKS) + i, FOREVER)
     return chosen
 
 
