@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -10,18 +11,21 @@ from typing import Any
 
 import torch
 
-from qattn_hf.continuous.batch import Held, batches
+from qattn_hf.continuous.admission import positions_of
+from qattn_hf.continuous.batch import Held, batches, row_of
 from qattn_hf.continuous.pages import (
     ALIGNMENT,
     PagedLayer,
     Steps,
     by_block,
     bytes_of,
+    keeps_rows,
     page_bytes,
     resized,
     row_bytes,
     shares_pages,
 )
+from qattn_hf.continuous.prefixes import KEPT, Prefixes
 from qattn_hf.continuous.transformers_api import (
     FULL_ATTENTION,
     FullAttentionCacheAllocator,
@@ -34,6 +38,8 @@ from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import State
 
+log = logging.getLogger(__name__)
+ROWS_FOR_PREFIXES = 4  # requests for each row that keeps a prefix, where rows are kept
 SHARE_OF_ROWS = 0.25  # of the memory for a cache that rows may take: more would leave their requests no pages
 
 
@@ -42,15 +48,25 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     Args:
         layouts: of all layers. constants: of each, the state tensors that no call writes, by name.
-        slots: requests that may hold blocks at once. kwargs: as transformers gives them to its own allocators.
+        slots: requests that may hold blocks at once. kept: rows behind theirs, for prefixes. blocks: of a request, at
+            most; None is all. kwargs: as transformers gives them to its own allocators.
     """
 
     supports_block_table = False
 
     def __init__(
-        self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, device: torch.device, **kwargs: Any
+        self,
+        layouts: Sequence[Layout],
+        constants: Sequence[State],
+        slots: int,
+        kept: int,
+        blocks: int | None,
+        device: torch.device,
+        **kwargs: Any,
     ):
         self.layouts, self.constants, self.slots, self.device = layouts, constants, slots, device
+        self.blocks_of_row = blocks
+        self.prefixes = Prefixes(range(slots, slots + kept), kwargs["page_size"])
         self.supports_block_sharing = all(map(shares_pages, layouts))
         self._before_cache_tensor_init(
             index=kwargs["index"],
@@ -62,6 +78,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.held: dict[str, int] = {}  # row of each request
         self.new: set[str] = set()  # requests whose row nothing has been written to
         self.to_copy: list[tuple[int, int]] = []  # rows of forked requests
+        self.to_begin: list[tuple[int, int]] = []  # rows of kept prefixes, and of requests that begin with them
+        self.to_keep: list[tuple[str, Held, int]] = []  # prefixes, requests that have read them, tokens to take back
         self.ended: set[int] = set()  # rows of requests that are gone: steps of others would still read their blocks
 
     def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any) -> None:
@@ -69,10 +87,10 @@ class PackedAllocator(FullAttentionCacheAllocator):
         # Blocks are numbered behind two sectors that transformers leaves free. Of those one is a page of nobody's here,
         # and the memory of the other pays for the boundaries between tensors.
         pages, begin = self.num_blocks + self.blocks_per_sector, 0
-        self.layers = {}
+        self.layers, rows = {}, self.slots + len(self.prefixes.rows)
         for index, layout, given in zip(self.layer_indices, self.layouts, self.constants, strict=True):
             end = begin + bytes_of(by_block(resized(layout, 1, pages)))
-            self.layers[index] = PagedLayer(layout, cache_tensor[begin:end], pages, self.slots, given)
+            self.layers[index] = PagedLayer(layout, cache_tensor[begin:end], pages, rows, given, self.blocks_of_row)
             begin = end
 
     def pages_of(self, request_id: str) -> list[int]:
@@ -92,7 +110,9 @@ class PackedAllocator(FullAttentionCacheAllocator):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
         if request_id in self.held:
-            self.ended.add(self.held.pop(request_id))
+            slot = self.held.pop(request_id)
+            self.ended.add(slot)
+            self.to_begin = [pair for pair in self.to_begin if pair[1] != slot]
         self.new.discard(request_id)
 
     def free_all_requests(self) -> None:
@@ -101,6 +121,48 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.held.clear()
         self.new.clear()
         self.to_copy.clear()
+        self.to_begin.clear()
+        self.to_keep.clear()
+        self.prefixes.clear()
+
+    def begin_with(self, request_id: str, name: str) -> None:
+        """Let a request begin with a kept prefix: a copy of its row, and its pages."""
+        self.held[request_id] = slot = self.free_slots()[0]
+        self.to_begin.append((self.prefixes.kept[name], slot))
+        self.block_table[request_id] = list(self.block_table[name])
+        for block in self.block_table[name]:
+            self.ledger.acquire(block)
+
+    def keep(self, name: str, request_id: str, past: int, drop: int) -> None:
+        """Keep what a request has stored, without its last `drop` tokens: at once its pages, its row by `keep_rows`."""
+        row, leaves = self.prefixes.room({source for source, _ in self.to_begin})
+        if name in self.prefixes.kept or row is None:
+            return
+        if leaves is not None:
+            self.forget(leaves)
+        self.block_table[name] = self.block_table[request_id][: (past - drop) // self.tokens_per_page]
+        for block in self.block_table[name]:
+            self.ledger.acquire(block)
+        self.prefixes.kept[name] = row
+        held = Held(self.held[request_id], past, 0, self.pages_of(request_id), False)
+        self.to_keep.append((name, held, drop))
+
+    def forget(self, name: str) -> None:
+        """Keep a prefix no more; its pages stay those of requests that began with it."""
+        del self.prefixes.kept[name]
+        self.to_keep = [one for one in self.to_keep if one[0] != name]
+        self.free_blocks(name)
+
+    def keep_rows(self) -> None:
+        """Copy the rows of prefixes that are to be kept, before anything is written to the rows that they are of."""
+        while self.to_keep:
+            name, held, drop = self.to_keep.pop()
+            try:
+                for layer in self.layers.values():
+                    layer.keep_row(row_of(held, layer.layout.spec, self.device), self.prefixes.kept[name], drop)
+            except (RuntimeError, MemoryError) as error:  # no request needs it
+                log.warning("a prefix is not kept for requests that begin alike: %s", error)
+                self.forget(name)
 
     def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int) -> Any:
         slot = self.held[dest_request_id] = self.free_slots()[0]
@@ -114,15 +176,21 @@ class PackedAllocator(FullAttentionCacheAllocator):
         return [request_id for request_id, slot in self.held.items() if slot in slots]
 
     def clear_rows(self) -> None:
-        """Empty the rows of requests that ended, on the stream of the forward."""
+        """Empty the rows of requests that ended and fill those that begin with a prefix, on the stream of the
+        forward."""
         if self.ended:
             slots = torch.tensor(sorted(self.ended), device=self.device)
             for layer in self.layers.values():
                 layer.clear_rows(slots)
             self.ended.clear()
+        for source, target in self.to_begin:
+            for layer in self.layers.values():
+                layer.copy_row(source, target)
+        self.to_begin.clear()
 
     def copy_rows(self) -> None:
         """Copy the rows of requests that were forked, on the stream of the forward."""
+        self.keep_rows()
         self.clear_rows()
         for source, target in self.to_copy:
             for layer in self.layers.values():
@@ -163,12 +231,16 @@ class PagedCache(PagedAttentionCache):
     """
 
     def __init__(self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, **kwargs: Any):
-        row, self.layouts = sum(map(row_bytes, layouts)), layouts
-        config = kwargs["continuous_batching_config"]
+        config, positions = kwargs["continuous_batching_config"], positions_of(kwargs["config"])
+        blocks = None if positions is None else -(-positions // layouts[0].spec.window.block)
+        row, self.layouts = sum(row_bytes(layout, blocks or 1) for layout in layouts), layouts
+        keeps = all(map(keeps_rows, layouts)) and not all(map(shares_pages, layouts)) and config.allow_block_sharing
         fit = int(SHARE_OF_ROWS * available(config) / row)
+        fit = fit * ROWS_FOR_PREFIXES // (ROWS_FOR_PREFIXES + 1) if keeps else fit
         self.slots = slots = max(1, min(slots, fit, config.num_blocks or fit))
-        allocator = partial(PackedAllocator, layouts, constants, slots, torch.device(kwargs["device"]))
-        handler = partial(PackedMemory, slots * row, len(layouts))
+        kept = -(-slots // ROWS_FOR_PREFIXES) if keeps else 0
+        allocator = partial(PackedAllocator, layouts, constants, slots, kept, blocks, torch.device(kwargs["device"]))
+        handler = partial(PackedMemory, (slots + kept) * row, len(layouts))
         with_names(
             PagedAttentionCache.__init__,
             ATTN_TYPE_TO_ALLOCATOR={FULL_ATTENTION: allocator},
@@ -177,6 +249,9 @@ class PagedCache(PagedAttentionCache):
             group_layers_by_attn_type=lambda config: {FULL_ATTENTION: list(range(len(layouts)))},
         )(self, **kwargs)
         self.requests: list[Held] = []
+        self.use_prefix_sharing = self.use_prefix_sharing or keeps
+        self.parts: dict[str, int] = {}  # tokens of a request's prompt with which another one began, to be kept
+        self.horizon = min(layout.spec.window.horizon for layout in layouts)
         self.figures = self._figures()
 
     def _figures(self) -> dict[str, Any]:
@@ -188,7 +263,7 @@ class PagedCache(PagedAttentionCache):
             "blocks": allocator.num_blocks,
             "bytes_per_block": allocator.bytes_per_block,
             "requests": self.slots,
-            "bytes_per_request": rows // self.slots,
+            "bytes_per_request": rows // (self.slots + len(allocator.prefixes.rows)),
             "bytes": self.cache_tensor.nbytes + rows,
             "shares_prefixes": bool(self.use_prefix_sharing),
             "most_requests": 0,
@@ -205,10 +280,56 @@ class PagedCache(PagedAttentionCache):
         """Blocks and bytes in use; may be called while the loop runs."""
         allocator = self.allocator
         free = self.pool.num_free_sectors * allocator.blocks_per_sector + self.pool.count_free_blocks(allocator.index)
-        cached = len(allocator.ledger.cached_blocks)
+        cached = len(allocator.ledger.cached_blocks) + self._blocks_of(True) - self._blocks_of(False)
         used = max(0, allocator.num_blocks - free - cached)
         packed = used * allocator.bytes_per_block + len(allocator.held) * int(self.figures["bytes_per_request"])
         return {"blocks_used": used, "blocks_cached": cached, "bytes_packed": packed}
+
+    def _blocks_of(self, prefixes: bool) -> int:
+        """Blocks that requests hold, with or without those of kept prefixes."""
+        table = list(self.allocator.block_table.items())
+        return len({page for name, pages in table if prefixes or not name.startswith(KEPT) for page in pages})
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        allocator = self.allocator
+        if not allocator.prefixes.rows:
+            return int(super().search_prefix_match(request_id, prompt_ids))
+        found = allocator.prefixes.match(prompt_ids)
+        if found.seen > found.tokens:
+            self.parts[request_id] = found.seen
+        if found.name is None or not allocator.free_slots():
+            return 0
+        allocator.begin_with(request_id, found.name)
+        return found.tokens
+
+    def until_part(self, state: Any) -> int | None:
+        """Tokens that a request has to read until its prompt parts from another one, where that prefix is to be kept;
+        None where there is nothing to keep."""
+        part = self.parts.get(state.request_id, 0) - state.position_offset
+        return part if part > 0 else None
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        allocator = self.allocator
+        if not allocator.prefixes.rows:
+            super().mark_complete_blocks(state, complete_blocks)
+            return
+        past, block = state.position_offset, allocator.tokens_per_page
+        done = not state.remaining_prefill_tokens
+        if state.generated_len() > 1 or not (done or past == self.parts.get(state.request_id)):
+            return
+        name, drop = allocator.prefixes.remember(state.initial_tokens[:past]), past % block
+        if name is not None and drop <= self.horizon:
+            allocator.keep(name, state.request_id, past, drop)
+
+    def evict_cached_blocks(self) -> bool:
+        kept = list(self.allocator.prefixes.kept)
+        for name in kept:
+            self.allocator.forget(name)
+        return bool(super().evict_cached_blocks()) or bool(kept)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        super().free_blocks(request_id, no_cache)
+        self.parts.pop(request_id, None)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         allocator = self.allocator
@@ -252,8 +373,7 @@ class PagedCache(PagedAttentionCache):
             for one in requests
         ]
         allocator.new.difference_update(one.state.request_id for one in requests if one.query_length)
-        held = len({page for pages in allocator.block_table.values() for page in pages})
-        for key, now in (("most_requests", len(allocator.held)), ("most_blocks", held)):
+        for key, now in (("most_requests", len(allocator.held)), ("most_blocks", self._blocks_of(False))):
             self.figures[key] = max(self.figures[key], now)
         self.__dict__.pop("batch", None)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, block_at, first_block, slot_bits, store_row
+from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, bits_at, block_at, first_bits, slot_bits, store_row
 from qattn_kernels.jit.tokens import checked_tokens, from_ring, load_new, new_tokens, ring_codes, row_before
 from qattn_kernels.layout import RowState
 from qattn_kernels.ops.append.ranking import ranked_place
@@ -243,7 +243,8 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             k, v, bad = early_k, early_v, bad & new
         else:
             k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
-        flags = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
+        # so that the block's bits lie behind them where the block does
+        flags = first_bits(DROPPED, PAGES, b, h, NB, C) + (bits_at(home.index, index, C) - home.index) * (C.BLOCK // 8)
         if (part == 0) & (tl.max(bad.to(tl.int32), 0) > 0):
             t = tl.arange(0, C.BLOCK)
             gone = slot_bits(flags, home.index * C.BLOCK + t) | _among(start + t, pos, bad)
