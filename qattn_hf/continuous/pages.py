@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,6 +81,14 @@ def page_bytes(layout: Layout) -> int:
 def row_bytes(layout: Layout, blocks: int = 1) -> int:
     """Bytes that a request of at most so many blocks takes in a layer beside its pages."""
     return bytes_of(by_row(resized(layout, 1, blocks)))
+
+
+def mean_page_bytes(layouts: Sequence[Layout]) -> int:
+    """Bytes of a page, for layers of different sizes their mean, rounded up to `ALIGNMENT`; at least what the
+    boundaries between a layer's tensors take."""
+    mean = math.ceil(sum(map(page_bytes, layouts)) / len(layouts))
+    boundaries = max(len(by_block(layout)) for layout in layouts) * ALIGNMENT
+    return max(-(-mean // ALIGNMENT) * ALIGNMENT, boundaries)
 
 
 @dataclass

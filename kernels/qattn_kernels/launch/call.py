@@ -30,9 +30,9 @@ class Call(NamedTuple):
     """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
     or None: `table`, `k_sinks`, `v_sinks`; of a long call `chosen`, one bit for each token of the open span that it
     takes; of a short one `moved`, the slots that it moves. `pages`: with blocks in a pool, int32 `[B, NB]`, the page of
-    each block, how many pages there are, and blocks whose masks a row has room for; else None. `call_mean` fp32 `[B, H, D]`: the mean key that a long call
-    subtracts from smoothed keys; else a tensor that nobody reads. `turned`: the queries that a decode reads: as they
-    were given, or rotated, which the append writes."""
+    each block, how many pages there are, and blocks whose masks a row has room for; else None. `call_mean` fp32
+    `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads. `turned`:
+    the queries that a decode reads: as they were given, or rotated, which the append writes."""
 
     query: torch.Tensor
     key: torch.Tensor
