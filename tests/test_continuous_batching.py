@@ -157,7 +157,7 @@ def test_answers_of_one_prompt_fork_its_pages(method: str):
         ("turbo:bits=mixed,sink_num=0", False),
         ("int8", True),
         ("sage2", False),
-        ("sinkq:sink_prefill=whole", False),
+        ("turbo:sink_prefill=whole", False),
     ],
 )
 def test_a_prefix_is_shared_where_its_blocks_are_all_that_is_kept(method: str, shares: bool):
@@ -183,7 +183,16 @@ def test_shared_blocks_are_read_once():
     assert [tokens for tokens in seen if tokens > 1] == [197, 30]
 
 
-WITH_ROWS = ["turbo", "turbo_sink", "sinkq", "low2", "low3", "kivi", "turbo:sink_num=1,sink_window=0"]
+ALL = "sink_skip_layers=0"  # the model has two layers
+WITH_ROWS = [
+    "turbo",
+    "turbo_sink",
+    f"sinkq:{ALL}",
+    f"low2:{ALL}",
+    f"low3:{ALL}",
+    "kivi",
+    "turbo:sink_num=1,sink_window=0",
+]
 
 
 @pytest.mark.product
@@ -200,7 +209,7 @@ def test_a_prefix_with_sinks_is_shared_with_its_row(method: str):
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("method", ["turbo", "sinkq"])
+@pytest.mark.parametrize("method", ["turbo", f"sinkq:{ALL}"])
 def test_a_prefix_is_kept_where_prompts_part(method: str):
     """The second request reads it as a call of its own; from the third on it is shared."""
     model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 133, 140, 150, 160)
@@ -210,6 +219,21 @@ def test_a_prefix_is_kept_where_prompts_part(method: str):
     assert batched(model, prompts, batching={"max_requests_per_batch": 1}) == want
     rest = [len(one) - 256 for one in prompts[1:]]
     assert [tokens for tokens in seen if tokens > 1] == [len(prompts[0]), 256, *rest]
+
+
+@pytest.mark.gpu
+@pytest.mark.product("turbo")
+@pytest.mark.parametrize("method", ["turbo", "turbo:sink_num=1,sink_window=0", f"sinkq:{ALL},group_size=64", "kivi"])
+def test_kernels_share_prefixes_with_rows(method: str):
+    """Steps read shared pages by a table, and masks of the row's own."""
+    model = patch(tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE), method, impl="triton")
+    prefix, *ends = prompts_of(128, 3, 2)
+    prompts = sorted((prefix + end for end in ends), reverse=True)
+    short = {"max_new_tokens": 2}
+    want = [alone(model, prompts[0], **short), alone(model, prompts[1], first=128, **short)]
+    seen = calls_of(model)
+    assert batched(model, prompts, batching={"max_requests_per_batch": 1}, **short) == want
+    assert [tokens for tokens in seen if tokens > 1] == [len(prompts[0]), len(prompts[1]) - 128]
 
 
 def test_requests_that_run_at_once_share_pages():

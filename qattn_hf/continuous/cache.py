@@ -27,6 +27,7 @@ from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import State
 
 ROWS_FOR_PREFIXES = 4  # requests for each row that keeps a prefix, where rows are kept
+FEWEST_KEPT = 2  # the end of one prompt must not push out where it parted from others
 SHARE_OF_ROWS = 0.25  # of the memory for a cache that rows may take: more would leave their requests no pages
 
 
@@ -65,7 +66,7 @@ class PagedCache(PagedAttentionCache):
         fit = int(SHARE_OF_ROWS * available(config) / row)
         fit = fit * ROWS_FOR_PREFIXES // (ROWS_FOR_PREFIXES + 1) if keeps else fit
         self.slots = slots = max(1, min(slots, fit, config.num_blocks or fit))
-        kept = -(-slots // ROWS_FOR_PREFIXES) if keeps else 0
+        kept = max(FEWEST_KEPT, slots // ROWS_FOR_PREFIXES) if keeps else 0
         allocator = partial(PackedAllocator, layouts, constants, slots, kept, blocks, torch.device(kwargs["device"]))
         handler = partial(PackedMemory, (slots + kept) * row, len(layouts))
         with_names(
@@ -76,7 +77,7 @@ class PagedCache(PagedAttentionCache):
             group_layers_by_attn_type=lambda config: {FULL_ATTENTION: list(range(len(layouts)))},
         )(self, **kwargs)
         self.requests: list[Held] = []
-        self.use_prefix_sharing = self.use_prefix_sharing or keeps
+        self.use_prefix_sharing: bool = keeps or self.allocator.use_block_sharing
         self.parts: dict[str, int] = {}  # tokens of a request's prompt with which another one began, to be kept
         self.horizon = min(layout.spec.window.horizon for layout in layouts)
         self.figures = self._figures()
