@@ -275,3 +275,32 @@ def test_a_cancelled_request_tells_its_handler():
     with running(model) as manager:
         output = asyncio.run(ask(manager))
     assert output.error == "cancelled" and 3 <= len(output.generated_tokens) < 900
+
+
+def test_prefixes_with_sinks_stay_right_after_faults():
+    """A forward that fails between sharers, a cancelled sharer, a prefix that cannot be kept, a pool that gives kept
+    blocks back."""
+    model, (prefix, *ends) = patch(tiny_llama(), "turbo"), prompts_of(128, 5, 6, 7, 8)
+    prompts = [prefix + end for end in ends]
+    own = alone(model, prompts[0], max_new_tokens=NEW)
+    want = [alone(model, prompt, first=128, max_new_tokens=NEW) for prompt in prompts]
+    with running(model) as manager:
+        allocator = manager.batch_processor.cache.allocator
+        fault = Fault(next(iter(allocator.layers.values())), "keep_row", [1], torch.OutOfMemoryError("no memory"))
+        assert answer(manager, prompts[0]) == own  # and is not kept
+        assert allocator.prefixes.kept == {} and manager.metrics()["blocks_cached"] == 0
+        assert [answer(manager, prompts[1]), answer(manager, prompts[0])] == [want[1], want[0]] and fault.calls == 2
+        Fault(manager.batch_processor.model_runner, "compute_batch", [1], RuntimeError("once"))
+        with manager.pause():
+            ids = manager.add_requests(prompts[1:])
+        manager.cancel_request(ids[0])
+        found = outputs(manager, ids[1:])
+        assert [found[one].generated_tokens for one in ids[1:]] == want[2:]
+        assert answer(manager, prompts[0]) == want[0]
+        assert manager.metrics()["blocks_used"] == 0 and manager.metrics()["blocks_cached"] == 2
+        with manager.pause():
+            assert manager.batch_processor.cache.evict_cached_blocks()
+        assert manager.metrics()["blocks_cached"] == 0
+        assert answer(manager, prompts[0]) in (own, want[0])
+        manager.batch_processor.cache.reset()
+        assert allocator.prefixes.kept == {}

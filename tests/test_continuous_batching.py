@@ -10,7 +10,7 @@ import torch
 from helpers import DEVICE, make_layer, random_qkv, tiny_llama
 from transformers import GenerationConfig, PreTrainedModel
 
-from qattn_hf import UnsupportedError, list_methods, patch, report, unpatch
+from qattn_hf import QAttnCache, UnsupportedError, list_methods, patch, report, unpatch
 from qattn_hf.continuous import transformers_api
 from qattn_hf.continuous.batch import Held, batches
 from qattn_hf.continuous.pages import PagedLayer, by_block, bytes_of, resized
@@ -48,9 +48,15 @@ def batched(model: PreTrainedModel, prompts: list[list[int]], blocks: int = 64, 
     return [one.generated_tokens for one in made.values()]
 
 
-def alone(model: PreTrainedModel, prompt: list[int], **settings: Any) -> list[int]:
+def alone(model: PreTrainedModel, prompt: list[int], first: int = 0, **settings: Any) -> list[int]:
+    """The answer of `generate`; of a prompt whose `first` tokens are a call of their own."""
     ids = torch.tensor([prompt], device=model.device)
-    made = model.generate(ids, config(eos_token_id=None, **settings), attention_mask=torch.ones_like(ids))
+    cache = QAttnCache.for_model(model)
+    if first:
+        with torch.no_grad():
+            model(ids[:, :first], past_key_values=cache)
+    given = {"past_key_values": cache} if first else {}
+    made = model.generate(ids, config(eos_token_id=None, **settings), attention_mask=torch.ones_like(ids), **given)
     return made[0, len(prompt) :].tolist()
 
 
@@ -147,12 +153,11 @@ def test_answers_of_one_prompt_fork_its_pages(method: str):
 @pytest.mark.parametrize(
     ("method", "shares"),
     [
-        ("turbo", False),
         ("turbo:sink_num=0", True),
         ("turbo:bits=mixed,sink_num=0", False),
         ("int8", True),
-        ("kivi", False),
-        ("sinkq", False),
+        ("sage2", False),
+        ("turbo:sink_prefill=whole", False),
     ],
 )
 def test_a_prefix_is_shared_where_its_blocks_are_all_that_is_kept(method: str, shares: bool):
@@ -164,12 +169,92 @@ def test_a_prefix_is_shared_where_its_blocks_are_all_that_is_kept(method: str, s
     assert pages["shares_prefixes"] == shares
 
 
-def test_shared_blocks_are_read_once():
-    model, (prefix, *ends) = patch(tiny_llama(), "turbo:sink_num=0"), prompts_of(192, 5, 30)
+def calls_of(model: PreTrainedModel) -> list[int]:
+    """Takes the tokens of each forward from here on."""
     seen: list[int] = []
     model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    return seen
+
+
+def test_shared_blocks_are_read_once():
+    model, (prefix, *ends) = patch(tiny_llama(), "turbo:sink_num=0"), prompts_of(192, 5, 30)
+    seen = calls_of(model)
     batched(model, [prefix + end for end in ends], batching={"max_requests_per_batch": 1})
     assert [tokens for tokens in seen if tokens > 1] == [197, 30]
+
+
+ALL = "sink_skip_layers=0"  # the model has two layers
+WITH_ROWS = [
+    "turbo",
+    "turbo_sink",
+    f"sinkq:{ALL}",
+    f"low2:{ALL}",
+    f"low3:{ALL}",
+    "kivi",
+    "turbo:sink_num=1,sink_window=0",
+]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("method", WITH_ROWS)
+def test_a_prefix_with_sinks_is_shared_with_its_row(method: str):
+    """Answers are those of requests whose prefix was a call of their own, whatever the request did that wrote it."""
+    model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 5, 40, 3)
+    prompts = sorted((prefix + end for end in ends), reverse=True)  # as `generate_batch` orders them
+    want = [alone(model, prompts[0])] + [alone(model, prompt, first=256) for prompt in prompts[1:]]
+    seen = calls_of(model)
+    assert batched(model, prompts, batching={"max_requests_per_batch": 1}) == want
+    assert [tokens for tokens in seen if tokens > 1] == [len(prompts[0]), *(len(one) - 256 for one in prompts[1:])]
+    assert report(model).to_dict()["continuous_batching"]["shares_prefixes"]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("method", ["turbo", f"sinkq:{ALL}"])
+def test_a_prefix_is_kept_where_prompts_part(method: str):
+    """The second request reads it as a call of its own; from the third on it is shared."""
+    model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 133, 140, 150, 160)
+    prompts = sorted((prefix + end for end in ends), reverse=True)
+    want = [alone(model, prompts[0])] + [alone(model, prompt, first=256) for prompt in prompts[1:]]
+    seen = calls_of(model)
+    assert batched(model, prompts, batching={"max_requests_per_batch": 1}) == want
+    rest = [len(one) - 256 for one in prompts[1:]]
+    assert [tokens for tokens in seen if tokens > 1] == [len(prompts[0]), 256, *rest]
+
+
+@pytest.mark.gpu
+@pytest.mark.product("turbo")
+@pytest.mark.parametrize("method", ["turbo", "turbo:sink_num=1,sink_window=0", f"sinkq:{ALL},group_size=64", "kivi"])
+def test_kernels_share_prefixes_with_rows(method: str):
+    """Steps read shared pages by a table, and masks of the row's own."""
+    model = patch(tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE), method, impl="triton")
+    prefix, *ends = prompts_of(128, 3, 2)
+    prompts = sorted((prefix + end for end in ends), reverse=True)
+    short = {"max_new_tokens": 2}
+    want = [alone(model, prompts[0], **short), alone(model, prompts[1], first=128, **short)]
+    seen = calls_of(model)
+    assert batched(model, prompts, batching={"max_requests_per_batch": 1}, **short) == want
+    assert [tokens for tokens in seen if tokens > 1] == [len(prompts[0]), len(prompts[1]) - 128]
+
+
+def test_requests_that_run_at_once_share_pages():
+    model, (prefix, *ends) = patch(tiny_llama(), "turbo"), prompts_of(192, 5, 6, 7, 8)
+    batched(model, [prefix + ends[0]])
+    apart = report(model).to_dict()["continuous_batching"]["most_blocks"]
+    from batching import answer, outputs, running
+
+    prompts = [prefix + end for end in ends]
+    want = [alone(model, prompts[0], max_new_tokens=20)]
+    want += [alone(model, prompt, first=192, max_new_tokens=20) for prompt in prompts[1:]]
+    with running(model, max_new_tokens=20) as manager:
+        got = [answer(manager, prompts[0])]
+        with manager.pause():
+            ids = manager.add_requests(prompts[1:])
+        found = outputs(manager, ids)
+        assert got + [found[one].generated_tokens for one in ids] == want
+        figures = manager.batch_processor.cache.figures
+        assert figures["most_requests"] == 3
+        assert (apart, figures["most_blocks"]) == (5, 3 + 3 * 1)  # three pages, and one of each request's own
+        assert manager.metrics()["blocks_used"] == 0 and manager.metrics()["blocks_cached"] == 3
 
 
 def test_a_page_takes_a_third_of_what_it_takes_in_model_precision(monkeypatch: pytest.MonkeyPatch):

@@ -48,8 +48,6 @@ def batches(
             requests' blocks, so that arenas are at most twice their pages.
     """
     reach = max(spec.window.span + spec.window.residual for spec in specs)
-    if any(spec.sink_pool.num for spec in specs):  # a sink that leaves the pool changes the mask of its block
-        reach = max((held.past for held in requests), default=0)
     decoding: defaultdict[int, list[_Placed]] = defaultdict(list)
     calls: list[list[_Placed]] = []
     column = 0
@@ -103,7 +101,12 @@ def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> 
         table=_table(requests, blocks, device),
         slots=torch.tensor([held.slot for held in requests], device=device),
         written=torch.tensor(written, device=device).view(-1, 3).T,
-        first=written[0][1] if len(call) == 1 else None,
+        first=written[0][1] if len(call) == 1 and written else None,
         past=max(-(-held.past // block) for held in requests),
         begins=requests[0].past if requests[0].new else None,
     )
+
+
+def row_of(held: Held, spec: LayerSpec, device: torch.device) -> Rows:
+    """One request without new tokens, to read its row and pages."""
+    return _rows([_Placed(0, held)], spec.window.block, 0, device)

@@ -10,21 +10,13 @@ from typing import Any
 
 import torch
 
+from qattn_hf.continuous.admission import positions_of
+from qattn_hf.continuous.allocator import PackedAllocator
 from qattn_hf.continuous.batch import Held, batches
-from qattn_hf.continuous.pages import (
-    ALIGNMENT,
-    PagedLayer,
-    Steps,
-    by_block,
-    bytes_of,
-    page_bytes,
-    resized,
-    row_bytes,
-    shares_pages,
-)
+from qattn_hf.continuous.pages import Steps, keeps_rows, mean_page_bytes, row_bytes, shares_pages
+from qattn_hf.continuous.prefixes import KEPT
 from qattn_hf.continuous.transformers_api import (
     FULL_ATTENTION,
-    FullAttentionCacheAllocator,
     PagedAttentionCache,
     PagedAttentionMemoryHandler,
     with_names,
@@ -34,105 +26,9 @@ from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import State
 
+ROWS_FOR_PREFIXES = 4  # requests for each row that keeps a prefix, where rows are kept
+FEWEST_KEPT = 2  # the end of one prompt must not push out where it parted from others
 SHARE_OF_ROWS = 0.25  # of the memory for a cache that rows may take: more would leave their requests no pages
-
-
-class PackedAllocator(FullAttentionCacheAllocator):
-    """Blocks of packed pages, one page a layer, and a row for each request.
-
-    Args:
-        layouts: of all layers. constants: of each, the state tensors that no call writes, by name.
-        slots: requests that may hold blocks at once. kwargs: as transformers gives them to its own allocators.
-    """
-
-    supports_block_table = False
-
-    def __init__(
-        self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, device: torch.device, **kwargs: Any
-    ):
-        self.layouts, self.constants, self.slots, self.device = layouts, constants, slots, device
-        self.supports_block_sharing = all(map(shares_pages, layouts))
-        self._before_cache_tensor_init(
-            index=kwargs["index"],
-            layer_indices=kwargs["layer_indices"],
-            tokens_per_page=kwargs["page_size"],
-            bytes_per_page=mean_page_bytes(layouts),
-            allow_block_sharing=kwargs["allow_block_sharing"],
-        )
-        self.held: dict[str, int] = {}  # row of each request
-        self.new: set[str] = set()  # requests whose row nothing has been written to
-        self.to_copy: list[tuple[int, int]] = []  # rows of forked requests
-        self.ended: set[int] = set()  # rows of requests that are gone: steps of others would still read their blocks
-
-    def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any) -> None:
-        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
-        # Blocks are numbered behind two sectors that transformers leaves free. Of those one is a page of nobody's here,
-        # and the memory of the other pays for the boundaries between tensors.
-        pages, begin = self.num_blocks + self.blocks_per_sector, 0
-        self.layers = {}
-        for index, layout, given in zip(self.layer_indices, self.layouts, self.constants, strict=True):
-            end = begin + bytes_of(by_block(resized(layout, 1, pages)))
-            self.layers[index] = PagedLayer(layout, cache_tensor[begin:end], pages, self.slots, given)
-            begin = end
-
-    def pages_of(self, request_id: str) -> list[int]:
-        """Pages of a request, in order."""
-        return [block - self.blocks_per_sector for block in self.block_table[request_id]]
-
-    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
-        super().allocate_cache_to_request(request_id, past_length, query_length)
-        if request_id not in self.held:
-            self.held[request_id] = self.free_slots()[0]
-            self.new.add(request_id)
-
-    def free_slots(self) -> list[int]:
-        """Rows that no request holds."""
-        return sorted(set(range(self.slots)) - set(self.held.values()))
-
-    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        super().free_blocks(request_id, no_cache)
-        if request_id in self.held:
-            self.ended.add(self.held.pop(request_id))
-        self.new.discard(request_id)
-
-    def free_all_requests(self) -> None:
-        super().free_all_requests()
-        self.ended.update(self.held.values())
-        self.held.clear()
-        self.new.clear()
-        self.to_copy.clear()
-
-    def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int) -> Any:
-        slot = self.held[dest_request_id] = self.free_slots()[0]
-        self.to_copy.append((self.held[source_request_id], slot))
-        return super().fork_blocks(source_request_id, dest_request_id, past_length)
-
-    def unfinished_forks(self) -> list[str]:
-        """Requests that were forked and whose rows were not copied; nothing copies them any more."""
-        slots = {slot for _, slot in self.to_copy}
-        self.to_copy.clear()
-        return [request_id for request_id, slot in self.held.items() if slot in slots]
-
-    def clear_rows(self) -> None:
-        """Empty the rows of requests that ended, on the stream of the forward."""
-        if self.ended:
-            slots = torch.tensor(sorted(self.ended), device=self.device)
-            for layer in self.layers.values():
-                layer.clear_rows(slots)
-            self.ended.clear()
-
-    def copy_rows(self) -> None:
-        """Copy the rows of requests that were forked, on the stream of the forward."""
-        self.clear_rows()
-        for source, target in self.to_copy:
-            for layer in self.layers.values():
-                layer.copy_row(source, target)
-        self.to_copy.clear()
-
-    def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
-        ids = torch.tensor([source_block_ids, dest_block_ids], device=self.device) - self.blocks_per_sector
-        for layer in self.layers.values():
-            layer.copy_pages(*ids)
 
 
 class PackedMemory(PagedAttentionMemoryHandler):
@@ -163,12 +59,16 @@ class PagedCache(PagedAttentionCache):
     """
 
     def __init__(self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, **kwargs: Any):
-        row, self.layouts = sum(map(row_bytes, layouts)), layouts
-        config = kwargs["continuous_batching_config"]
+        config, positions = kwargs["continuous_batching_config"], positions_of(kwargs["config"])
+        blocks = None if positions is None else -(-positions // layouts[0].spec.window.block)
+        row, self.layouts = sum(row_bytes(layout, blocks or 1) for layout in layouts), layouts
+        keeps = all(map(keeps_rows, layouts)) and not all(map(shares_pages, layouts)) and config.allow_block_sharing
         fit = int(SHARE_OF_ROWS * available(config) / row)
+        fit = fit * ROWS_FOR_PREFIXES // (ROWS_FOR_PREFIXES + 1) if keeps else fit
         self.slots = slots = max(1, min(slots, fit, config.num_blocks or fit))
-        allocator = partial(PackedAllocator, layouts, constants, slots, torch.device(kwargs["device"]))
-        handler = partial(PackedMemory, slots * row, len(layouts))
+        kept = max(FEWEST_KEPT, slots // ROWS_FOR_PREFIXES) if keeps else 0
+        allocator = partial(PackedAllocator, layouts, constants, slots, kept, blocks, torch.device(kwargs["device"]))
+        handler = partial(PackedMemory, (slots + kept) * row, len(layouts))
         with_names(
             PagedAttentionCache.__init__,
             ATTN_TYPE_TO_ALLOCATOR={FULL_ATTENTION: allocator},
@@ -177,6 +77,9 @@ class PagedCache(PagedAttentionCache):
             group_layers_by_attn_type=lambda config: {FULL_ATTENTION: list(range(len(layouts)))},
         )(self, **kwargs)
         self.requests: list[Held] = []
+        self.use_prefix_sharing: bool = keeps or self.allocator.use_block_sharing
+        self.parts: dict[str, int] = {}  # tokens of a request's prompt with which another one began, to be kept
+        self.horizon = min(layout.spec.window.horizon for layout in layouts)
         self.figures = self._figures()
 
     def _figures(self) -> dict[str, Any]:
@@ -188,7 +91,7 @@ class PagedCache(PagedAttentionCache):
             "blocks": allocator.num_blocks,
             "bytes_per_block": allocator.bytes_per_block,
             "requests": self.slots,
-            "bytes_per_request": rows // self.slots,
+            "bytes_per_request": rows // (self.slots + len(allocator.prefixes.rows)),
             "bytes": self.cache_tensor.nbytes + rows,
             "shares_prefixes": bool(self.use_prefix_sharing),
             "most_requests": 0,
@@ -205,10 +108,56 @@ class PagedCache(PagedAttentionCache):
         """Blocks and bytes in use; may be called while the loop runs."""
         allocator = self.allocator
         free = self.pool.num_free_sectors * allocator.blocks_per_sector + self.pool.count_free_blocks(allocator.index)
-        cached = len(allocator.ledger.cached_blocks)
+        cached = len(allocator.ledger.cached_blocks) + self._blocks_of(True) - self._blocks_of(False)
         used = max(0, allocator.num_blocks - free - cached)
         packed = used * allocator.bytes_per_block + len(allocator.held) * int(self.figures["bytes_per_request"])
         return {"blocks_used": used, "blocks_cached": cached, "bytes_packed": packed}
+
+    def _blocks_of(self, prefixes: bool) -> int:
+        """Blocks that requests hold, with or without those of kept prefixes."""
+        table = list(self.allocator.block_table.items())
+        return len({page for name, pages in table if prefixes or not name.startswith(KEPT) for page in pages})
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        allocator = self.allocator
+        if not allocator.prefixes.rows:
+            return int(super().search_prefix_match(request_id, prompt_ids))
+        found = allocator.prefixes.match(prompt_ids)
+        if found.seen > found.tokens:
+            self.parts[request_id] = found.seen
+        if found.name is None or not allocator.free_slots():
+            return 0
+        allocator.begin_with(request_id, found.name)
+        return found.tokens
+
+    def until_part(self, state: Any) -> int | None:
+        """Tokens that a request has to read until its prompt parts from another one, where that prefix is to be kept;
+        None where there is nothing to keep."""
+        part = self.parts.get(state.request_id, 0) - state.position_offset
+        return part if part > 0 else None
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        allocator = self.allocator
+        if not allocator.prefixes.rows:
+            super().mark_complete_blocks(state, complete_blocks)
+            return
+        past, block = state.position_offset, allocator.tokens_per_page
+        done = not state.remaining_prefill_tokens
+        if state.generated_len() > 1 or not (done or past == self.parts.get(state.request_id)):
+            return
+        name, drop = allocator.prefixes.remember(state.initial_tokens[:past]), past % block
+        if name is not None and drop <= self.horizon:
+            allocator.keep(name, state.request_id, past, drop)
+
+    def evict_cached_blocks(self) -> bool:
+        kept = list(self.allocator.prefixes.kept)
+        for name in kept:
+            self.allocator.forget(name)
+        return bool(super().evict_cached_blocks()) or bool(kept)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        super().free_blocks(request_id, no_cache)
+        self.parts.pop(request_id, None)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         allocator = self.allocator
@@ -252,8 +201,7 @@ class PagedCache(PagedAttentionCache):
             for one in requests
         ]
         allocator.new.difference_update(one.state.request_id for one in requests if one.query_length)
-        held = len({page for pages in allocator.block_table.values() for page in pages})
-        for key, now in (("most_requests", len(allocator.held)), ("most_blocks", held)):
+        for key, now in (("most_requests", len(allocator.held)), ("most_blocks", self._blocks_of(False))):
             self.figures[key] = max(self.figures[key], now)
         self.__dict__.pop("batch", None)
 
@@ -290,14 +238,6 @@ def in_words(figures: dict[str, Any]) -> str:
     return (held + "of which {most_blocks} and {most_requests} were held at once").format(
         total=size(figures["bytes"]), **figures
     )
-
-
-def mean_page_bytes(layouts: Sequence[Layout]) -> int:
-    """Bytes of a page, for layers of different sizes their mean, rounded up to `ALIGNMENT`; at least what the
-    boundaries between a layer's tensors take."""
-    mean = math.ceil(sum(map(page_bytes, layouts)) / len(layouts))
-    boundaries = max(len(by_block(layout)) for layout in layouts) * ALIGNMENT
-    return max(-(-mean // ALIGNMENT) * ALIGNMENT, boundaries)
 
 
 def available(config: Any) -> float:

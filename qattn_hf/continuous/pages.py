@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from qattn_kernels.layer.arena import ALIGNMENT, Layout, places, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.state import layer_tensors, row_tensors
-from qattn_kernels.layout import State, TensorSpec
+from qattn_kernels.layout import State, TensorSpec, copy_blocks
+from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.step.operator import attend
 from qattn_kernels.step.paged import Pages, attend_pages, reads_pages
 
@@ -19,23 +21,38 @@ RESERVED = 1  # pages that are no request's: short rows of a batch point there
 
 
 def by_block(layout: Layout) -> dict[str, TensorSpec]:
-    """The state tensors with a dimension of blocks: what a page holds."""
-    return {name: x for name, x in layer_tensors(*layout).items() if x.block_dim is not None}
+    """The state tensors with a dimension of blocks that a page holds: not the masks of a sink pool (`by_row`)."""
+    own = {"dropped"} if layout.spec.sink_pool.num else set()
+    return {name: x for name, x in layer_tensors(*layout).items() if x.block_dim is not None and name not in own}
 
 
 def by_row(layout: Layout) -> dict[str, TensorSpec]:
-    """The state tensors of a row without its blocks: lengths, the ring of open tokens, the sink pool."""
-    found = layer_tensors(*layout).items()
-    return {name: x for name, x in found if x.block_dim is None and x.batch_dim is not None}
+    """The state tensors of a row without its pages: lengths, the ring of open tokens, the sink pool. With it the masks
+    of all blocks, which change when a sink leaves it, so that requests with other sinks could not share them."""
+    own = layer_tensors(*layout).keys() - by_block(layout).keys()
+    return {name: x for name, x in layer_tensors(*layout).items() if name in own and x.batch_dim is not None}
 
 
 def shares_pages(layout: Layout) -> bool:
     """Whether the pages of whole blocks are all that is kept of their tokens, so that another request may begin with
     them: no tokens stay open behind a block, and no row has a mean, a scale or sinks of its own."""
-    window, rows = layout.spec.window, by_row(layout)
-    open_tokens = {name for name in rows if ".ring" in name}
-    own = rows.keys() - row_tensors(*layout).keys() - open_tokens - settled(layout).keys()
-    return window.span == window.block and window.residual == 0 and not own
+    window = layout.spec.window
+    return window.span == window.block and window.residual == 0 and not layout.spec.sink_pool.num and not _own(layout)
+
+
+def keeps_rows(layout: Layout) -> bool:
+    """Whether a row that was cropped to whole blocks is as if it had read no more, so that another request may begin
+    with it and its pages: no mean, scale or rank is of later tokens, and sinks are chosen block by block."""
+    pool = layout.spec.sink_pool
+    by_block = pool.prefill == "group" and pool.select != "attention"
+    return by_block and layout.spec.window.span == layout.spec.window.block and not _own(layout)
+
+
+def _own(layout: Layout) -> set[str]:
+    """State tensors of a row beside those of every row, open tokens and sinks."""
+    rows = by_row(layout)
+    tokens = {name for name in rows if ".ring" in name or "sink" in name}
+    return rows.keys() - row_tensors(*layout).keys() - tokens - settled(layout).keys()
 
 
 def settled(layout: Layout) -> dict[str, list[int]]:
@@ -61,9 +78,17 @@ def page_bytes(layout: Layout) -> int:
     return -(-exact // ALIGNMENT) * ALIGNMENT
 
 
-def row_bytes(layout: Layout) -> int:
-    """Bytes that a request takes in a layer beside its pages."""
-    return bytes_of(by_row(resized(layout, 1, 1)))
+def row_bytes(layout: Layout, blocks: int = 1) -> int:
+    """Bytes that a request of at most so many blocks takes in a layer beside its pages."""
+    return bytes_of(by_row(resized(layout, 1, blocks)))
+
+
+def mean_page_bytes(layouts: Sequence[Layout]) -> int:
+    """Bytes of a page, for layers of different sizes their mean, rounded up to `ALIGNMENT`; at least what the
+    boundaries between a layer's tensors take."""
+    mean = math.ceil(sum(map(page_bytes, layouts)) / len(layouts))
+    boundaries = max(len(by_block(layout)) for layout in layouts) * ALIGNMENT
+    return max(-(-mean // ALIGNMENT) * ALIGNMENT, boundaries)
 
 
 @dataclass
@@ -111,15 +136,24 @@ class PagedLayer:
     Args:
         layout: of the layer; its rows and blocks are of no account.
         memory: uint8, room for `pages` pages of this layer, zeros. slots: requests that may be held at once.
-        constants: state tensors that no call writes, by name (`model_constants.constants`).
+        constants: state tensors that no call writes, by name (`model_constants.constants`). blocks: of a request, at
+            most; None is all.
 
     Attributes:
         name: says what lies where in its memory; layers with one name share launch plans.
     """
 
-    def __init__(self, layout: Layout, memory: torch.Tensor, pages: int, slots: int, constants: State | None = None):
+    def __init__(
+        self,
+        layout: Layout,
+        memory: torch.Tensor,
+        pages: int,
+        slots: int,
+        constants: State | None = None,
+        blocks: int | None = None,
+    ):
         self.layout, self.slots, self.constants = layout, slots, constants or {}
-        self._paged, self._row = by_block(resized(layout, 1, pages)), by_row(resized(layout, slots, 1))
+        self._paged, self._row = by_block(resized(layout, 1, pages)), by_row(resized(layout, slots, blocks or pages))
         # what no row has of its own, and nobody asks of requests: `columns_seen`, `padded`
         shared = {name: x for name, x in layer_tensors(*layout).items() if x.batch_dim is None}
         rows = torch.zeros(bytes_of(shared | self._row), dtype=torch.uint8, device=memory.device)
@@ -130,7 +164,7 @@ class PagedLayer:
             self._shared[name].copy_(tensor)
         self.in_place = reads_pages(layout.spec, layout.geometry.heads)
         self._text = layout.encode()
-        self.name = f"{pages} {slots} {self._text}"
+        self.name = f"{pages} {slots} {blocks} {self._text}"
         self._memory = Pages(memory, rows, self.state, layout.spec, self.name)
 
     def state(self, count: int) -> State:
@@ -139,13 +173,30 @@ class PagedLayer:
 
     def clear_rows(self, slots: torch.Tensor) -> None:
         """Let rows, int64 `[N]`, hold no tokens."""
-        for name in (*LENGTHS, "closed"):
+        for name in {*LENGTHS, "closed", "dropped"} & self.rows.keys():
             self.rows[name].index_fill_(0, slots, 0)
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy what a request has beside its pages."""
         for tensor in self.rows.values():
             tensor[target].copy_(tensor[source])
+
+    def keep_row(self, rows: Rows, target: int, drop: int) -> None:
+        """Copy the row of one request to another, without its last `drop` tokens."""
+        arena, layout = self.gather(rows)
+        state = views(arena, layout)
+        if drop:
+            crop(state, layout.spec, drop, arena, self._text)
+        self._put_rows(state, torch.tensor([target], device=arena.device))
+
+    def _put_rows(self, state: State, slots: torch.Tensor) -> None:
+        for name, tensor in self.rows.items():
+            dim = self._row[name].block_dim
+            if dim is None:
+                tensor.index_copy_(0, slots, state[name])
+            else:
+                blocks = min(tensor.shape[dim], state[name].shape[dim])
+                tensor.narrow(dim, 0, blocks).index_copy_(0, slots, state[name].narrow(dim, 0, blocks))
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy pages, int64 `[N]` each."""
@@ -186,7 +237,7 @@ class PagedLayer:
             return arena, layout
         if rows.begins is None:
             for name, tensor in self.rows.items():
-                state[name].copy_(tensor.index_select(0, rows.slots))
+                copy_blocks(tensor.index_select(0, rows.slots), self._row[name], state[name])
         else:
             for name in LENGTHS:
                 state[name].fill_(rows.begins)
@@ -201,8 +252,7 @@ class PagedLayer:
     def scatter(self, rows: Rows, arena: torch.Tensor, layout: Layout) -> None:
         """Write back what a call on the arena of `gather` changed."""
         state = views(arena, layout)
-        for name, tensor in self.rows.items():
-            tensor.index_copy_(0, rows.slots, state[name])
+        self._put_rows(state, rows.slots)
         row, block, page = rows.written
         for name, spec in self._paged.items():
             if rows.first is None:

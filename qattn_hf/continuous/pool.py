@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from qattn_hf.continuous.cache import SHARE_OF_ROWS, mean_page_bytes
-from qattn_hf.continuous.pages import row_bytes
+from qattn_hf.continuous.cache import SHARE_OF_ROWS
+from qattn_hf.continuous.pages import mean_page_bytes, row_bytes
 from qattn_kernels.layer.arena import Layout
 
 # Off a GPU the pool lies in the memory of all other programs, and a CPU answers few requests at once.

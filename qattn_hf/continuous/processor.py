@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,13 +44,16 @@ class Guarded:
                 return found
         return super()._process_candidates(candidates, *args)  # type: ignore[misc]
 
-    def _schedule_request(self: Any, state: Any, request_tokens: list[int], *args: Any) -> None:
+    def _schedule_request(self: Any, state: Any, request_tokens: list[int], budget: int, *args: Any) -> None:
         """A request with one token left is forked before its forward, which would else have no token of it."""
         if state.num_children and len(request_tokens) == 1:
             children, state.num_children = state.num_children, 0
             for index in range(children):
                 self.add_waiting_request(again(state, f"{state.request_id}{CHILD}{index}"))
-        super()._schedule_request(state, request_tokens, *args)  # type: ignore[misc]
+        part = self.cache.until_part(state)
+        if part is not None and state.status <= RequestStatus.PREFILLING:
+            budget = min(budget, part)  # the prefix is kept at the end of a call
+        super()._schedule_request(state, request_tokens, budget, *args)  # type: ignore[misc]
 
     def clear_cancelled_requests(self: Any) -> list[Any]:
         states: list[Any] = super().clear_cancelled_requests()  # type: ignore[misc]
@@ -85,6 +89,9 @@ class PackedProcessor(ContinuousBatchProcessor):
 
     def update_batch(self) -> None:
         super().update_batch()
+        stream = self.inputs_and_outputs.compute_stream
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self.cache.allocator.keep_rows()
         self.scheduler.suspects.difference_update(one.state.request_id for one in self.serving if one.has_new_token)
         self.serving = []
 

@@ -49,7 +49,7 @@ def result_column(t, row, T):
 @triton.jit
 def block_at(PAGES, b, index, NB, C: tl.constexpr):
     """Where blocks `index` of a row with `NB` lie among those of a head: in a pool their pages. `PAGES`: the table of
-    all rows, `[B, NB]`, and the number of pages."""
+    all rows, `[B, NB]`, the number of pages, and blocks whose mask bits a row has room for."""
     if C.PAGED:
         return tl.load(PAGES[0] + b * NB + tl.minimum(index, NB - 1))
     else:
@@ -63,6 +63,25 @@ def first_block(PAGES, b, h, NB, C: tl.constexpr):
         return h.to(tl.int64) * PAGES[1]
     else:
         return (b * C.H + h).to(tl.int64) * NB
+
+
+@triton.jit
+def first_bits(DROPPED, PAGES, b, h, NB, C: tl.constexpr):
+    """The mask bits of a head's first block. Those of a sink pool are a row's own, in a pool of pages too, where rows
+    have room for `PAGES[2]` blocks; others lie in the pages."""
+    if C.PAGED and C.ENTRIES > 0:
+        return DROPPED + (b * C.H + h).to(tl.int64) * PAGES[2] * (C.BLOCK // 8)
+    else:
+        return DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
+
+
+@triton.jit
+def bits_at(at, block, C: tl.constexpr):
+    """Which of the blocks behind `first_bits` has the bits of a row's block number `block`, which lies `at`."""
+    if C.PAGED and C.ENTRIES > 0:
+        return block
+    else:
+        return at
 
 
 @triton.jit
@@ -133,6 +152,4 @@ def settle_sinks(TABLE, DROPPED, PAGES, row, b, h, NB, C: tl.constexpr):
         e = (b * C.H + h).to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
         changed = (tl.load(TABLE.born + e) > row.closed) ^ (tl.load(TABLE.written + e) > row.closed)
         slot = tl.load(TABLE.slot + e)
-        at = block_at(PAGES, b, slot // C.BLOCK, NB, C)
-        flags = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
-        flip_bits(flags, at * C.BLOCK + slot % C.BLOCK, changed)
+        flip_bits(first_bits(DROPPED, PAGES, b, h, NB, C), slot, changed)

@@ -30,9 +30,9 @@ class Call(NamedTuple):
     """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
     or None: `table`, `k_sinks`, `v_sinks`; of a long call `chosen`, one bit for each token of the open span that it
     takes; of a short one `moved`, the slots that it moves. `pages`: with blocks in a pool, int32 `[B, NB]`, the page of
-    each block, and how many pages there are; else None. `call_mean` fp32 `[B, H, D]`: the mean key that a long call
-    subtracts from smoothed keys; else a tensor that nobody reads. `turned`: the queries that a decode reads: as they
-    were given, or rotated, which the append writes."""
+    each block, how many pages there are, and blocks whose masks a row has room for; else None. `call_mean` fp32
+    `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads. `turned`:
+    the queries that a decode reads: as they were given, or rotated, which the append writes."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -51,7 +51,7 @@ class Call(NamedTuple):
     chosen: torch.Tensor | None
     moved: torch.Tensor | None
     call_mean: torch.Tensor
-    pages: tuple[torch.Tensor, int] | None
+    pages: tuple[torch.Tensor, int, int] | None
     turned: torch.Tensor
 
     @property
@@ -115,7 +115,7 @@ def make_call(
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, value.shape[3])
     if table is not None:
         sizes = sizes._replace(PAGED=True, V=sizes.V._replace(PAGED=True))
-    pages = None if table is None else (table, state["block_len"].shape[1])
+    pages = None if table is None else (table, state["block_len"].shape[1], state["dropped"].shape[2])
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))
     sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, block_at, first_block, slot_bits, store_row
+from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, bits_at, block_at, first_bits, slot_bits, store_row
 from qattn_kernels.jit.tokens import checked_tokens, from_ring, load_new, new_tokens, ring_codes, row_before
 from qattn_kernels.layout import RowState
 from qattn_kernels.ops.append.ranking import ranked_place
@@ -168,6 +168,12 @@ def _home(PAGES, b, index, NB, C: tl.constexpr):
 
 
 @triton.jit
+def _flags(DROPPED, PAGES, b, h, index, home, NB, C: tl.constexpr):
+    """Mask bits behind which those of block `index` of a row lie where the block does, at `home.index`."""
+    return first_bits(DROPPED, PAGES, b, h, NB, C) + (bits_at(home.index, index, C) - home.index) * (C.BLOCK // 8)
+
+
+@triton.jit
 def note_block(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, home, C: tl.constexpr):
     """What is one for all heads: the row's numbers for later kernels, behind them the tokens that do not fit, and the
     block that closes."""
@@ -260,7 +266,7 @@ def short_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
             k, v, bad = early_k, early_v, bad & new
         else:
             k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
-        flags = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
+        flags = _flags(DROPPED, PAGES, b, h, index, home, NB, C)
         if (part == 0) & (tl.max(bad.to(tl.int32), 0) > 0):
             t = tl.arange(0, C.BLOCK)
             gone = slot_bits(flags, home.index * C.BLOCK + t) | _among(start + t, pos, bad)

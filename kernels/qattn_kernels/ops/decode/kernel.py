@@ -18,7 +18,7 @@ import triton.language as tl
 
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
-from qattn_kernels.jit.rows import commit_row, first_block, load_row, queries_end, result_column, settle_sinks
+from qattn_kernels.jit.rows import commit_row, first_bits, load_row, queries_end, result_column, settle_sinks
 from qattn_kernels.launch import constants
 from qattn_kernels.ops.decode.open_tokens import (
     SinkPool,
@@ -161,7 +161,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
             tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32), tl.full([C.DP, C.Q], 0, tl.float32)
         )
         skips = Skips(tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32), tl.full([C.Q], 0, tl.int32))
-        dropped = DROPPED + first_block(PAGES, b, h, NB, C) * (C.BLOCK // 8)
+        dropped = first_bits(DROPPED, PAGES, b, h, NB, C)
         program = Program(b, h, bh, row, NB, PAGES, dropped, q_pos, query, scores)
         if split < C.OPEN:
             if C.ALL_OPEN:

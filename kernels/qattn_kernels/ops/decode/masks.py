@@ -6,7 +6,15 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.math import NOTHING
-from qattn_kernels.jit.rows import FOREVER, block_at, in_window, packed_since, slot_bits, slot_bits_in_words
+from qattn_kernels.jit.rows import (
+    FOREVER,
+    bits_at,
+    block_at,
+    in_window,
+    packed_since,
+    slot_bits,
+    slot_bits_in_words,
+)
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.ops.decode.weights import count_visible
 from qattn_kernels.ops.sink_pool.kernel import moved_tokens, visible_from
@@ -23,7 +31,7 @@ def mask_ring(s, ring_slot, program, C: tl.constexpr):
     block = offset // C.BLOCK
     if C.PAGED:
         at = block_at(program.pages, program.b, row.closed + block, program.capacity, C)
-        slot = at * C.BLOCK + offset % C.BLOCK
+        slot = bits_at(at, row.closed + block, C) * C.BLOCK + offset % C.BLOCK
     else:
         slot = row.closed * C.BLOCK + offset
     bits = slot_bits_in_words(program.dropped, slot) if C.ALL_OPEN else slot_bits(program.dropped, slot)
@@ -82,7 +90,8 @@ def mask_packed(s, block, at, masked, tokens, program, blocks, C: tl.constexpr):
 def mask_block(s, program, blocks, block, at, C: tl.constexpr):
     """Scores of a packed block that lies `at`, those of tokens that a query does not see gone, and how many it sees,
     which only sparse V asks."""
-    masked = masked_words(program.dropped.to(tl.pointer_type(tl.int32)), at, C)
+    words = program.dropped.to(tl.pointer_type(tl.int32))
+    masked = masked_words(words, bits_at(at, tl.minimum(block, program.capacity - 1), C), C)
     tokens = tl.load(blocks.length + at)
     count = tl.full(program.q_pos.shape, C.BLOCK, tl.int32)
     some = (masked[0] | masked[1] | masked[2] | masked[3]) != 0
