@@ -85,6 +85,8 @@ class Report:
         - `method`, `recipe`, `recipe_origin`: name and all settings of the method, and where they come from.
         - `recipe_layers`: layers with other settings. `recipe_family`: settings from the model's family with their
           reason, or None.
+        - `chosen`: of a recipe that the model chose within a budget (`patch(model, bits=3.5)`) the budget, the setting,
+          reasons, facts and all that was tried (`qattn_hf.chosen.Chosen`); else None.
         - `impl`: what computes, `triton`, `reference`, or both.
         - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or would run them if
           there was none. `decode_reason`: why not as a graph, or None. Over transformers' own caches `decode` is
@@ -124,6 +126,7 @@ class Report:
             "recipe_layers": {choice.where: choice.given for choice in self.recipe.choices},
             "recipe_origin": self.recipe.origin,
             "recipe_family": None if self.recipe.family is None else self.recipe.family.to_dict(),
+            "chosen": None if self.recipe.chosen is None else self.recipe.chosen.to_dict(),
             "impl": self.impl,
             "decode": self.decode,
             "decode_reason": self.decode_reason,
@@ -162,6 +165,8 @@ class Report:
         )
         if family := self._family_text():
             console.print(f"the model's family: {family}")
+        if self.recipe.chosen is not None:
+            console.print(str(self.recipe.chosen))
         if not self.recipe.settings.packs():
             console.print(
                 "nothing is packed: keys and values are in transformers' own cache, and calls of more than "

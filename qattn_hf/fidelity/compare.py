@@ -135,7 +135,7 @@ def compare(
 
 def full_logits(model: PreTrainedModel, ids: torch.Tensor, reading: Reading) -> list[torch.Tensor]:
     """Logits of the scored tokens, a tensor `[B, t, vocabulary]` for each chunk, in the model's precision."""
-    chunks = feed(model, ids.to(device_of(model)), reading.at)
+    chunks = feed(model, ids.to(device_of(model)), reading.at, unscored=reading.first)
     return [c.logits[:, max(0, reading.first - c.start) :].to(model.dtype) for c in chunks if c.stop > reading.first]
 
 
