@@ -55,8 +55,8 @@ def patch(
             tokens once for a dozen of settings; `report` says which was taken and why; weights that were probed in this
             process are not probed again. Bits are those of closed blocks, as `effective_bits` of a report and the
             tables of settings count them, since they are what a token more costs in a long context; open tokens come on
-            top of any setting. `memory=`, beside `bits`, bounds the cache, whose blocks end with so many bits. `decode`,
-            `impl`, `sliding` and `crop_horizon` can be given too.
+            top of any setting. `memory=`, beside `bits`, bounds the cache, whose blocks end with so many bits. Also
+            `decode`, `impl`, `sliding` and `crop_horizon`.
 
     Returns:
         the same object.

@@ -11,7 +11,7 @@ from qattn_hf.device import device_of
 from qattn_hf.positions import positions_of
 
 TOKENS = 800  # of the row at most
-PASSES = 8  # of a model that samples tokens: each makes them likelier
+PASSES = 8  # of a model that samples tokens
 SEED = 0
 TEXT = """\
 The river rises in the hills to the north of the town and reaches the sea after about ninety miles. For most of its \
@@ -98,12 +98,14 @@ def _of_text(model: PreTrainedModel) -> torch.Tensor | None:
 
 @torch.no_grad()
 def sampled(model: PreTrainedModel, tokens: int) -> torch.Tensor:
-    """int64 `[1, tokens]`: random ones at first, of which in each pass every one is drawn anew by what the model
-    expects behind those before it. All positions are drawn at once, so few passes suffice."""
+    """int64 `[1, tokens]`: random ones at first, of which each pass draws every other one anew, by what the model
+    expects behind those before it. All of them are drawn at once, so few passes suffice."""
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, tokens), generator=generator, device="cpu")
-    for _ in range(PASSES):
+    for turn in range(PASSES):
         logits = model(ids.to(device_of(model)), use_cache=False).logits[0, :-1].float().cpu()
-        ids[0, 1:] = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        first = 1 + turn % 2  # of neighbours one stays, by which the other is drawn
+        ids[0, first::2] = drawn[first - 1 :: 2]
     return ids
