@@ -84,15 +84,12 @@ class Report:
 
         - `method`, `recipe`, `recipe_origin`: name and all settings of the method, and where they come from.
         - `recipe_layers`: layers with other settings. `recipe_family`: settings from the model's family with their
-          reason, or None.
-        - `chosen`: of a recipe that the model chose within a budget (`patch(model, bits=3.5)`) the budget, the setting,
-          reasons, facts and all that was tried (`qattn_hf.chosen.Chosen`); else None.
+          reason. `chosen`: why the model chose the recipe (`qattn_hf.chosen.Chosen`). None: neither was so.
         - `impl`: what computes, `triton`, `reference`, or both.
         - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or would run them if
           there was none. `decode_reason`: why not as a graph, or None. Over transformers' own caches `decode` is
           `stock`, bytes and tokens are 0 and `layers` is empty.
-        - `prefill_chunk_size`: the last `generate` fed longer prompts in calls of so many tokens, which read those
-          of earlier calls from their codes. None: a prompt is one call.
+        - `prefill_chunk_size`: tokens of the calls in which the last `generate` fed its prompt; None: it was one call.
         - `packed_tokens`, `open_tokens`: tokens of all rows, quantized or still open, in the packed layer that packed
           least; sliding windows are left out where other layers are packed.
         - `kv_bytes`: bytes of all tensors of all layers, spare capacity and ring included. `kv_bytes_full_precision`:
