@@ -48,7 +48,7 @@ def patch(
             folder, as `save_pretrained` writes it; else `turbo`.
         settings: settings of the method, by the names of the recipe's YAML keys; they win over the recipe's. Also
             `layers`, other settings for some layers (see `qattn_hf.recipe`), and `family=False`, which leaves out the
-            defaults of the model's family. Without both `bits=3.5` asks for the least loss within so many bits a value in
+            defaults of the model's family. Without both `bits=3.5` asks for the least loss in so many bits a value of
             closed blocks, `kl=0.01` for the fewest bits that lose no more: `qattn_hf.choosing.choose`.
 
     Returns:
@@ -86,10 +86,15 @@ def patch(
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
         _note_unused(model)
-    if not any(map(of_method, specs)):
-        where = "unquantized" if patched.packed else "the model's own"
-        warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=2)
+    _warn_of_nothing(specs)
     return model
+
+
+def _warn_of_nothing(specs: list[LayerSpec | ModelLayerSpec]) -> None:
+    """Warn where no layer is packed by the method."""
+    if not any(map(of_method, specs)):
+        where = "unquantized" if any(isinstance(spec, LayerSpec) for spec in specs) else "the model's own"
+        warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=3)
 
 
 def _recipe(model: PreTrainedModel, method: str | None, recipe: Any, settings: dict[str, Any]) -> Recipe:
