@@ -4,21 +4,22 @@
     python eval/record.py choose -- python eval/choose.py ...
 
 KL is read as `eval/released.py` reads it: a prompt, and true decode steps through the packed cache. Of each budget the
-choice is measured, and every setting of the package that `eval/released.py` measures and whose bits in closed blocks are
+KL is read as `eval/released.py` reads it: a prompt, and true decode steps through the packed cache. For each budget the
 within it. Prints one JSON row a budget: what was chosen, its KL, the best of the others with its KL, their ratio, and
-seconds of the probe. `--tune` adds a row with the seconds of `qattn tune` for so many bits and the KL of its recipe.
+the probe's seconds. `--tune` adds a row with the seconds of `qattn tune` for so many bits and the KL of its recipe.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from released import SHAPES, Model, Task, _print, against, figures, load, log_probabilities
+from released import SHAPES, Model, Task, against, figures, load, log_probabilities
 
 from qattn_hf import patch, report, unpatch
 from qattn_hf.compare import find_recipes, made_text, parted, read_as, rows_of
@@ -37,9 +38,10 @@ def main(arguments: list[str] | None = None) -> None:
         full = torch.stack(list(log_probabilities(model, options.prompt)), 1)
         known = {setting: figures(model, setting, full, options.prompt) for setting in _settings(options)}
         for bits in options.bits:
-            _print({"model": model.name, "bits_at_most": bits, **chosen(model, bits, full, options.prompt, known)})
+            row = chosen(model, bits, full, options.prompt, known)
+            print(json.dumps({"model": model.name, "bits_at_most": bits, **row}), flush=True)
         if options.tune is not None:
-            _print({"model": model.name, **tuned(model, options.tune, full, options.prompt)})
+            print(json.dumps({"model": model.name, **tuned(model, options.tune, full, options.prompt)}), flush=True)
 
 
 def _settings(options: argparse.Namespace) -> list[str]:
