@@ -14,13 +14,13 @@ CONTEXT, HEAD_DIM = 32768, 128
 # The recommended settings, most bits first. Every instrument has measured each: a test asks for that.
 FRONT = (
     "none",
+    "int8_rotated",
     "int8",
     "sage2",
     "turboquant",
-    "kivi:bits=4,group_size=128",
+    "low4",
+    "turbo_rotated",
     "turbo",
-    "turbo:sink_num=0",
-    "turbo_sink_k4v2",
     "low3",
     "low2",
     "sinkq",

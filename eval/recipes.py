@@ -30,11 +30,13 @@ from qattn_hf.recipe import find_recipe
 PARENTS = {
     "turbo_sink": ("turbo_paper",),
     "turbo_sink_k4v2": ("turbo:bits=mixed", "turbo:bits=mixed,sink_num=0"),
-    "turbo_rotated": ("turbo_paper", "turbo_sink"),
+    "turbo_rotated": ("turbo",),
+    "int8_rotated": ("int8",),
     "int_flash_int4": ("int_flash:bits=4",),
     "int_flash_rotated": ("int_flash",),
     "low2": ("sinkq", "kivi:bits=2,group_size=128,residual_length=32"),
-    "low3": ("turbo:bits=mixed,sink_num=0", "turbo_sink_k4v2"),
+    "low3": ("turbo:bits=mixed", "turbo_sink_k4v2"),
+    "low4": ("turbo", "kivi:bits=4,group_size=128"),
 }
 
 

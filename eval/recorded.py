@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
-from qattn_hf.methods import get_method
+from qattn_hf.assets import configs_dir
+from qattn_hf.errors import QAttnError
+from qattn_hf.methods import get_method, list_methods
+from qattn_hf.recipe import find_recipe
 
 Result = dict[str, Any]
 # What the quality measurement reports of a method; every other key of a row is one of the method's settings.
@@ -18,7 +22,6 @@ FIGURES = {
 SHOWN = ("torch", "transformers", "triton")  # versions that a page names
 SPELLED = ("method", "way", "setting", "recipe", "parent")  # keys of rows that spell a method with its settings
 APART = ("quality-", "bits")  # begins of the names of records whose rows have settings as keys of their own
-SAME = {"turbo_sink": "turbo"}  # recipes that are a method's defaults
 
 
 def load(results: Path, prefix: str) -> list[Result]:
@@ -28,33 +31,72 @@ def load(results: Path, prefix: str) -> list[Result]:
 
 
 def spelled_now(result: Result) -> Result:
-    """A record whose `defaults` name methods that had others then, `{"turbo": {"sink_num": 0, "sink_window": 0}}`, with
-    rows that say so: what was `turbo` is `turbo:sink_num=0`, what was `turbo:sink_num=3,sink_window=8` is `turbo`."""
-    for method, former in result.get("defaults", {}).items():
-        apart = result["name"].startswith(APART)
-        result["rows"] = [_row_now(row, method, former, apart) for row in result["rows"]]
+    """A record whose rows spell each setting as it is spelled today.
+
+    `defaults` of a record names methods that had other defaults then, `{"turbo": {"sink_num": 0, "sink_window": 0}}`:
+    what was `turbo` is `turbo:sink_num=0`. `recipes` names recipes that had other settings, and gives these:
+    `{"low3": "sinkq:bits=3,rotate_k=hadamard"}`. Settings that are those of a recipe today get its name.
+    """
+    defaults, recipes = result.get("defaults", {}), result.get("recipes", {})
+    apart = result["name"].startswith(APART)
+    result["rows"] = [_row_now(row, defaults, recipes, apart) for row in result["rows"]]
     return result
 
 
-def _row_now(row: Result, method: str, former: dict[str, Any], apart: bool) -> Result:
-    if apart and row["method"] == method:
+def _row_now(row: Result, defaults: dict[str, Any], recipes: dict[str, str], apart: bool) -> Result:
+    if apart and row["method"] in defaults:
         own = settings(row)
-        return {key: value for key, value in row.items() if key not in own} | _given_now(own, method, former)
-    spelled = {key: _text_now(row[key], method, former) for key in SPELLED if isinstance(row.get(key), str)}
+        now = _given_now(own, row["method"], defaults[row["method"]])
+        return {key: value for key, value in row.items() if key not in own} | now
+    spelled = {key: _text_now(row[key], defaults, recipes) for key in SPELLED if isinstance(row.get(key), str)}
     return row | spelled
 
 
-def _text_now(text: str, method: str, former: dict[str, Any]) -> str:
+def _text_now(text: str, defaults: dict[str, Any], recipes: dict[str, str]) -> str:
     """`turbo:bits=2 graph`, as commands take a method, with what may follow behind a space."""
     spelled, *rest = text.split(" ")
-    name, _, settings_text = spelled.partition(":")
-    if name in SAME:
-        return " ".join([SAME[name], *rest]) if not settings_text else text
-    if name != method:
-        return text
-    given = dict(pair.split("=", 1) for pair in settings_text.split(",") if pair)
-    now = ",".join(f"{key}={value}" for key, value in _given_now(given, method, former).items())
-    return " ".join([f"{name}:{now}" if now else name, *rest])
+    name, _, changed = spelled.partition(":")
+    if name in recipes:
+        spelled = _joined(*recipes[name].split(":", 1), *([changed] if changed else []))
+        name, _, changed = spelled.partition(":")
+    if name in defaults:
+        given = dict(pair.split("=", 1) for pair in changed.split(",") if pair)
+        spelled = _joined(name, ",".join(f"{k}={v}" for k, v in _given_now(given, name, defaults[name]).items()))
+    return " ".join([named(spelled), *rest])
+
+
+def _joined(name: str, *settings_texts: str) -> str:
+    """`low2` and the texts of settings, of which a later one wins."""
+    given: dict[str, str] = {}
+    for text in settings_texts:
+        given |= dict(pair.split("=", 1) for pair in text.split(",") if pair)
+    return ":".join([name, ",".join(f"{key}={value}" for key, value in given.items())]) if given else name
+
+
+@functools.cache
+def named(spelled: str) -> str:
+    """What the methods' lists of settings, or a recipe of the package, call these settings; else the text as it is."""
+    return spelled if spelled in _listed() else _names().get(_meaning(spelled), spelled)
+
+
+@functools.cache
+def _listed() -> tuple[str, ...]:
+    return (*(one.setting for name in list_methods() for one in get_method(name).measured), *list_methods())
+
+
+@functools.cache
+def _names() -> dict[str | None, str]:
+    recipes = sorted(path.stem for path in configs_dir().glob("*.yaml"))
+    return {_meaning(text): text for text in (*recipes, *_listed())}
+
+
+def _meaning(spelled: str) -> str | None:
+    """Method and all settings of a text; None for what is no setting, or none any more."""
+    try:
+        recipe = find_recipe(spelled, None, {})
+    except QAttnError:
+        return None
+    return None if recipe.choices else f"{recipe.method} {recipe.settings.model_dump_json()}"
 
 
 def _given_now(given: dict[str, Any], method: str, former: dict[str, Any]) -> dict[str, Any]:

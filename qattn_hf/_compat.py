@@ -1,10 +1,11 @@
-"""Every branch on the version of transformers, and nothing else."""
+"""Every branch on the version of transformers or of torch, and nothing else."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from packaging.version import Version
 from transformers import PretrainedConfig, cache_utils
@@ -31,6 +32,14 @@ def warn_if_untested() -> None:
             f"qattn_hf was tested with transformers {TESTED[0]} to {TESTED[1]}, not with {transformers.__version__}",
             stacklevel=3,
         )
+
+
+def exporting() -> bool:
+    """Whether a `torch.export` is under way.
+
+    `torch.compiler.is_exporting` says so of any compiled call in torch 2.11; the flag behind it does not.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def by_cache_name(kwargs: dict[str, Any]) -> dict[str, Any]:

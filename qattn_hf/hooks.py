@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qattn_hf import attention, direct_forward, latent, offsets
-from qattn_hf._compat import CACHE, by_cache_name
+from qattn_hf._compat import CACHE, by_cache_name, exporting
 from qattn_hf.cache import QAttnCache
 from qattn_hf.continuous.cache import PagedCache
 from qattn_hf.continuous.manager import init_continuous_batching
@@ -52,7 +52,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         UnsupportedError: training, attention weights as output, a cache of another kind or model, a mask with holes,
             packed sequences, tokens beyond a sliding window, an export.
     """
-    if torch.compiler.is_exporting():
+    if exporting():
         _refuse_export()
     patched = patch_of(module)
     kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
@@ -163,7 +163,7 @@ def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str,
             sliding window, an export without a cache.
     """
     kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
-    if torch.compiler.is_exporting() and kwargs.get(CACHE) is None:  # transformers' masks then are not causal ones
+    if exporting() and kwargs.get(CACHE) is None:  # transformers' masks then are not causal ones
         _refuse_export()
     _check_call(module, kwargs)
     patched, device = patch_of(module), next(module.parameters()).device

@@ -47,6 +47,17 @@ def test_an_export_names_the_way_out(export: Callable, settings: dict[str, Any],
         export(model, strict)
 
 
+@pytest.mark.parametrize("settings", [{"method": "turbo"}, {"method": "sage2", "cache": "model"}], ids=str)
+def test_a_compiled_call_is_no_export(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    # as torch 2.11 answers inside of any compiled call
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    model = patch(tiny_llama(), **settings)
+    cache = model(IDS).past_key_values
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    step(IDS[:, :1], past_key_values=cache)
+    assert int(cache.get_seq_length()) == IDS.shape[1] + 1
+
+
 def test_the_unpatched_model_is_exported():
     model = unpatch(patch(tiny_llama(), "none"))
     exported = by_torch(model, strict=False).module()(IDS, use_cache=False)

@@ -138,6 +138,7 @@ def test_numbers_of_a_state_that_lie(kind: str, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process that was forked cannot use CUDA")
 def test_numbers_of_a_state_that_lie_to_kernels(tmp_path: Path):
     lie_about_states(honest("kernels", tmp_path), tmp_path)
 

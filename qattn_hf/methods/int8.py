@@ -20,7 +20,7 @@ class Int8(RotatedMethod):
     variants = ({"rotate_k": "hadamard", "rotate_v": "hadamard"},)
     measured = (
         Measured("int8", "quality compare bits tune decode prefill released", record="8bit"),
-        Measured("int8:rotate_k=hadamard", "bits decode prefill released"),
+        Measured("int8_rotated", "compare bits decode prefill released"),
     )
 
     smooth_k: bool = Field(False, description=SMOOTH_K)

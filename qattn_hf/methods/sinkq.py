@@ -24,10 +24,11 @@ class SinkQ(Kivi):
         Measured("sinkq:sink_skip_layers=0", "quality"),
         Measured("sinkq:rotate_k=hadamard", "quality", record="low_bits"),
         Measured("sinkq:clip=0.75", "quality", record="low_bits"),
-        Measured("sinkq:rotate_k=hadamard,clip=0.75", "quality decode", record="low_bits"),
-        Measured("sinkq:bits=3,rotate_k=hadamard", "quality decode", record="low_bits"),
-        Measured("low2", "compare released"),
-        Measured("low3", "compare released"),
+        Measured("sinkq:rotate_k=hadamard,clip=0.75", "quality", record="low_bits"),
+        Measured("sinkq:bits=3,rotate_k=hadamard", "quality", record="low_bits"),
+        Measured("low2", "compare bits decode prefill released"),
+        Measured("low3", "compare bits decode prefill released"),
+        Measured("low4", "compare bits decode prefill released"),
         Measured("sinkq:group_size=32", "bits"),
     )
 

@@ -44,7 +44,7 @@ class Turbo(WindowedMethod):
         Measured("turbo:bits=mixed,sink_num=0", "quality compare bits trees-decode released"),
         Measured("turbo:bits=2,sink_num=0", "quality compare bits trees-decode released"),
         Measured("turbo:softmax=sas,sink_num=0", "quality trees-decode trees-prefill"),
-        Measured("turbo:rotate_k=hadamard,v_scale=token,sink_num=0", "quality decode", record="turbo_rotated"),
+        Measured("turbo:rotate_k=hadamard,v_scale=token,sink_num=0", "quality", record="turbo_rotated"),
         *(
             Measured(f"turbo:{pieces}", "quality", record="turbo_pieces")
             for pieces in (
@@ -58,7 +58,7 @@ class Turbo(WindowedMethod):
                 "bits=2,rotate_k=hadamard,v_scale=token",
             )
         ),
-        Measured("turbo_rotated", "compare released"),
+        Measured("turbo_rotated", "compare bits decode prefill released"),
         Measured("turbo_sink_k4v2", "compare released"),
     )
 
