@@ -3,10 +3,10 @@
     python eval/choose.py FOLDER... --text WIKITEXT --bits 2.5,3.5,4.5,8 --tune 3.5
     python eval/record.py choose -- python eval/choose.py ...
 
-KL is read as `eval/released.py` reads it: a prompt, and true decode steps through the packed cache. Of each budget the
 KL is read as `eval/released.py` reads it: a prompt, and true decode steps through the packed cache. For each budget the
-within it. Prints one JSON row a budget: what was chosen, its KL, the best of the others with its KL, their ratio, and
-the probe's seconds. `--tune` adds a row with the seconds of `qattn tune` for so many bits and the KL of its recipe.
+choice is measured, and all settings that `eval/released.py` measures whose bits in closed blocks are within it. Prints
+one JSON row a budget: what was chosen, its KL, the best of the others, their ratio, and the seconds of the probe.
+`--tune` adds a row with the seconds of `qattn tune` for so many bits and the KL of its recipe.
 """
 
 from __future__ import annotations
