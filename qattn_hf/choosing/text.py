@@ -87,7 +87,7 @@ def _of_text(model: PreTrainedModel) -> torch.Tensor | None:
     if not name:
         return None
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
         ids = torch.tensor([tokenizer(TEXT, verbose=False).input_ids], device="cpu")
     except Exception:  # whatever a foreign folder holds: the report says that there was no tokenizer
         return None
