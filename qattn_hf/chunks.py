@@ -6,6 +6,7 @@ would look lossless whatever the cache does to them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -39,7 +40,12 @@ def cuts(tokens: int, chunk: int = CHUNK, steps: int = 0) -> list[int]:
 
 @torch.inference_mode()
 def feed(
-    model: Any, ids: torch.Tensor, at: list[int], attention_mask: torch.Tensor | None = None, cache: Any = None
+    model: Any,
+    ids: torch.Tensor,
+    at: list[int],
+    attention_mask: torch.Tensor | None = None,
+    cache: Any = None,
+    unscored: int = 0,
 ) -> Iterator[Chunk]:
     """Feed rows of tokens through one cache, a chunk at a time, and yield a `Chunk` for each.
 
@@ -49,14 +55,18 @@ def feed(
         attention_mask: int64 `[B, T]`, 0 for padding, columns that the cache already holds included. With it, positions
             count a row's own tokens, as in `generate`: a padded row is read as it would be alone.
         cache: the cache to continue; by default the model makes one.
+        unscored: first columns whose logits nobody needs. A chunk that ends there has those of its last column alone,
+            where the model can leave the others out.
     """
     cached = 0 if cache is None else int(cache.get_seq_length())  # a packed cache counts on in the tensor it returns
+    last_alone = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     for start, stop in pairwise(at):
         out = model(
             ids[:, start:stop],
             use_cache=True,
             **{CACHE: cache},
             **_mask_arguments(attention_mask, cached, start, stop),
+            **(last_alone if stop <= unscored else {}),
         )
         cache = out[CACHE]
         yield Chunk(start, stop, out.logits.float(), cache)

@@ -44,11 +44,12 @@ def patch(
         method: a method's name (`list_methods()`) or a recipe's, with settings or without: `turbo_sink`, `turbo:bits=2`
             (see `qattn_hf.spelling`).
         recipe: a YAML file, the name of a recipe of this package, a folder or a hub repository with `qattn.yaml`, or a
-            `Recipe`. With neither method nor recipe: `qattn.yaml` in the folder that the model was loaded from, as
-            `save_pretrained` of a patched model writes it; else `turbo`.
+            `Recipe`. Without both: what the model chooses within `bits` or `kl`; else `qattn.yaml` in the model's
+            folder, as `save_pretrained` writes it; else `turbo`.
         settings: settings of the method, by the names of the recipe's YAML keys; they win over the recipe's. Also
-            `layers`, other settings for some layers (see `qattn_hf.recipe`), and `family=False`, the method's own
-            defaults in place of those for the model's family.
+            `layers`, other settings for some layers (see `qattn_hf.recipe`), and `family=False`, which leaves out the
+            defaults of the model's family. Without both `bits=3.5` asks for the least loss in so many bits a value of
+            closed blocks, `kl=0.01` for the fewest bits that lose no more: `qattn_hf.choosing.choose`.
 
     Returns:
         the same object.
@@ -60,16 +61,16 @@ def patch(
     """
     check_model(model)
     _compat.warn_if_untested()
-    chosen = find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
+    chosen = _recipe(model, method, recipe, settings)
     device_type = device_of(model).type
     specs = chosen.layer_specs(model.config, device_type, shard_of(model))
     own = own_states(specs)
     if not chosen.settings.packs():
         check_full(model)
     decode = resolve_decode(model, chosen.settings.decode, own) if chosen.settings.packs() else ("stock", STEPS)
-    text = model.config.get_text_config(decoder=True)
     beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
-    patched = Patched(chosen, specs, beside, device_type, [], *decode, narrowest(text), sizes)
+    window = narrowest(model.config.get_text_config(decoder=True))
+    patched = Patched(chosen, specs, beside, device_type, [], *decode, window, sizes)
     name = patched.register()
     patched.constants = _unpatched_constants(model, specs)
     own_config(model)
@@ -85,10 +86,38 @@ def patch(
     if chosen.settings.packs():
         warm.begin_for(model, specs, shard_of(model).size)
         _note_unused(model)
-    if not any(map(of_method, specs)):
-        where = "unquantized" if patched.packed else "the model's own"
-        warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=2)
+    _warn_of_nothing(specs)
     return model
+
+
+def _warn_of_nothing(specs: list[LayerSpec | ModelLayerSpec]) -> None:
+    """Warn where no layer is packed by the method."""
+    if not any(map(of_method, specs)):
+        where = "unquantized" if any(isinstance(spec, LayerSpec) for spec in specs) else "the model's own"
+        warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=3)
+
+
+def _recipe(model: PreTrainedModel, method: str | None, recipe: Any, settings: dict[str, Any]) -> Recipe:
+    """The recipe that the model chooses within a budget; else the one that is named, with the family's defaults."""
+    if method is None and recipe is None and settings.keys() & {"bits", "kl"}:
+        return _chosen(model, settings)
+    return find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
+
+
+def _chosen(model: PreTrainedModel, settings: dict[str, Any]) -> Recipe:
+    """The recipe that a model chooses within `bits` or `kl`; an earlier patch is undone for the probe and put back."""
+    from qattn_hf.choosing.choose import check_budget, choose, warn_of_whole_bits  # which patches models
+
+    bits, kl, shared = check_budget(settings)
+    warn_of_whole_bits(bits, stacklevel=5)
+    if not hasattr(model, "_qattn"):
+        return choose(model, bits, kl, shared)
+    earlier = patch_of(model).recipe
+    unpatch(model)
+    try:
+        return choose(model, bits, kl, shared)
+    finally:
+        patch(model, recipe=earlier)
 
 
 def _unpatched_constants(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[State]:

@@ -36,6 +36,7 @@ import yaml
 from transformers import PretrainedConfig
 
 from qattn_hf import latent, recipe_files
+from qattn_hf.chosen import Chosen
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.families import FamilyDefaults, find_family
 from qattn_hf.heads import head_sizes
@@ -66,6 +67,7 @@ class Recipe:
         choices: the layers that have other settings.
         by_family: whether `for_model` adds the defaults of the model's family.
         family: the family's defaults that are in use, once `for_model` added them; else None.
+        chosen: why the model chose it, where `patch` was given a budget and no method; else None.
     """
 
     settings: Method
@@ -73,6 +75,7 @@ class Recipe:
     choices: tuple[LayerChoice, ...] = ()
     by_family: bool = False
     family: FamilyDefaults | None = None
+    chosen: Chosen | None = dataclasses.field(default=None, compare=False)
 
     @property
     def method(self) -> str:

@@ -84,13 +84,12 @@ class Report:
 
         - `method`, `recipe`, `recipe_origin`: name and all settings of the method, and where they come from.
         - `recipe_layers`: layers with other settings. `recipe_family`: settings from the model's family with their
-          reason, or None.
+          reason. `chosen`: why the model chose the recipe (`qattn_hf.chosen.Chosen`). None: neither was so.
         - `impl`: what computes, `triton`, `reference`, or both.
         - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or would run them if
           there was none. `decode_reason`: why not as a graph, or None. Over transformers' own caches `decode` is
           `stock`, bytes and tokens are 0 and `layers` is empty.
-        - `prefill_chunk_size`: the last `generate` fed longer prompts in calls of so many tokens, which read those
-          of earlier calls from their codes. None: a prompt is one call.
+        - `prefill_chunk_size`: tokens of the calls in which the last `generate` fed its prompt; None: it was one call.
         - `packed_tokens`, `open_tokens`: tokens of all rows, quantized or still open, in the packed layer that packed
           least; sliding windows are left out where other layers are packed.
         - `kv_bytes`: bytes of all tensors of all layers, spare capacity and ring included. `kv_bytes_full_precision`:
@@ -124,6 +123,7 @@ class Report:
             "recipe_layers": {choice.where: choice.given for choice in self.recipe.choices},
             "recipe_origin": self.recipe.origin,
             "recipe_family": None if self.recipe.family is None else self.recipe.family.to_dict(),
+            "chosen": None if self.recipe.chosen is None else self.recipe.chosen.to_dict(),
             "impl": self.impl,
             "decode": self.decode,
             "decode_reason": self.decode_reason,
@@ -162,6 +162,8 @@ class Report:
         )
         if family := self._family_text():
             console.print(f"the model's family: {family}")
+        if self.recipe.chosen is not None:
+            console.print(str(self.recipe.chosen))
         if not self.recipe.settings.packs():
             console.print(
                 "nothing is packed: keys and values are in transformers' own cache, and calls of more than "

@@ -13,10 +13,8 @@ from small_types import PACKED, tiny
 from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, QAttnError, RecipeError, UnsupportedError, patch, release, unpatch
-from qattn_hf.compare import find_recipes, read_as
 from qattn_hf.model_constants import compensation
 from qattn_hf.recipe import find_recipe
-from qattn_hf.tune import Budget, tune
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -144,8 +142,3 @@ def test_what_cannot_be_compensated_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UnsupportedError, match="layer 0 gets no queries"):
         patch(patched, **METHOD)
     assert patched._qattn.recipe.method == "turbo" and torch.equal(patched(random_ids(1, 70)).logits, before)
-    model = model_of()
-    candidates = find_recipes(["kivi:compensate_k=true", "int8"])
-    reading = read_as(random_ids(1, 60), batch=1)
-    with pytest.raises(QAttnError, match="tune with compensate_k=False"):
-        tune(model, candidates, reading, reading, Budget(bits=4))

@@ -77,7 +77,7 @@ def test_a_saved_model_keeps_its_recipe(tmp_path, caplog):
     assert recipe.given() == model._qattn.recipe.given()
     assert str(tmp_path / "qattn.yaml") in caplog.text
     assert report(loaded).to_dict()["recipe_origin"] == str(tmp_path / "qattn.yaml")
-    assert patch(loaded, bits=4)._qattn.recipe.settings.bits == 4
+    assert patch(loaded, "turbo", bits=4)._qattn.recipe.settings.bits == 4
     unpatch(loaded)
     assert "save_pretrained" not in vars(loaded)
     assert QAttnCache.for_model(loaded).recipe.settings.bits == 2

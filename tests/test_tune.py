@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -19,12 +18,13 @@ from qattn_hf.chunks import cuts, feed
 from qattn_hf.cli import main
 from qattn_hf.fidelity.budget import plans, within_bytes, within_kl
 from qattn_hf.fidelity.compare import compare, full_logits, through
+from qattn_hf.fidelity.estimate import fewer
 from qattn_hf.fidelity.metrics import text_figures
 from qattn_hf.fidelity.options import HeadLosses, Option, by_head
 from qattn_hf.fidelity.sensitivity import Trial, losses
 from qattn_hf.fidelity.sizes import size_of
 from qattn_hf.fidelity.texts import read_as
-from qattn_hf.fidelity.tune import Budget, tune
+from qattn_hf.fidelity.tune import Budget, Tuner, tune
 from qattn_hf.fidelity.tuned import ranges, recipe_of
 from qattn_hf.recipe import find_recipe, find_recipes
 
@@ -303,16 +303,39 @@ def test_what_cannot_be_tuned_is_one_line(capsys, arguments: list[str], said: st
 
 
 @pytest.mark.parametrize(
-    ("candidate", "part"),
-    [
-        ("low2", "tune with low2:compensate_k=False"),
-        ("kivi:bits=2,compensate_k=True", "tune with compensate_k=False"),
-    ],
+    ("candidate", "constant"),
+    [("low2", "k.compensation"), ("turbo:rotate_k=hadamard,equalize_k=true", "k.equalizer")],
 )
-def test_a_candidate_that_cannot_be_tried_is_refused_before_a_model_loads(
-    tmp_path, monkeypatch, capsys, candidate: str, part: str
-):
-    monkeypatch.setattr(import_module("qattn_hf.cli.tune"), "load", lambda *_: pytest.fail("a model was loaded"))
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "--bits", "3", "-o", str(tmp_path / "found.yaml"), "--candidate", candidate])
-    assert ended.value.code and part in " ".join(capsys.readouterr().err.split())
+def test_a_candidate_with_constants_of_the_model_is_tried_with_them(readings, candidate: str, constant: str):
+    """In a model of one layer a trial is what the patched model loses."""
+    model = tiny_llama(num_hidden_layers=1, initializer_range=0.3)
+    recipes = find_recipes([candidate])
+    tuner = Tuner(model, recipes, readings[0], AT, torch.float32, lambda _: None)
+    tuner.screen()
+    trial = tuner._trial(0, candidate, "", 0)
+    patched = patch(tiny_llama(num_hidden_layers=1, initializer_range=0.3), recipe=recipes[candidate])._qattn
+    torch.testing.assert_close(trial.constants[constant], patched.constants[0][constant], atol=0, rtol=0)
+    (alone,) = losses(model, [trial], readings[0])
+    # compare leaves out each row's last token
+    assert alone == pytest.approx(compare(model, recipes, readings[0])[0]["kl"], rel=2e-2)
+
+
+def test_few_trials_tell_the_others(readings):
+    """Two a layer; what is estimated lies within a factor of two of what a trial of its own says."""
+    model, candidates = noisy_llama(), find_recipes([*CANDIDATES, "turbo:bits=2", "low3", "turbo"])
+    tuner = Tuner(model, candidates, readings[0], AT, torch.float32, lambda _: None)
+    names = tuner.screen()
+    tuner.options(names)
+    assert sum(row["measured"] for row in tuner.trials) == 2 * LAYERS < len(tuner.trials) / 3
+    keys = [(row["layer"], (row["candidate"], row["side"], row["head"])) for row in tuner.trials]
+    each = losses(model, [tuner._trial(layer, *key) for layer, key in keys], tuner.reading)
+    for row, true in zip(tuner.trials, each, strict=True):
+        assert row["kl"] == pytest.approx(true, rel=1e-3 if row["measured"] else 1.0, abs=1e-7)
+        assert true < 2 * row["kl"] + 1e-7
+
+
+def test_long_readings_are_made_of_fewer_calls():
+    at = cuts(1024, 61)
+    assert fewer(at, 341)[0] == 0 and fewer(at, 341)[-1] == 1024 and fewer(at, 341)[1] >= 341
+    assert len(fewer(at, 341)) < len(at) / 2 and set(fewer(at, 341)) <= set(at)
+    assert fewer(cuts(300, 61), 100) == cuts(300, 61)

@@ -46,7 +46,7 @@ def tune(
     check_rows: Annotated[int, typer.Option("--check-rows", min=1, help="Other rows, for the check.")] = 8,
     tokens: Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row; scored after a third of it.")] = 1024,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Last tokens of a checked row, one by one.")] = 64,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Rows read at once; trials share them.")] = 8,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Rows read at once; trials share them.")] = 32,
     at_tokens: AtTokensOption = 4096,
     dtype: DtypeOption = "auto",
     check_text: Annotated[

@@ -28,9 +28,11 @@ from qattn_hf.fidelity.observe import Call, observed, packed_layers, packed_wind
 from qattn_hf.fidelity.sizes import size_of
 from qattn_hf.fidelity.texts import Reading
 from qattn_hf.layer import QAttnLayer
+from qattn_hf.model_constants import Passes, constants
 from qattn_hf.patcher import patch, unpatch
-from qattn_hf.recipe import Recipe
+from qattn_hf.recipe import Recipe, check_packs
 from qattn_hf.reporting import report
+from qattn_hf.tensor_parallel import shard_of
 
 Row = dict[str, Any]
 Progress = Callable[[str], None]
@@ -47,19 +49,28 @@ class ShadowCaches:
         caches: one packed cache a recipe, by name.
         windows: layers that are packed sliding windows in any of them.
         sums: errors of attention outputs by recipe and packed layer.
+        squares: the same errors squared, of each KV head, fp64 `[Hkv]`.
     """
 
     def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int):
-        self.model, self.recipes, self.first = model, recipes, first
+        self.model, self.first, self.passes = model, first, Passes()
+        self.recipes = {name: recipe.for_model(model.config) for name, recipe in recipes.items()}
         self.renew()
         packed = packed_layers(model)
         windows = {name: packed_windows(cache) for name, cache in self.caches.items()}
         self.windows = {i for found in windows.values() for i in found}
         self.sums = {name: {i: AttentionSums() for i in sorted([*packed, *windows[name]])} for name in recipes}
+        self.squares: dict[str, dict[int, torch.Tensor]] = {name: {} for name in recipes}
 
     def renew(self) -> None:
         """Make empty caches, for other rows; the sums continue."""
-        self.caches = {name: QAttnCache.for_model(self.model, recipe=recipe) for name, recipe in self.recipes.items()}
+        self.caches = {name: self._empty(recipe) for name, recipe in self.recipes.items()}
+
+    def _empty(self, recipe: Recipe) -> QAttnCache:
+        check_packs(recipe)
+        device = device_of(self.model).type
+        specs = recipe.layer_specs(self.model.config, device, shard_of(self.model))
+        return QAttnCache(specs, recipe, None, device).with_constants(constants(self.model, specs, self.passes))
 
     def __call__(self, call: Call) -> None:
         for name, cache in self.caches.items():
@@ -70,6 +81,11 @@ class ShadowCaches:
             out = call.packed_out(layer)
             if skip < out.shape[1]:
                 self.sums[name][call.layer].add(call.out[:, skip:], out[:, skip:])
+                square = (
+                    (out - call.out)[:, skip:].double().square().sum((0, 1, 3)).unflatten(0, (call.keys.shape[1], -1))
+                )
+                before = self.squares[name].get(call.layer)
+                self.squares[name][call.layer] = square.sum(1) if before is None else before + square.sum(1)
 
 
 def compare(
@@ -135,7 +151,7 @@ def compare(
 
 def full_logits(model: PreTrainedModel, ids: torch.Tensor, reading: Reading) -> list[torch.Tensor]:
     """Logits of the scored tokens, a tensor `[B, t, vocabulary]` for each chunk, in the model's precision."""
-    chunks = feed(model, ids.to(device_of(model)), reading.at)
+    chunks = feed(model, ids.to(device_of(model)), reading.at, unscored=reading.first)
     return [c.logits[:, max(0, reading.first - c.start) :].to(model.dtype) for c in chunks if c.stop > reading.first]
 
 

@@ -1,8 +1,9 @@
-"""Sensitivity of a model to quantization of one layer or head: KL with the rest in full precision."""
+"""What a model loses where some of its layers are packed and the rest is in full precision, as KL to full precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -17,16 +18,18 @@ from qattn_hf.fidelity.texts import Reading
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.layer_kinds import model_layers
 from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
 
 
 class Trial(NamedTuple):
-    """One layer, by index, packed by one spec."""
+    """One layer, by index, packed by one spec, with the constants that such a layer has of its model (`constants`)."""
 
     layer: int
     spec: LayerSpec
+    constants: State = MappingProxyType({})  # type: ignore[assignment]
 
 
-def losses(model: PreTrainedModel, trials: Sequence[Trial], reading: Reading) -> Iterator[float]:
+def losses(model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading) -> Iterator[float]:
     """Measure each trial, and yield its KL in nats a token, mean over the scored tokens of all rows, in their order.
 
     The model reads through transformers' own cache; only the trial's layer attends through a packed one, and those that
@@ -34,6 +37,7 @@ def losses(model: PreTrainedModel, trials: Sequence[Trial], reading: Reading) ->
 
     Args:
         model: not patched; it is left as it was.
+        trials: each of one layer, or several of different layers that are packed together.
     """
     full = full_logits(model, reading.ids, reading)
     together = max(1, reading.batch // len(reading.ids))
@@ -42,30 +46,32 @@ def losses(model: PreTrainedModel, trials: Sequence[Trial], reading: Reading) ->
 
 
 def _read(
-    model: PreTrainedModel, trials: Sequence[Trial], reading: Reading, full: list[torch.Tensor]
+    model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading, full: list[torch.Tensor]
 ) -> Iterator[float]:
     rows, device = len(reading.ids), device_of(model).type
     written = {i: own.reads for i, own in enumerate(model_layers(model.config)) if own and own.reads is not None}
-    layers = {  # by trial and layer: one that reads another's keys packs them, too
-        (i, layer): QAttnLayer(trial.spec, device_type=device)
-        for i, trial in enumerate(trials)
-        for layer in (trial.layer, *(reader for reader, read in written.items() if read == trial.layer))
-    }
+    layers: dict[tuple[int, int], QAttnLayer] = {}
+    for i, trial in enumerate(trials):
+        for one in (trial,) if isinstance(trial, Trial) else trial:
+            # one that reads another's keys packs them, too
+            for at in (one.layer, *(reader for reader, read in written.items() if read == one.layer)):
+                layers[i, at] = QAttnLayer(one.spec, device_type=device)
+                layers[i, at].constants = dict(one.constants)
 
     def replace_output(call: Call) -> torch.Tensor | None:
-        tried = written.get(call.layer, call.layer)
-        if all(trial.layer != tried for trial in trials):
+        tried = [i for i in range(len(trials)) if (i, call.layer) in layers]
+        if not tried:
             return None
         out = call.out.clone()
-        for i, trial in enumerate(trials):
-            if trial.layer == tried:
-                own = slice(i * rows, (i + 1) * rows)
-                out[own] = call.of(own).packed_out(layers[i, call.layer]).to(out.dtype)
+        for i in tried:
+            own = slice(i * rows, (i + 1) * rows)
+            out[own] = call.of(own).packed_out(layers[i, call.layer]).to(out.dtype)
         return out
 
     sums, count, full_chunks = [0.0] * len(trials), 0, iter(full)
     with observed(model, replace_output, written):
-        for chunk in feed(model, reading.ids.repeat(len(trials), 1).to(device_of(model)), reading.at):
+        ids = reading.ids.repeat(len(trials), 1).to(device_of(model))
+        for chunk in feed(model, ids, reading.at, unscored=reading.first):
             if chunk.stop > reading.first:
                 log_p = next(full_chunks).float().log_softmax(-1)
                 count += log_p.shape[0] * log_p.shape[1]

@@ -15,6 +15,8 @@ from qattn_hf.window_layer import packed_layer
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
+SPACING = 2**13  # tokens, a multiple of every block
+
 
 class Size(NamedTuple):
     """Size of the packed layers of a cache of one row, with a capacity of exactly its tokens.
@@ -62,6 +64,12 @@ def layer_bytes(spec: LayerSpec, geometry: Geometry, tokens: int, dtype: torch.d
     layer = packed_layer(spec, tokens)
     _initialize(layer, geometry, dtype, "meta", tokens)
     return sum(tensor.nbytes for tensor, _ in layer.state_tensors().values())
+
+
+def block_bits(spec: LayerSpec, geometry: Geometry, dtype: torch.dtype) -> float:
+    """Bits of a value in a layer's closed blocks: what so many tokens more add, without the open ones."""
+    more = layer_bytes(spec, geometry, 2 * SPACING, dtype) - layer_bytes(spec, geometry, SPACING, dtype)
+    return 8 * more / values_of(geometry, SPACING)
 
 
 def _initialize(layer: QAttnLayer, geometry: Geometry, dtype: torch.dtype, device: str, tokens: int) -> None:

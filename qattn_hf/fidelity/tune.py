@@ -5,8 +5,9 @@ Layers that are the model's own stay as they are; layers, bytes and bits below a
 1. Screening. All candidates shadow a model in full precision (`compare.ShadowCaches`). In each layer, a candidate is
    dropped if another one needs no more bytes and has no larger error of the attention output; one that chooses heads
    also if a smaller one that does is nearly as good.
-2. Sensitivity. Each remaining candidate is tried in each layer alone, the rest in full precision (`sensitivity`): the
-   KL to full precision is its loss there. Candidates that choose heads are tried head by head.
+2. Sensitivity. In each layer alone, the rest in full precision, the candidates of least and of largest error are tried
+   (`sensitivity`): the KL to full precision is their loss there. That of the others follows from their errors
+   (`estimate`), of candidates that choose heads head by head.
 3. Budget. Small errors of different layers are nearly independent, so their KLs add up; `budget.plans` finds the best
    sum for every size.
 4. Check. The recipe is measured end to end, on the rows that it was tuned on and on other rows. For a budget in KL the
@@ -28,13 +29,15 @@ from qattn_hf.cache import QAttnCache
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.budget import Plan, plans, within_bytes, within_kl
 from qattn_hf.fidelity.compare import Progress, Row, ShadowCaches, compare, full_logits
+from qattn_hf.fidelity.estimate import anchors, estimated, fewer
 from qattn_hf.fidelity.metrics import pareto
 from qattn_hf.fidelity.observe import check_observed, observed, packed_layers
-from qattn_hf.fidelity.options import HeadLosses, Option, Shape, by_head
+from qattn_hf.fidelity.options import HeadLosses, Option, Shape, by_head, settings_with
 from qattn_hf.fidelity.sensitivity import Trial, losses
 from qattn_hf.fidelity.sizes import layer_bytes, values_of
 from qattn_hf.fidelity.texts import Reading
 from qattn_hf.fidelity.tuned import recipe_of
+from qattn_hf.heads import head_sizes
 from qattn_hf.recipe import Recipe
 from qattn_hf.reporting import report
 from qattn_kernels.layer.spec import LayerSpec
@@ -45,6 +48,7 @@ MIN_PACKED = 0.75  # share of the tokens that every candidate must pack
 ROUNDS = 5  # plans that are measured for a budget in KL
 MARGIN = 0.97  # share of a budget in KL that a correction aims at, so that it does not end just above it
 TINY = 1e-12
+HeadKey = tuple[str, str, int]  # candidate, side, head; no side: no head has 2 bits
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,9 @@ class Tuned:
         measured: row of `compare` for the recipe, on the rows that it was tuned on.
         checked: rows of `compare` on other rows: the recipe's, then those of the references.
         chosen: the option chosen for each packed layer.
-        trials: one row a trial: `layer`, `candidate`, `kl` with the rest of the model in full precision, and `side` and
-            `head` of the one 2-bit head (empty: no head has 2 bits).
+        trials: one row for each candidate of each layer: `kl` with the rest of the model in full precision, whether it
+            was `measured` or follows from its error, and `side` and `head` of the one 2-bit head (empty: no head has 2
+            bits).
     """
 
     recipe: Recipe
@@ -103,12 +108,18 @@ def check_candidates(candidates: dict[str, Recipe]) -> None:
     for name, recipe in candidates.items():
         if recipe.choices:
             raise QAttnError(f"{name} has settings by layers; a candidate is one for any layer: leave out layers")
-        if of_model := [x for x in ("compensate_k", "equalize_k") if getattr(recipe.settings, x, False)]:
-            without, both = ",".join(f"{x}=False" for x in of_model), " and ".join(of_model)
-            raise QAttnError(
-                f"{name} has {both}, which a layer tried alone has not: tune with "
-                f"{without if ':' in name else f'{name}:{without}'}, and set {both} in the recipe that is found"
-            )
+
+
+def by_reference(recipe: Recipe) -> Recipe:
+    """The recipe computed by the reference, without defaults of the model's family, as `recipe_of` has it."""
+    return dataclasses.replace(
+        recipe, settings=recipe.settings.model_copy(update={"impl": "reference"}), by_family=False
+    )
+
+
+def _variant(name: str, side: str) -> str:
+    """Name of a candidate with 2 bits in all heads of one side, or of none."""
+    return f"{name}, 2 bits in {side or 'no'} heads"
 
 
 class Tuner:
@@ -131,9 +142,14 @@ class Tuner:
         progress: Progress,
     ):
         check_candidates(candidates)
-        self.model, self.candidates, self.reading, self.progress = model, candidates, reading, progress
+        # the reference: kernels of so many settings take longer to compile than it takes to run
+        self.candidates = {name: by_reference(recipe) for name, recipe in candidates.items()}
+        self.model, self.progress = model, progress
+        self.reading = Reading(reading.ids, fewer(reading.at, reading.first), reading.first, reading.batch)
         self.at_tokens, self.dtype = at_tokens, dtype
         self.layers = packed_layers(model)
+        heads = {i: head_sizes(model.config, i).kv for i in self.layers}
+        self.shape = Shape(model.config.get_text_config(decoder=True).num_hidden_layers, heads)
         self.geometries: dict[int, Geometry] = {}
         self.specs: dict[str, list[Any]] = {}
         self.trials: list[Row] = []
@@ -141,18 +157,27 @@ class Tuner:
     def screen(self) -> list[list[str]]:
         """Names of the candidates to try in each packed layer."""
         self.progress("screening candidates")
-        shadows = ShadowCaches(self.model, self.candidates, self.reading.first)
-        caches = shadows.caches
+        self.shadows = ShadowCaches(self.model, {**self.candidates, **self._by_head()}, self.reading.first)
+        caches = self.shadows.caches
         for cache in caches.values():
             check_observed(cache)
-        with observed(self.model, shadows):
+        with observed(self.model, self.shadows):
             full_logits(self.model, self.reading.ids, self.reading)
         self._check_packed(caches)
         any_cache = next(iter(caches.values()))
         self.geometries = {i: any_cache.layers[i].geometry for i in self.layers}
         self.specs = {name: [layer.spec for layer in cache.layers] for name, cache in caches.items()}
-        self.shape = Shape(len(any_cache.layers), {i: geometry.heads for i, geometry in self.geometries.items()})
-        return [self._candidates_of(i, shadows) for i in self.layers]
+        return [self._candidates_of(i, self.shadows) for i in self.layers]
+
+    def _by_head(self) -> dict[str, Recipe]:
+        """Of candidates that choose heads: with 4 bits in all, with 2 bits in all of K, and in all of V."""
+        every = [tuple(range(self.shape.heads.get(i, 0))) for i in range(self.shape.layers)]
+        found = {}
+        for name, recipe in self.candidates.items():
+            for side in ("", "k", "v") if by_head(recipe) else ():
+                lows = [(low if side == "k" else (), low if side == "v" else ()) for low in every]
+                found[_variant(name, side)] = dataclasses.replace(recipe, settings=settings_with(recipe, lows))
+        return found
 
     def _check_packed(self, caches: dict[str, QAttnCache]) -> None:
         """Refuse a candidate that leaves many tokens of a short row open: it would lose more in a long context."""
@@ -183,33 +208,51 @@ class Tuner:
         return layer_bytes(spec, self.geometries[layer], self.at_tokens, self.dtype)
 
     def options(self, candidates: list[list[str]]) -> list[list[Option]]:
-        """Try the candidates of each packed layer; returns the options of each, with bytes and expected KL."""
-        trials: list[Trial] = []
-        keys: list[tuple[int, str, str, int]] = []  # layer, candidate, side, head; no side: no head at 2 bits
+        """Try some candidates of each packed layer; returns the options of each, with bytes and expected KL."""
+        errors = {
+            layer: {key: self._error(layer, *key) for name in names for key in self._keys(layer, name)}
+            for layer, names in zip(self.layers, candidates, strict=True)
+        }
+        tried = [(layer, key) for layer, of_layer in errors.items() for key in anchors(of_layer)]
+        measured: dict[int, dict[HeadKey, float]] = {layer: {} for layer in self.layers}
+        trials = [self._trial(layer, *key) for layer, key in tried]
+        for n, ((layer, key), loss) in enumerate(zip(tried, losses(self.model, trials, self.reading), strict=True)):
+            measured[layer][key] = loss
+            self.progress(f"trials: {n + 1} of {len(trials)}")
+        found = []
         for layer, names in zip(self.layers, candidates, strict=True):
-            for name in names:
-                recipe = self.candidates[name]
-                for side, head in [("", 0), *((s, h) for s in "kv" for h in range(self.shape.heads[layer]))]:
-                    if side and not by_head(recipe):
-                        break
-                    lows = {f"{s}_low": (head,) if s == side else () for s in "kv"}
-                    spec = self.shape.spec(recipe, layer, **lows)
-                    impl = self.specs[name][layer].impl
-                    trials.append(Trial(layer, dataclasses.replace(spec, impl=impl)))
-                    keys.append((layer, name, side, head))
-        loss_of: dict[tuple[int, str, str, int], float] = {}
-        for key, loss in zip(keys, losses(self.model, trials, self.reading), strict=True):
-            loss_of[key] = loss
-            self.trials.append({**dict(zip(("layer", "candidate", "side", "head"), key, strict=True)), "kl": loss})
-            self.progress(f"trials: {len(loss_of)} of {len(trials)}")
-        by_layer = zip(self.layers, candidates, strict=True)
-        return [[o for name in names for o in self._options(i, name, loss_of)] for i, names in by_layer]
+            loss_of = estimated(errors[layer], measured[layer])
+            for key, loss in loss_of.items():
+                row = dict(zip(("candidate", "side", "head"), key, strict=True))
+                self.trials.append({"layer": layer, **row, "kl": loss, "measured": key in measured[layer]})
+            found.append([option for name in names for option in self._options(layer, name, loss_of)])
+        return found
 
-    def _options(self, layer: int, name: str, loss_of: dict[tuple[int, str, str, int], float]) -> list[Option]:
-        recipe, none = self.candidates[name], loss_of[layer, name, "", 0]
+    def _keys(self, layer: int, name: str) -> list[HeadKey]:
+        """What can be tried of a candidate in a layer: with no head at 2 bits, and with each single one."""
+        heads = range(self.shape.heads[layer]) if by_head(self.candidates[name]) else ()
+        return [(name, "", 0), *((name, side, head) for side in "kv" for head in heads)]
+
+    def _error(self, layer: int, name: str, side: str, head: int) -> float:
+        """Squared error of a layer's attention output; that of a head is of its own keys and values alone."""
+        squares = self.shadows.squares
+        if not by_head(self.candidates[name]):
+            return float(squares[name][layer].sum())
+        of_heads = squares[_variant(name, "")][layer].clone()
+        if side:
+            of_heads[head] = squares[_variant(name, side)][layer][head]
+        return float(of_heads.sum())
+
+    def _trial(self, layer: int, name: str, side: str, head: int) -> Trial:
+        lows = {f"{s}_low": (head,) if s == side else () for s in "kv"}
+        constants = self.shadows.caches[name].layers[layer].constants or {}
+        return Trial(layer, self.shape.spec(self.candidates[name], layer, **lows), constants)
+
+    def _options(self, layer: int, name: str, loss_of: dict[HeadKey, float]) -> list[Option]:
+        recipe, none = self.candidates[name], loss_of[name, "", 0]
         if not by_head(recipe):
             return [Option(layer, name, (), (), self.bytes_of(self.specs[name][layer], layer), none)]
-        k, v = ([loss_of[layer, name, side, head] for head in range(self.shape.heads[layer])] for side in "kv")
+        k, v = ([loss_of[name, side, head] for head in range(self.shape.heads[layer])] for side in "kv")
         sizes: dict[tuple[int, int], int] = {}  # which heads have 2 bits does not matter to bytes
         options = []
         for k_low, v_low, kl in HeadLosses(none, k, v).combinations():

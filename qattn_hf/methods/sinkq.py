@@ -26,9 +26,9 @@ class SinkQ(Kivi):
         Measured("sinkq:clip=0.75", "quality", record="low_bits"),
         Measured("sinkq:rotate_k=hadamard,clip=0.75", "quality", record="low_bits"),
         Measured("sinkq:bits=3,rotate_k=hadamard", "quality", record="low_bits"),
-        Measured("low2", "compare bits decode prefill released"),
-        Measured("low3", "compare bits decode prefill released"),
-        Measured("low4", "compare bits decode prefill released"),
+        Measured("low2", "compare bits decode prefill tune released"),
+        Measured("low3", "compare bits decode prefill tune released"),
+        Measured("low4", "compare bits decode prefill tune released"),
         Measured("sinkq:group_size=32", "bits"),
     )
 

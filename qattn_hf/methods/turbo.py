@@ -37,7 +37,7 @@ class Turbo(WindowedMethod):
         {"memory": "1GiB", "bits": 2, "rotate_k": "hadamard", "clip": 0.5},
     )
     measured = (
-        Measured("turbo", "quality compare bits decode prefill released", record="turbo_sink"),
+        Measured("turbo", "quality compare bits decode prefill tune released", record="turbo_sink"),
         Measured("turbo:bits=mixed", "quality compare bits tune released", record="turbo_sink"),
         Measured("turbo:bits=2", "quality compare bits released", record="turbo_2"),
         Measured("turbo:sink_num=0", "quality compare bits decode prefill released"),
@@ -58,8 +58,8 @@ class Turbo(WindowedMethod):
                 "bits=2,rotate_k=hadamard,v_scale=token",
             )
         ),
-        Measured("turbo_rotated", "compare bits decode prefill released"),
-        Measured("turbo_sink_k4v2", "compare released"),
+        Measured("turbo_rotated", "compare bits decode prefill tune released"),
+        Measured("turbo_sink_k4v2", "compare tune released"),
     )
 
     bits: Bits = Field(4, description="of K and V: 4, 2, or mixed, where the least sensitive heads get 2")

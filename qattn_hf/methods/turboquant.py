@@ -28,7 +28,7 @@ class TurboQuant(EqualizedMethod):
         {"k_format": "turbo4", "v_format": "turbo2", "equalize_k": True},
     )
     measured = (
-        Measured("turboquant", "quality compare bits decode prefill released"),
+        Measured("turboquant", "quality compare bits decode prefill tune released"),
         Measured("turboquant:k_format=turbo4", "quality compare bits decode released"),
         Measured("turboquant:k_format=q4,v_format=q4", "quality"),
         Measured("turboquant:k_format=turbo3,v_format=turbo3", "quality bits decode released"),

@@ -8,6 +8,7 @@ keys are rotated (`equalize_k`, `equalizer.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -18,13 +19,19 @@ from qattn_hf.model_constants import compensation, equalizer
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
+Passes = dict[tuple[Any, ...], dict[int, torch.Tensor]]  # what passes of a model found, by what was asked of them
 
-def constants(model: PreTrainedModel, specs: Sequence[LayerSpec | ModelLayerSpec]) -> list[State]:
+
+def constants(
+    model: PreTrainedModel, specs: Sequence[LayerSpec | ModelLayerSpec], passes: Passes | None = None
+) -> list[State]:
     """Of each layer the state tensors that no call writes, by name, on its device; where no layer has any, nothing
     runs.
 
     Args:
         model: not patched; it runs once for each of the two settings.
+        passes: what earlier calls for the same model found, an empty dict at first; this call adds to it. A pass that
+            is there already does not run again.
 
     Raises:
         UnsupportedError: a model whose queries cannot be observed.
@@ -33,9 +40,15 @@ def constants(model: PreTrainedModel, specs: Sequence[LayerSpec | ModelLayerSpec
     packed = {i: spec for i, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
     equalized = {i: spec for i, spec in packed.items() if spec.compute.equalize}
     compensated = {i: spec for i, spec in packed.items() if spec.k.core.compensates}
-    scales = equalizer.equalizers(model, equalized) if equalized else {}
+    passes = {} if passes is None else passes
+    scales = passes.get(asked := ("equalize_k", *equalized), {})
+    if equalized and not scales:
+        scales = passes[asked] = equalizer.equalizers(model, equalized)
     _check("equalize_k", equalized, scales)
-    moments = compensation.second_moments(model, compensated, scales) if compensated else {}
+    turned = ((i, spec.compute.rotate, spec.compute.equalize) for i, spec in compensated.items())
+    moments = passes.get(asked := ("compensate_k", *turned), {})
+    if compensated and not moments:
+        moments = passes[asked] = compensation.second_moments(model, compensated, scales)
     _check("compensate_k", compensated, moments)
     found: list[State] = [{} for _ in specs]
     for i, scale in scales.items():

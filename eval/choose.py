@@ -1,0 +1,124 @@
+"""How good and how quick a choice is: `patch(model, bits=...)` beside the best of all recorded settings.
+
+    python eval/choose.py FOLDER... --text WIKITEXT --bits 2.5,3.5,4.5,8 --tune 3.5
+    python eval/record.py choose -- python eval/choose.py ...
+
+KL is read as `eval/released.py` reads it: a prompt, and true decode steps through the packed cache. For each budget the
+choice is measured, and all settings that `eval/released.py` measures whose bits in closed blocks are within it. Prints
+one JSON row a budget: what was chosen, its KL, the best of the others, their ratio, and the seconds of the probe.
+`--tune` adds a row with the seconds of `qattn tune` for so many bits and the KL of its recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from released import SHAPES, Model, Task, against, figures, load, log_probabilities
+
+from qattn_hf import patch, report, unpatch
+from qattn_hf.compare import find_recipes, made_text, parted, read_as, rows_of
+from qattn_hf.methods import measured_settings
+from qattn_hf.tune import Budget, tune
+
+ROWS, CHECK_ROWS, TOKENS, BATCH = 4, 8, 1024, 32  # as the command's
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    for folder in options.folders:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        shape = (options.rows, options.prompt, options.steps, ())
+        model = load(Task(folder, str(options.text), "", *shape, (), False, device))
+        full = torch.stack(list(log_probabilities(model, options.prompt)), 1)
+        known = {setting: figures(model, setting, full, options.prompt) for setting in _settings(options)}
+        for bits in options.bits:
+            row = chosen(model, bits, full, options.prompt, known)
+            print(json.dumps({"model": model.name, "bits_at_most": bits, **row}), flush=True)
+        if options.tune is not None:
+            print(json.dumps({"model": model.name, **tuned(model, options.tune, full, options.prompt)}), flush=True)
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    return [one for one in options.methods.split(";") if one] or [
+        s for s in measured_settings("released") if s != "none"
+    ]
+
+
+def chosen(model: Model, bits: float, full: torch.Tensor, prompt: int, known: dict[str, Any]) -> dict[str, Any]:
+    """The row of one budget; `known`: figures of the settings that are recorded."""
+    began = time.perf_counter()
+    patch(model.module, bits=bits)
+    seconds = time.perf_counter() - began
+    told = report(model.module).to_dict()["chosen"]
+    row = against(model, full, prompt)
+    unpatch(model.module)
+    within = {s: one["kl"] for s, one in known.items() if "error" not in one and one["bits"] <= bits}
+    best = min(within, key=lambda setting: within[setting], default=None)
+    return {
+        "setting": told["setting"],
+        "bits": round(told["setting_bits"], 3),
+        **row,
+        "best": best,
+        "best_kl": within.get(best or ""),
+        "ratio": round(row["kl"] / within[best], 3) if best else None,
+        "seconds": round(seconds, 1),
+        "probe_seconds": round(told["seconds"], 1),
+        "forwards": told["forwards"],
+        "read": told["read"],
+        "probe": {one["setting"]: round(one["kl"], 6) for one in told["tried"]},
+        "facts": {name: round(value, 3) for name, value in told["facts"].items()},
+    }
+
+
+def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int) -> dict[str, Any]:
+    """The row of `qattn tune` over the settings that it tries by default, on a made text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.module.config.name_or_path)
+    ids = rows_of(tokenizer, made_text(8 * (ROWS + CHECK_ROWS) * TOKENS), ROWS + CHECK_ROWS, TOKENS)
+    decide, check = parted(ids, ROWS)
+    calls: list[int] = []
+    counted = model.module.register_forward_pre_hook(lambda *_: calls.append(1))
+    began = time.perf_counter()
+    found = tune(
+        model.module,
+        find_recipes(measured_settings("tune")),
+        read_as(decide, batch=BATCH),
+        read_as(check, steps=64, batch=BATCH),
+        Budget(bits=bits),
+        references=find_recipes(["turbo:bits=mixed"]),
+    )
+    seconds = time.perf_counter() - began
+    counted.remove()
+    patch(model.module, recipe=found.recipe)
+    row = against(model, full, prompt)
+    unpatch(model.module)
+    counts = {"forwards": len(calls), "trials": len(found.trials), "tried": sum(t["measured"] for t in found.trials)}
+    return {"tune_bits": bits, "tune_seconds": round(seconds, 1), **counts, **row, "recipe": found.recipe.as_yaml()}
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    shape = SHAPES["smollm2"]
+    parser = argparse.ArgumentParser(description="patch(model, bits=...) beside the best recorded setting.")
+    parser.add_argument("folders", nargs="+", help="folders that from_pretrained loads")
+    parser.add_argument("--text", type=Path, required=True, help="plain text to read, such as WikiText-2's test part")
+    parser.add_argument(
+        "--bits", type=lambda text: [float(one) for one in text.split(",")], default=[2.5, 3.5, 4.5, 8.0]
+    )
+    parser.add_argument(
+        "--methods", default="", help="settings to compare with, ; between; default: all of released.py"
+    )
+    parser.add_argument("--rows", type=int, default=shape["rows"], help="rows of the text")
+    parser.add_argument("--prompt", type=int, default=3072, help="tokens of a row that are read at once")
+    parser.add_argument("--steps", type=int, default=128, help="tokens after them, each a step")
+    parser.add_argument("--tune", type=float, help="bits for `qattn tune`; left out if not given")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

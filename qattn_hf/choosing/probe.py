@@ -1,0 +1,127 @@
+"""Measure candidates on one short row: all of them in the same calls, each in rows of its own.
+
+Every layer of a candidate's row is packed, so errors of layers meet as they do in a patched model. The reference
+computes them: each setting would have kernels of its own, which take longer to compile than to run here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from qattn_hf.choosing.candidates import Candidate
+from qattn_hf.choosing.facts import facts_of
+from qattn_hf.choosing.text import PASSES, tokens_of
+from qattn_hf.device import device_of
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.fidelity.observe import packed_layers
+from qattn_hf.fidelity.sensitivity import Trial, losses
+from qattn_hf.fidelity.texts import Reading
+from qattn_hf.layer_kinds import ModelLayerSpec
+from qattn_hf.model_constants import Passes, constants
+from qattn_hf.writer import identity
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+
+SCORED = 128  # last tokens, over which every setting once has as many open tokens as it ever has
+TOGETHER = 16  # candidates read in the same calls
+
+
+@dataclass
+class Probe:
+    """What is known of a model's weights.
+
+    Attributes:
+        ids: int64 `[1, T]`. read: what they are, in words. facts: `facts.facts_of`.
+        kl: of each setting that was tried, by its layers' specs as text.
+        seconds, forwards: what it took so far.
+    """
+
+    ids: torch.Tensor
+    read: str
+    facts: dict[str, float]
+    kl: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    forwards: int = 0
+
+    def kl_of(self, candidate: Candidate) -> float:
+        """KL to full precision of a candidate that was measured, in nats a token."""
+        return self.kl[_key(candidate)]
+
+    def lacks(self, candidate: Candidate) -> bool:
+        """Whether a candidate was not measured yet."""
+        return _key(candidate) not in self.kl
+
+
+_known: dict[str, Probe] = {}  # by `fingerprint`
+
+
+def fingerprint(model: PreTrainedModel) -> str | None:
+    """What tells one model's weights and precision from another's; None where they cannot be read (offloaded)."""
+    try:
+        found = {**identity(model), "device": device_of(model).type, "name": model.config.name_or_path}
+    except UnsupportedError:
+        return None
+    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def known_probe(model: PreTrainedModel) -> Probe | None:
+    """The probe of these weights in this process; None before there is one."""
+    return _known.get(fingerprint(model) or "")
+
+
+def probe_of(model: PreTrainedModel) -> Probe:
+    """The probe of these weights, begun if there is none; the model is not patched."""
+    if (probe := known_probe(model)) is not None:
+        return probe
+    began = time.perf_counter()
+    ids, read = tokens_of(model)
+    probe = Probe(ids, read, facts_of(model, ids), forwards=1 + PASSES * ("sampled" in read))
+    probe.seconds = time.perf_counter() - began
+    if (name := fingerprint(model)) is not None:
+        _known[name] = probe
+    return probe
+
+
+def measure(model: PreTrainedModel, probe: Probe, candidates: Sequence[Candidate]) -> None:
+    """Add the KL of candidates that a probe lacks; the model is not patched, and is left as it was."""
+    missing = [one for one in candidates if probe.lacks(one)]
+    if not missing:
+        return
+    began, passes = time.perf_counter(), Passes()
+    reading = _reading(probe.ids)
+    trials = [_trial(model, one, passes) for one in missing]
+    for one, kl in zip(missing, losses(model, trials, reading), strict=True):
+        probe.kl[_key(one)] = kl
+    readings = 1 + -(-len(missing) // TOGETHER)  # the first in full precision
+    probe.forwards += readings * (len(reading.at) - 1) + len(passes)
+    probe.seconds += time.perf_counter() - began
+
+
+def _reading(ids: torch.Tensor) -> Reading:
+    """A prompt in one call, and calls of as many tokens as decode kernels take."""
+    tokens = ids.shape[1]
+    prompt = max(tokens // 2, tokens - SCORED)
+    return Reading(ids, [0, *range(prompt, tokens, SHORT_CALL), tokens], prompt, TOGETHER)
+
+
+def _trial(model: PreTrainedModel, candidate: Candidate, passes: Passes) -> list[Trial]:
+    """All layers of a candidate, with the constants that they have of the model."""
+    found = constants(model, candidate.specs, passes)
+    layers = packed_layers(model)
+    return [Trial(i, _by_reference(candidate.specs[i]), found[i]) for i in layers]
+
+
+def _by_reference(spec: LayerSpec | ModelLayerSpec) -> LayerSpec:
+    assert isinstance(spec, LayerSpec)
+    return dataclasses.replace(spec, impl="reference")
+
+
+def _key(candidate: Candidate) -> str:
+    return "; ".join(dict.fromkeys(repr(spec) for spec in candidate.specs))

@@ -1,0 +1,53 @@
+"""Why a setting was chosen: what each of its features gains over settings without it, and which fact is behind that."""
+
+from __future__ import annotations
+
+from qattn_hf.choosing.candidates import Candidate
+from qattn_hf.choosing.probe import Probe
+from qattn_kernels.layer.spec import LayerSpec
+
+ALIKE = 0.3  # bits by which settings may differ that are compared
+SPREAD = "a head's largest key channel is {key_spread:.1f} times its median one"
+FEATURES = {  # what a setting may have, and the fact that speaks for it or against it
+    "pool": ("a pool of attention sinks", "three tokens get {sink_share:.0%} of a head's attention"),
+    "rotated": ("rotated keys", SPREAD),
+    "equalized": ("equalized key channels", SPREAD),
+    "compensated": ("key channels that make up for errors", "{key_bias:.0%} of the squares of keys are their mean's"),
+}
+
+
+def features(candidate: Candidate) -> set[str]:
+    """Those of `FEATURES` that any packed layer of a candidate has."""
+    specs = [spec for spec in candidate.specs if isinstance(spec, LayerSpec)]
+    found = {
+        "pool": any(spec.sink_pool.num for spec in specs),
+        "rotated": any(spec.compute.rotate != "none" for spec in specs),
+        "equalized": any(spec.compute.equalize for spec in specs),
+        "compensated": any(spec.k.core.compensates for spec in specs),
+    }
+    return {name for name, has in found.items() if has}
+
+
+def cost_of(candidate: Candidate) -> int:
+    """How many features a candidate has: of two as good the simpler one is taken."""
+    return len(features(candidate))
+
+
+def reasons(probe: Probe, tried: list[Candidate], best: Candidate) -> tuple[str, ...]:
+    """One sentence for the choice, and one for each feature that settings of about its bits differ in."""
+    found = [f"It has {best.bits:.2f} bits in closed blocks and loses a KL of {probe.kl_of(best):.5f} over the probe."]
+    alike = [one for one in tried if abs(one.bits - best.bits) <= ALIKE]
+    has = {one.setting: features(one) for one in alike}
+    for name, (what, fact) in FEATURES.items():
+        own = has[best.setting]
+        # equalizing is of rotated keys alone
+        group = [one for one in alike if name != "equalized" or "rotated" in has[one.setting]]
+        within = [probe.kl_of(one) for one in group if name in has[one.setting]]
+        without = [probe.kl_of(one) for one in group if name not in has[one.setting]]
+        if within and without and (name != "equalized" or "rotated" in own):
+            taken = "Taken" if name in own else "Not taken"
+            found.append(
+                f"{taken}: {what}, KL {min(within):.5f} at best with, {min(without):.5f} without; "
+                f"{fact.format(**probe.facts)}."
+            )
+    return tuple(found)
