@@ -155,6 +155,11 @@ class PagedCache(PagedAttentionCache):
             self.allocator.forget(name)
         return bool(super().evict_cached_blocks()) or bool(kept)
 
+    def reset(self) -> None:
+        self.free_all_requests()
+        self.evict_cached_blocks()  # transformers would only forget them, and their masks would stay
+        super().reset()
+
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)
         self.parts.pop(request_id, None)
