@@ -76,3 +76,18 @@ def refuse_token(model: PreTrainedModel, token: int, layer: int, error: Exceptio
 
     model.model.embed_tokens.register_forward_pre_hook(look)
     model.model.layers[layer].mlp.register_forward_pre_hook(fail)
+
+
+def break_token(model: PreTrainedModel, token: int) -> None:
+    """Let the keys of `token` be NaN in every layer."""
+    seen = SimpleNamespace(at=None)
+
+    def look(module: Any, args: Any) -> None:
+        seen.at = args[0] == token
+
+    def spoil(module: Any, args: Any, out: Any) -> Any:
+        return out.masked_fill(seen.at[..., None], float("nan"))
+
+    model.model.embed_tokens.register_forward_pre_hook(look)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.register_forward_hook(spoil)

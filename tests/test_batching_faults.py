@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batching import NEW, SECONDS, Fault, answer, outputs, refuse_token, running
+from batching import NEW, SECONDS, Fault, answer, break_token, outputs, refuse_token, running
 from helpers import DEVICE, make_layer, tiny_llama
 from test_continuous_batching import alone, batched, prompts_of
 
@@ -221,6 +221,71 @@ def test_kernels_outlive_a_forward_that_fails(method: str):
         found = outputs(manager, [bad, *ids])
         assert "OutOfMemoryError" in found[bad].error
         assert [found[one].generated_tokens for one in ids] == right
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["int8", "kivi"])
+def test_kernels_hide_no_token_for_the_sake_of_an_earlier_request(method: str):
+    """Masks of tokens that were not finite lie in pages, where steps of the next request begin a block. Of its prompt
+    one token is seen, so that its answer hangs on those of the block."""
+    model = tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE)
+    break_token(model, 90)
+    patch(model, method, impl="triton")
+    prompt, short = [1, *[90] * 62], {"max_new_tokens": 6}
+    with running(model, blocks=2, **short) as manager:
+        answer(manager, [2, *[90] * 99], max_new_tokens=1)
+        assert answer(manager, prompt) == alone(model, prompt, **short)
+
+
+def test_masks_leave_a_page_when_it_comes_back_to_the_pool():
+    """Not while it is a prefix of others; also after a forward that failed, and where the pool is emptied."""
+    model, (prompt,) = patch(tiny_llama(), "int8"), prompts_of(130)
+    with running(model, blocks=3) as manager:
+        cache = manager.batch_processor.cache
+        allocator = cache.allocator
+
+        def masked(*, set_all: bool) -> list[int]:
+            """Pages with masks in every layer, once the next forward began; before it, all have them."""
+            bits = [layer.pages["dropped"] for layer in allocator.layers.values()]
+            if set_all:
+                for one in bits:
+                    one.fill_(255)
+            allocator.clear_rows()
+            found = [one.ne(0).any(3).any(1)[0].nonzero().flatten().tolist() for one in bits]
+            assert all(one == found[0] for one in found)
+            return found[0]
+
+        def free(pages: list[int]) -> list[int]:
+            return [page for page in pages if page > 0]  # the first is nobody's
+
+        answer(manager, prompt)
+        with manager.pause():
+            assert len(free(masked(set_all=True))) == 2 == manager.metrics()["blocks_cached"]
+            assert cache.evict_cached_blocks()
+            assert free(masked(set_all=False)) == []
+        Fault(manager.batch_processor.model_runner, "compute_batch", [1], RuntimeError("once"))
+        (failed,) = manager.add_requests([prompt])
+        assert "once" in outputs(manager, [failed])[failed].error
+        with manager.pause():
+            assert free(masked(set_all=True)) == []
+        answer(manager, prompt)
+        with manager.pause():
+            cache.reset()
+            assert free(masked(set_all=True)) == []
+
+
+def test_a_copy_of_a_page_keeps_its_masks():
+    """Into a page that came back to the pool and was cleared by no forward since."""
+    with running(patch(tiny_llama(), "int8")) as manager, manager.pause():
+        allocator = manager.batch_processor.cache.allocator
+        first = allocator.blocks_per_sector + 1
+        for layer in allocator.layers.values():
+            layer.pages["dropped"][:, :, 1] = 5
+        allocator.returned = {first + 1}
+        allocator.copy_blocks([first], [first + 1])
+        allocator.clear_rows()
+        for layer in allocator.layers.values():
+            assert (layer.pages["dropped"][:, :, 2] == 5).all()
 
 
 def test_a_handler_that_fails_or_is_gone_stops_no_other():

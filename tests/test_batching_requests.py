@@ -219,11 +219,22 @@ def test_a_pool_off_a_gpu_is_bounded_in_bytes():
     from qattn_hf.continuous.resolve import layouts
 
     model = patch(tiny_llama(head_dim=128, num_hidden_layers=8, num_key_value_heads=4), "none")
-    given = SimpleNamespace(max_requests_per_batch=1024, num_blocks=None)
-    bound_on_host(layouts(model), given)
+    given = SimpleNamespace(max_requests_per_batch=1024, num_blocks=None, allow_block_sharing=True)
+    bound_on_host(layouts(model), given, None)
     per_token = 8 * 2 * 4 * 128 * 4  # layers, keys and values, heads, dims, bytes of float32
     assert 0.7 * HOST_BYTES < given.num_blocks * 64 * per_token < HOST_BYTES or given.num_blocks * 64 == 32768
     assert given.max_requests_per_batch <= given.num_blocks
+
+
+def test_rows_of_long_requests_are_within_the_bound_off_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Masks of a sink pool have room for all positions of a row, and rows of kept prefixes have them too."""
+    memory = "transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown"
+    monkeypatch.setattr(memory, lambda: (torch.device("cpu"), 2**33, 0, 0))
+    monkeypatch.setattr("qattn_hf.continuous.pool.HOST_BYTES", bound := 2**22)
+    model = patch(tiny_llama(max_position_embeddings=2**19), "turbo")
+    model.generate_batch(prompts_of(*[5] * 8), config(max_new_tokens=2))
+    pages = report(model).to_dict()["continuous_batching"]
+    assert 0.5 * bound < pages["bytes"] <= bound and pages["requests"] == 2
 
 
 def test_a_pool_that_does_not_fit_is_refused_in_words(monkeypatch: pytest.MonkeyPatch):

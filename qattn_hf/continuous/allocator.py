@@ -56,9 +56,17 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.to_begin: list[tuple[int, int]] = []  # rows of kept prefixes, and of requests that begin with them
         self.to_keep: list[tuple[str, Held, int]] = []  # prefixes, requests that have read them, tokens to take back
         self.ended: set[int] = set()  # rows of requests that are gone: steps of others would still read their blocks
+        self.returned: set[int] = set()  # blocks that came back to the pool, with the masks of whom they were of
 
     def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any) -> None:
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        give_back = pool.free_blocks
+
+        def noted(index: int, blocks: list[int]) -> None:
+            give_back(index, blocks)
+            self.returned.update(blocks)
+
+        pool.free_blocks = noted
         # Blocks are numbered behind two sectors that transformers leaves free. Of those one is a page of nobody's here,
         # and the memory of the other pays for the boundaries between tensors.
         pages, begin = self.num_blocks + self.blocks_per_sector, 0
@@ -150,9 +158,19 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.to_copy.clear()
         return [request_id for request_id, slot in self.held.items() if slot in slots]
 
+    def clear_pages(self) -> None:
+        """Unset the masks of blocks that came back to the pool, on the stream of the forward and before anything is
+        written to them: a step that begins a block sets those of tokens that are not finite, and no others."""
+        if self.returned:
+            pages = torch.tensor(sorted(self.returned), device=self.device) - self.blocks_per_sector
+            for layer in self.layers.values():
+                layer.clear_pages(pages)
+            self.returned.clear()
+
     def clear_rows(self) -> None:
-        """Empty the rows of requests that ended and fill those that begin with a prefix, on the stream of the
-        forward."""
+        """Clear returned blocks, empty the rows of requests that ended and fill those that begin with a prefix, on the
+        stream of the forward."""
+        self.clear_pages()
         if self.ended:
             slots = torch.tensor(sorted(self.ended), device=self.device)
             for layer in self.layers.values():
@@ -173,6 +191,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.to_copy.clear()
 
     def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+        self.clear_pages()
         ids = torch.tensor([source_block_ids, dest_block_ids], device=self.device) - self.blocks_per_sector
         for layer in self.layers.values():
             layer.copy_pages(*ids)

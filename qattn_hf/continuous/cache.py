@@ -13,7 +13,8 @@ import torch
 from qattn_hf.continuous.admission import positions_of
 from qattn_hf.continuous.allocator import PackedAllocator
 from qattn_hf.continuous.batch import Held, batches
-from qattn_hf.continuous.pages import Steps, keeps_rows, mean_page_bytes, row_bytes, shares_pages
+from qattn_hf.continuous.pages import Steps, mean_page_bytes
+from qattn_hf.continuous.pool import rows_of
 from qattn_hf.continuous.prefixes import KEPT
 from qattn_hf.continuous.transformers_api import (
     FULL_ATTENTION,
@@ -25,10 +26,6 @@ from qattn_hf.messages import size
 from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import State
-
-ROWS_FOR_PREFIXES = 4  # requests for each row that keeps a prefix, where rows are kept
-FEWEST_KEPT = 2  # the end of one prompt must not push out where it parted from others
-SHARE_OF_ROWS = 0.25  # of the memory for a cache that rows may take: more would leave their requests no pages
 
 
 class PackedMemory(PagedAttentionMemoryHandler):
@@ -60,15 +57,11 @@ class PagedCache(PagedAttentionCache):
 
     def __init__(self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, **kwargs: Any):
         config, positions = kwargs["continuous_batching_config"], positions_of(kwargs["config"])
-        blocks = None if positions is None else -(-positions // layouts[0].spec.window.block)
-        row, self.layouts = sum(row_bytes(layout, blocks or 1) for layout in layouts), layouts
-        keeps = all(map(keeps_rows, layouts)) and not all(map(shares_pages, layouts)) and config.allow_block_sharing
-        fit = int(SHARE_OF_ROWS * available(config) / row)
-        fit = fit * ROWS_FOR_PREFIXES // (ROWS_FOR_PREFIXES + 1) if keeps else fit
-        self.slots = slots = max(1, min(slots, fit, config.num_blocks or fit))
-        kept = max(FEWEST_KEPT, slots // ROWS_FOR_PREFIXES) if keeps else 0
-        allocator = partial(PackedAllocator, layouts, constants, slots, kept, blocks, torch.device(kwargs["device"]))
-        handler = partial(PackedMemory, (slots + kept) * row, len(layouts))
+        rows = rows_of(layouts, config, positions, slots, available(config))
+        self.layouts, self.slots = layouts, rows.requests
+        device = torch.device(kwargs["device"])
+        allocator = partial(PackedAllocator, layouts, constants, rows.requests, rows.kept, rows.blocks, device)
+        handler = partial(PackedMemory, rows.bytes, len(layouts))
         with_names(
             PagedAttentionCache.__init__,
             ATTN_TYPE_TO_ALLOCATOR={FULL_ATTENTION: allocator},
@@ -77,7 +70,7 @@ class PagedCache(PagedAttentionCache):
             group_layers_by_attn_type=lambda config: {FULL_ATTENTION: list(range(len(layouts)))},
         )(self, **kwargs)
         self.requests: list[Held] = []
-        self.use_prefix_sharing: bool = keeps or self.allocator.use_block_sharing
+        self.use_prefix_sharing: bool = bool(rows.kept) or self.allocator.use_block_sharing
         self.parts: dict[str, int] = {}  # tokens of a request's prompt with which another one began, to be kept
         self.horizon = min(layout.spec.window.horizon for layout in layouts)
         self.figures = self._figures()
@@ -154,6 +147,11 @@ class PagedCache(PagedAttentionCache):
         for name in kept:
             self.allocator.forget(name)
         return bool(super().evict_cached_blocks()) or bool(kept)
+
+    def reset(self) -> None:
+        self.free_all_requests()
+        self.evict_cached_blocks()  # transformers would only forget them, and their masks would stay
+        super().reset()
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         super().free_blocks(request_id, no_cache)

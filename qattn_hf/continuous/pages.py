@@ -176,6 +176,11 @@ class PagedLayer:
         for name in {*LENGTHS, "closed", "dropped"} & self.rows.keys():
             self.rows[name].index_fill_(0, slots, 0)
 
+    def clear_pages(self, pages: torch.Tensor) -> None:
+        """Let no token of pages, int64 `[N]`, be masked; masks of a sink pool are in the rows."""
+        if "dropped" in self.pages:
+            self.pages["dropped"].index_fill_(2, pages, 0)
+
     def copy_row(self, source: int, target: int) -> None:
         """Copy what a request has beside its pages."""
         for tensor in self.rows.values():

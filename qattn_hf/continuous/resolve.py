@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from qattn_hf.continuous.admission import positions_of
 from qattn_hf.continuous.pool import bound_on_host
 from qattn_hf.continuous.transformers_api import continuous_api
 from qattn_hf.errors import UnsupportedError
@@ -75,6 +76,6 @@ def resolved(layouts: Sequence[Layout], config: Any, cb_config: Any, *args: Any,
     own.use_cuda_graph, own.use_async_batching = False, False
     found = continuous_api.resolve_continuous_batching_config(config, own, *args, **kwargs)
     if unsized and kwargs["device"].type == "cpu":
-        bound_on_host(layouts, found)
+        bound_on_host(layouts, found, positions_of(config))
     found.varlen_compile_config = found.decode_compile_config = None  # of a checkpoint's generation config
     return found

@@ -161,8 +161,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
             tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32), tl.full([C.DP, C.Q], 0, tl.float32)
         )
         skips = Skips(tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32), tl.full([C.Q], 0, tl.int32))
-        dropped = first_bits(DROPPED, PAGES, b, h, NB, C)
-        program = Program(b, h, bh, row, NB, PAGES, dropped, q_pos, query, scores)
+        program = Program(b, h, bh, row, NB, PAGES, first_bits(DROPPED, PAGES, b, h, NB, C), q_pos, query, scores)
         if split < C.OPEN:
             if C.ALL_OPEN:
                 sums, skips = open_part(K, V, pool, program, sums, skips, RING_SCORES, RING_VALUES, C)
@@ -174,8 +173,7 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
                     if split == C.RING_PARTS:
                         sums, skips = sink_part(pool, program, sums, skips, RING_SCORES, RING_VALUES, C)
         else:
-            share = 1.0 / tl.cdiv(blocks, per_split)
-            limits = SkipLimits(skip_limits[0], skip_limits[1], share)
+            limits = SkipLimits(skip_limits[0], skip_limits[1], 1.0 / tl.cdiv(blocks, per_split))
             k_mean_scores = _k_mean_scores(K_MEAN, program, C)
             known = _sink_mass(pool, program, RING_SCORES, C)
             rows = 0 if C.PAGED else b * NB
