@@ -92,7 +92,7 @@ def figures(results: Path) -> dict[str, Figures]:
 def overview_table(results: Path) -> str:
     """The front page's rows: the recommended settings."""
     known = figures(results)
-    return _table(known, [name for name in FRONT if name in known and known[name].released])
+    return _table(known, [name for name in FRONT if name in known])
 
 
 def settings_table(results: Path, names: Iterable[str] | None = None) -> str:

@@ -101,3 +101,22 @@ def trained_table(results: Path) -> str:
         models.setdefault(row["model"], {})[asked(row)] = row["kl"]
     lines = [[f"`{name}`", *(f"{kl[name]:.4f}" if name in kl else "" for kl in models.values())] for name in TRAINED]
     return markdown(["setting", *models], lines) if models else NOT_MEASURED
+
+
+def choices_table(results: Path) -> str:
+    """What models chose within so many bits, next to the best of the settings that were measured in the same run."""
+    rows = [row for result in load(results, "choose-") for row in result["rows"] if "bits_at_most" in row]
+    lines = [
+        [
+            row["model"],
+            f"{row['bits_at_most']:g}",
+            f"`{row['setting']}`",
+            f"{row['kl']:.4f}",
+            f"`{row['best']}`",
+            f"{row['best_kl']:.4f}",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["model", "bits at most", "chosen", "KL", "best of the others", "its KL", "ratio"]
+    return markdown(header, lines) if lines else NOT_MEASURED

@@ -35,7 +35,7 @@ from overview_table import (
 from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
 from quality_tables import bits_table, claimed_table, recipes_table
 from recorded import Result, conditions, load, markdown
-from released_tables import parts_table, released_table, trained_table
+from released_tables import choices_table, parts_table, released_table, trained_table
 from speed_tables import (
     append_table,
     beams_table,
@@ -125,6 +125,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "released": released_table,
     "parts": parts_table,
     "trained": trained_table,
+    "choices": choices_table,
     "recipes": recipes_table,
     "outgrown": outgrown_table,
     "latent": latent_table,
