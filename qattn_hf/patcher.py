@@ -17,6 +17,7 @@ from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.layer_kinds import ModelLayerSpec, of_method, own_states
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.recipe_settings import SHARED
 from qattn_hf.selection import own_config, restore, select, selected
 from qattn_hf.stock_cache import STEPS
 from qattn_hf.supported_models import check_full, check_model, check_parts, check_selected
@@ -99,9 +100,17 @@ def _warn_of_nothing(specs: list[LayerSpec | ModelLayerSpec]) -> None:
 
 def _recipe(model: PreTrainedModel, method: str | None, recipe: Any, settings: dict[str, Any]) -> Recipe:
     """The recipe that the model chooses within a budget; else the one that is named, with the family's defaults."""
-    if method is None and recipe is None and settings.keys() & {"bits", "kl"}:
+    if method is None and recipe is None and _has_budget(settings):
         return _chosen(model, settings)
     return find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
+
+
+def _has_budget(settings: dict[str, Any]) -> bool:
+    """Whether settings without a method ask for a choice. What only turbo takes (`bits="mixed"`, `bits=2` with `n_h`)
+    means turbo."""
+    bits = settings.get("bits")
+    number = isinstance(bits, (int, float)) and not isinstance(bits, bool)
+    return "kl" in settings or (number and (bits not in (2, 4) or settings.keys() <= {*SHARED, "bits"}))
 
 
 def _chosen(model: PreTrainedModel, settings: dict[str, Any]) -> Recipe:

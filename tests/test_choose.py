@@ -207,7 +207,7 @@ def test_memory_bounds_what_was_chosen():
         ({"bits": 1.5}, "take bits=2.5"),
         ({"bits": 2.1}, r"has 2.328 bits a value in closed blocks: take bits=2.33"),
         ({"bits": float("nan")}, "it is a number"),
-        ({"bits": "mixed"}, r'patch\(model, "turbo", bits="mixed"\)|patch\(model, "turbo", bits=\'mixed\'\)'),
+        ({"kl": "mixed"}, "it is a number"),
         ({"bits": 3.5, "kl": 0.1}, "give one of them"),
         ({"kl": 0}, "above 0"),
         ({"kl": -1.0}, "above 0"),
@@ -221,6 +221,12 @@ def test_budgets_that_cannot_be_met_are_refused(budget: dict[str, Any], said: st
     with pytest.raises(RecipeError, match=said):
         patch(model, **budget)
     assert not hasattr(model, "_qattn")
+
+
+@pytest.mark.parametrize("settings", [{"bits": "mixed"}, {"bits": 2, "sink_num": 0}], ids=str)
+def test_settings_that_only_turbo_takes_mean_turbo(settings: dict[str, Any]):
+    recipe = patch(noisy_llama(), **settings)._qattn.recipe
+    assert recipe.method == "turbo" and recipe.settings.bits == settings["bits"] and recipe.chosen is None
 
 
 def test_a_model_that_cannot_be_observed_is_told_to_name_a_method():
