@@ -1,4 +1,4 @@
-"""A generation that outgrew its memory (`eval/budget.py`), and latent attention beside stock."""
+"""A generation that outgrew its memory (`eval/budget.py`), and latent attention compared with stock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good and how quick a choice is: `patch(model, bits=...)` beside the best of all recorded settings.
+"""How good and how quick a choice is: `patch(model, bits=...)` compared with the best recorded setting.
 
     python eval/choose.py FOLDER... --text WIKITEXT --bits 2.5,3.5,4.5,8 --tune 3.5
     python eval/record.py choose -- python eval/choose.py ...
@@ -104,7 +104,7 @@ def tuned(model: Model, bits: float, full: torch.Tensor, prompt: int) -> dict[st
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     shape = SHAPES["smollm2"]
-    parser = argparse.ArgumentParser(description="patch(model, bits=...) beside the best recorded setting.")
+    parser = argparse.ArgumentParser(description="patch(model, bits=...) compared with the best recorded setting.")
     parser.add_argument("folders", nargs="+", help="folders that from_pretrained loads")
     parser.add_argument("--text", type=Path, required=True, help="plain text to read, such as WikiText-2's test part")
     parser.add_argument(

@@ -5,7 +5,7 @@
 
 All methods of a point are captured first, each as in `qattn bench decode`. Then every round replays each of them once,
 in an order that shifts by one, so that a drift of the machine meets all alike. `ms` is the median of a step, `ms_low`
-and `ms_high` its quartiles; `ratio` the median of a round's time over that of the first method in the same round,
+and `ms_high` its quartiles; `ratio` the median of a round's time over the first method's time in the same round,
 `ratio_low` and `ratio_high` its quartiles.
 """
 

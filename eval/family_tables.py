@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recorded import markdown
 
-from qattn_hf.families import Family, list_families
+from qattn_hf.recipes.families import Family, list_families
 
 HEADER = ["family", "`model_type`", "method", "in place of its defaults", "why", "from", "measured"]
 

@@ -60,8 +60,8 @@ def encoded(tokenizer: Any, text: str, learned: list[tuple[int, int]]) -> Row:
 def shots(tokenizer: Any, file: Path, length: int, generator: random.Random) -> list[Row]:
     """Rows of GSM8K's questions in random order, each of as many whole ones as fit into `length` tokens.
 
-    The text is that of lm-eval's task `gsm8k` with shots. What is learned is each answer and the blank line behind it,
-    at which the task stops.
+    The text has the form of lm-eval's task `gsm8k` with shots. The model learns each answer and the blank line
+    after it, where the task stops.
     """
     questions = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     generator.shuffle(questions)

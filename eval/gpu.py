@@ -34,7 +34,6 @@ KNOWN = (
     "tasks",
     "tables",
     "tune",
-    "compare",
     "decode",
     "prefill",
     "front",
@@ -43,7 +42,7 @@ KNOWN = (
     "requests",
     "first-call",
 )
-TRAINED = KNOWN[1:8]  # what trained models show: they need the yardstick's folder
+TRAINED = KNOWN[1:7]  # what trained models show: they need the yardstick's folder
 
 
 def record(part: Part, results: Path, gpu: int | None = None) -> tuple[int, str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
-import yaml
 from checkpoints import CHECKPOINTS
 from overview_table import DECODES, FRONT, PREFILLS
 
@@ -65,9 +63,8 @@ def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: P
         found["quality"] = [quality(yardstick, model, family) for family, model in pairs]
         found["tasks"] = [tasks(yardstick, model, family) for family, model in pairs]
         found["tables"] = [paper(yardstick, model, name) for name in paper_tables() for model in models]
-        first, second = halves(yardstick, kept)
+        first, _ = halves(yardstick, kept)
         found["tune"] = [tune(model, first, kept) for model in models]
-        found["compare"] = [compare(model, second, kept) for model in models]
     return found
 
 
@@ -131,16 +128,3 @@ def tune(model: Path, text: Path, kept: Path) -> Part:
     budget = ["--bits", TUNED_BITS, "--check-rows", "12", "--output", str(recipe)]
     command = ["python", "-m", "qattn_hf", "tune", "--json", "--model", str(model), "--dtype", "float32"]
     return f"tune-{model.name}", [*command, "--text", str(text), *budget]
-
-
-def compare(model: Path, text: Path, kept: Path) -> Part:
-    """Methods beside full precision, and the recipe that was tuned for this model, if that is recorded."""
-    methods, recorded = ",".join(measured_settings("compare")), RESULTS / f"tune-{model.name}.json"
-    if recorded.is_file():
-        recipe = kept / f"tuned-{model.name}.yaml"
-        row = next(row for row in json.loads(recorded.read_text(encoding="utf-8"))["rows"] if row["method"] == "tuned")
-        recipe.write_text(yaml.safe_dump(row["recipe"]), encoding="utf-8")
-        methods += f",{recipe}"
-    command = ["python", "-m", "qattn_hf", "compare", "--json", "--model", str(model), "--dtype", "float32"]
-    read = ["--text", str(text), "--rows", "12", "--tokens", "1024", "--steps", "64"]
-    return f"compare-{model.name}", [*command, *read, "--methods", methods]

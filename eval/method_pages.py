@@ -12,10 +12,10 @@ from pydantic.fields import FieldInfo
 from recorded import markdown
 
 from qattn_hf.assets import configs_dir
-from qattn_hf.families import list_families
 from qattn_hf.methods import Method, get_method, list_methods
-from qattn_hf.settings import allowed, as_written, reference_only
-from qattn_hf.yaml_reader import read_yaml
+from qattn_hf.recipes.families import list_families
+from qattn_hf.recipes.settings import allowed, as_written, reference_only
+from qattn_hf.recipes.yaml_reader import read_yaml
 
 
 def method_page(name: str, results: Path) -> str:

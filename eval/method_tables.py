@@ -10,7 +10,7 @@ from typing import Any, get_args
 from recorded import markdown
 
 from qattn_hf.methods import Method, get_method, list_methods
-from qattn_hf.settings import known, reference_only
+from qattn_hf.recipes.settings import known, reference_only
 from qattn_kernels.layer import support
 
 

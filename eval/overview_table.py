@@ -9,7 +9,7 @@ from pathlib import Path
 from recorded import Result, all_listed, asked, load, markdown
 
 from qattn_hf.bench.tables import by_point, gains
-from qattn_hf.recipe_files import list_recipes
+from qattn_hf.recipes.recipe_files import list_recipes
 
 CONTEXT, HEAD_DIM = 32768, 128
 # The recommended settings, most bits first. Every instrument has measured each: a test asks for that.

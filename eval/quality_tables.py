@@ -1,4 +1,4 @@
-"""Tables of recipes beside their parents, and of size: `recipes-*` and `bits*`."""
+"""Tables of recipes compared with their parents, and of size: `recipes-*` and `bits*`."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def label(row: dict[str, Any]) -> str:
 
 
 def recipes_table(results: Path) -> str:
-    """Mixed recipes beside what they were mixed from: KL, its paired difference, and all bits a value."""
+    """Recipes compared with the settings that they are made of: KL, its paired difference, and all bits a value."""
     parts = []
     for result in load(results, "recipes"):
-        header = ["model", "recipe", "beside", "KL", "its KL", "difference", "bits, all", "its bits"]
+        header = ["model", "recipe", "compared with", "KL", "its KL", "difference", "bits, all", "its bits"]
         rows = [
             [
                 row["model"],

@@ -10,7 +10,7 @@ from typing import Any
 from qattn_hf.errors import QAttnError
 from qattn_hf.methods import get_method, list_methods
 from qattn_hf.recipe import find_recipe
-from qattn_hf.recipe_files import list_recipes
+from qattn_hf.recipes.recipe_files import list_recipes
 
 Result = dict[str, Any]
 # What the quality measurement reports of a method; every other key of a row is one of the method's settings.
@@ -35,7 +35,7 @@ def spelled_now(result: Result) -> Result:
 
     `defaults` of a record names methods that had other defaults then, `{"turbo": {"sink_num": 0, "sink_window": 0}}`:
     what was `turbo` is `turbo:sink_num=0`. `recipes` names recipes that had other settings, and gives these:
-    `{"low3": "sinkq:bits=3,rotate_k=hadamard"}`. Settings that are those of a recipe today get its name.
+    `{"low3": "sinkq:bits=3,rotate_k=hadamard"}`. Settings that a recipe has today get its name.
     """
     defaults, recipes = result.get("defaults", {}), result.get("recipes", {})
     apart = result.get("name", "").startswith(APART)
@@ -66,7 +66,7 @@ def _text_now(text: str, defaults: dict[str, Any], recipes: dict[str, str]) -> s
 
 
 def _joined(name: str, *settings_texts: str) -> str:
-    """`low2` and the texts of settings, of which a later one wins."""
+    """`low2` and the texts of settings, where a later one wins."""
     given: dict[str, str] = {}
     for text in settings_texts:
         given |= dict(pair.split("=", 1) for pair in text.split(",") if pair)

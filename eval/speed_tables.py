@@ -121,7 +121,7 @@ def recipes_speed_table(results: Path) -> str:
         [f"`{recipe}`", f"`{parent}`", *(_longer(times, recipe, parent, point) for point in points)]
         for recipe, parent in PARENTS.items()
     ]
-    header = ["setting", "beside", *(f"{batch} x {context}" for batch, context in points)]
+    header = ["setting", "compared with", *(f"{batch} x {context}" for batch, context in points)]
     return markdown(header, lines) if points else NOT_MEASURED
 
 

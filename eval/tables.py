@@ -21,6 +21,7 @@ from api_page import api_table
 from budget_tables import latent_table, outgrown_table
 from family_tables import families_table
 from fidelity_tables import tune_table
+from gpu_run_tables import gpu_runs_table
 from known_types import known_table
 from method_pages import common_table, index_table, method_page, nav
 from method_tables import kernels_table, methods_table
@@ -121,6 +122,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "known-types": known_table,
     "own-tests": own_tests_table,
     "report": report_example,
+    "gpu-runs": gpu_runs_table,
     "kernels": kernels_table,
     "released": released_table,
     "parts": parts_table,

@@ -6,7 +6,7 @@
 What `qattn eval` measures of one model in one process, dealt out to processes on all GPUs: steps of a small model wait
 for the host. Each takes one model, task and setting at a time. Prints one JSON row for each of these: score with its
 standard error, share of full precision's answers, bits, seconds in the model, number of questions. Where rows have
-lengths, as those of tool calls, also agreement by length and the length that a setting holds to.
+lengths, as tool calls do, also agreement by length and the length that a setting holds to.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Task(NamedTuple):
     """A task, and how it is run.
 
     Attributes:
-        name: lm-eval's. metric, kind: those of its score, `kind` being lm-eval's filter.
+        name: lm-eval's. metric, kind: of its score; `kind` is lm-eval's filter.
         batch: rows at once. tokens: of an answer at most.
         limit: questions of each of its subtasks; None: all.
-        others: metrics that are kept beside the score.
+        others: metrics that are kept with the score.
         chat: whether questions go into the chat template. Tasks with shots are texts to be continued.
         metadata: for tasks that are generated.
     """
@@ -141,7 +141,7 @@ def measure(unit: Unit) -> Measured:
     del model
     gc.collect()
     if _device[0] != "cpu":
-        torch.cuda.empty_cache()  # for the processes beside this one
+        torch.cuda.empty_cache()  # for the other processes on this GPU
     return Measured(found.rows, found.answers, time.perf_counter() - began)
 
 
@@ -175,7 +175,7 @@ def row_of(unit: Unit, measured: Measured, full: Measured | None) -> dict[str, A
 
 
 def _of_task(task: Task, measured: Measured) -> dict[Place, Answer]:
-    """Answers behind the task's filter; those of a group's subtasks as if they were one task's."""
+    """Answers after the task's filter. A group's subtasks count as one task."""
     places = [place for place in measured.answers if place[1] == task.kind]
     subtasks = {name: number for number, name in enumerate(sorted({place[0] for place in places}))}
     return {
@@ -243,7 +243,7 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def units_of(options: argparse.Namespace) -> list[Unit]:
-    """All units, those of full precision first, since the others wait for its answers; then the longest tasks."""
+    """All units. Full precision comes first, since the others wait for its answers, then the longest tasks."""
     settings = [one for one in options.settings.split(";") if one]
     units = []
     for asked in options.work:

@@ -55,8 +55,8 @@ def feed(
         attention_mask: int64 `[B, T]`, 0 for padding, columns that the cache already holds included. With it, positions
             count a row's own tokens, as in `generate`: a padded row is read as it would be alone.
         cache: the cache to continue; by default the model makes one.
-        unscored: first columns whose logits nobody needs. A chunk that ends there has those of its last column alone,
-            where the model can leave the others out.
+        unscored: first columns whose logits nobody needs. A chunk that ends there returns logits of its last column
+            alone, where the model can leave the others out.
     """
     cached = 0 if cache is None else int(cache.get_seq_length())  # a packed cache counts on in the tensor it returns
     last_alone = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -33,7 +33,7 @@ from qattn_hf.generation import (
 )
 from qattn_hf.masks import check_earlier_mask, check_mask, check_mask_later
 from qattn_hf.patched import BoundMethod, Patched, patch_of
-from qattn_hf.recipe_files import RECIPE_FILE
+from qattn_hf.recipes.recipe_files import RECIPE_FILE
 from qattn_hf.stop_check import defer_stop_checks
 from qattn_hf.window import check_call, check_compiled, check_reach
 from qattn_hf.writer import check_writer

@@ -17,7 +17,7 @@ from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.layer_kinds import ModelLayerSpec, of_method, own_states
 from qattn_hf.patched import Patched, patch_of
 from qattn_hf.recipe import Recipe, find_recipe
-from qattn_hf.recipe_settings import SHARED
+from qattn_hf.recipes.recipe_settings import SHARED
 from qattn_hf.selection import own_config, restore, select, selected
 from qattn_hf.stock_cache import STEPS
 from qattn_hf.supported_models import check_full, check_model, check_parts, check_selected

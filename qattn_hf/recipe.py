@@ -17,9 +17,9 @@ Precedence, lowest first: the method's defaults, those of the model's family, th
 of `layers`. The higher one wins, also where it sets both sides (`bits`) and the lower one only one (`k_bits`):
 `Method.not_overridden`. Keywords do not change entries of `layers`; `layers={}` removes them all.
 
-The defaults of a model's family (`qattn_hf.families`) apply where no recipe is named; `family: false` leaves them out.
-A recipe that is named uses its own settings alone, unless it says `family: true`. Another method in `layers` has no
-family defaults.
+The defaults of a model's family (`qattn_hf.recipes.families`) apply where no recipe is named; `family: false` leaves
+them out. A recipe that is named uses its own settings alone, unless it says `family: true`. Another method in `layers`
+has no family defaults.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from typing import Any
 import yaml
 from transformers import PretrainedConfig
 
-from qattn_hf import latent, recipe_files
-from qattn_hf.chosen import Chosen
+from qattn_hf import latent
 from qattn_hf.errors import RecipeError, UnsupportedError
-from qattn_hf.families import FamilyDefaults, find_family
 from qattn_hf.heads import head_sizes
 from qattn_hf.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers, of_method
 from qattn_hf.memory_budget import shared
 from qattn_hf.messages import cut, named, shown
 from qattn_hf.methods import Method, get_method, list_methods
-from qattn_hf.recipe_files import check_name, recipe_file
-from qattn_hf.recipe_files import list_recipes as list_recipes  # a name of this module for its users
-from qattn_hf.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices
+from qattn_hf.recipes import recipe_files
+from qattn_hf.recipes.chosen import Chosen
+from qattn_hf.recipes.families import FamilyDefaults, find_family
+from qattn_hf.recipes.recipe_files import check_name, recipe_file
+from qattn_hf.recipes.recipe_files import list_recipes as list_recipes  # a name of this module for its users
+from qattn_hf.recipes.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices
+from qattn_hf.recipes.yaml_reader import read_yaml
 from qattn_hf.sliding import decide
 from qattn_hf.spelling import split_method, split_methods
 from qattn_hf.tensor_parallel import ALL, Shard, shard_spec
-from qattn_hf.yaml_reader import read_yaml
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import no_triton, unsupported
 

@@ -84,7 +84,7 @@ class Report:
 
         - `method`, `recipe`, `recipe_origin`: name and all settings of the method, and where they come from.
         - `recipe_layers`: layers with other settings. `recipe_family`: settings from the model's family with their
-          reason. `chosen`: why the model chose the recipe (`qattn_hf.chosen.Chosen`). None: neither was so.
+          reason. `chosen`: why the model chose the recipe (`qattn_hf.recipes.chosen.Chosen`). None: neither was so.
         - `impl`: what computes, `triton`, `reference`, or both.
         - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or would run them if
           there was none. `decode_reason`: why not as a graph, or None. Over transformers' own caches `decode` is

@@ -22,8 +22,8 @@ from qattn_hf.hybrid_layer import HybridLayer
 from qattn_hf.layer import QAttnLayer
 from qattn_hf.messages import cut
 from qattn_hf.model_layer import STATE, ModelLayer, host_state
+from qattn_hf.recipes.yaml_reader import parse_yaml
 from qattn_hf.saved_header import DTYPES, Tensors, unusable
-from qattn_hf.yaml_reader import parse_yaml
 from qattn_kernels.layer.arena import Layout, places, views
 from qattn_kernels.layer.sound import MOST_COLUMNS, slots_used, unsound, within
 from qattn_kernels.layout import Geometry

@@ -19,7 +19,7 @@ from typing import Any
 
 from qattn_hf.errors import RecipeError
 from qattn_hf.messages import shown
-from qattn_hf.yaml_reader import parse_yaml
+from qattn_hf.recipes.yaml_reader import parse_yaml
 
 FULL = "full"  # in place of a method: full precision, nothing is packed
 SPELLED = re.compile(r"((?:[A-Za-z]:(?=[\\/]))?[^:]*)(?::(.*))?", re.DOTALL)  # C:\mine.yaml is a name too

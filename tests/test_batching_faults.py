@@ -227,7 +227,7 @@ def test_kernels_outlive_a_forward_that_fails(method: str):
 @pytest.mark.parametrize("method", ["int8", "kivi"])
 def test_kernels_hide_no_token_for_the_sake_of_an_earlier_request(method: str):
     """Masks of tokens that were not finite lie in pages, where steps of the next request begin a block. Of its prompt
-    one token is seen, so that its answer hangs on those of the block."""
+    one token is seen, so that its answer depends on the tokens of the block."""
     model = tiny_llama(head_dim=64, num_hidden_layers=1).to(DEVICE)
     break_token(model, 90)
     patch(model, method, impl="triton")

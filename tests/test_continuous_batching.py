@@ -198,7 +198,7 @@ WITH_ROWS = [
 @pytest.mark.product
 @pytest.mark.parametrize("method", WITH_ROWS)
 def test_a_prefix_with_sinks_is_shared_with_its_row(method: str):
-    """Answers are those of requests whose prefix was a call of their own, whatever the request did that wrote it."""
+    """Answers equal the answers to requests whose prefix was a separate call, whatever the writing request did."""
     model, (prefix, *ends) = patch(tiny_llama(), method), prompts_of(256, 5, 40, 3)
     prompts = sorted((prefix + end for end in ends), reverse=True)  # as `generate_batch` orders them
     want = [alone(model, prompts[0])] + [alone(model, prompt, first=256) for prompt in prompts[1:]]

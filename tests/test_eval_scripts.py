@@ -240,7 +240,6 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
             assert set(split_methods([command[-1]])) == {row["way"] for row in then}
     assert len(found["quality"]) == len(found["tasks"]) == len(families)
     assert sum("fp" in split_methods([settings]) for settings in families.values()) == 1
-    assert found["compare"][0][1][-1] == ",".join(measured_settings("compare")), "nothing is tuned for this model"
     assert (tmp_path / "first-half.txt").read_text() + (tmp_path / "second-half.txt").read_text() == "one\ntwo\nthree\n"
     names = {name for name, _ in found["tables"]}
     assert "table-sinkq_sinks-net" in names and "table-turbo_sas-net" not in names, "that one reads no model"
@@ -249,13 +248,6 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
             gpu.main(arguments)
     said = capsys.readouterr().err
     assert "the parts are tests, released, recipes" in said and "needs --yardstick" in said
-
-
-def test_a_tuned_recipe_is_compared_as_it_was_recorded(tmp_path):
-    [recorded] = {path.stem.removeprefix("tune-") for path in gpu_parts.RESULTS.glob("tune-*28m.json")}
-    _, command = gpu_parts.compare(tmp_path / recorded, tmp_path / "text", tmp_path)
-    recipe = Path(command[-1].rpartition(",")[2])
-    assert recipe.parent == tmp_path and find_recipe(None, recipe, {}).choices, "it differs from layer to layer"
 
 
 @pytest.mark.parametrize("family", ["kivi", "8bit"])

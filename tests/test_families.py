@@ -11,7 +11,7 @@ import transformers
 from helpers import random_ids, tiny_llama
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from qattn_hf import QAttnCache, RecipeError, families, load_recipe, patch, report, unpatch
+from qattn_hf import QAttnCache, RecipeError, load_recipe, patch, report, unpatch
 from qattn_hf.assets import configs_dir
 from qattn_hf.chunks import feed
 from qattn_hf.cli._common import for_family
@@ -22,6 +22,7 @@ from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.layer_kinds import model_layers
 from qattn_hf.methods import get_method
 from qattn_hf.recipe import Recipe, find_recipe, find_recipes
+from qattn_hf.recipes import families
 from qattn_hf.spelling import parse_settings
 from qattn_kernels.layer.support import unsupported
 

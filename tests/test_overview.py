@@ -10,7 +10,7 @@ import pytest
 from test_eval_scripts import ROOT, gpu_parts, tables
 
 from qattn_hf import list_methods
-from qattn_hf.recipe_files import list_recipes
+from qattn_hf.recipes.recipe_files import list_recipes
 
 RESULTS = ROOT / "eval" / "results"
 MADE = re.compile(r"<!-- table:\S+ -->.*?<!-- /table -->", re.DOTALL)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qattn_hf.families import list_families
+from qattn_hf.recipes.families import list_families
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = sorted(model_type for family in list_families() for model_type in family.model_types)
@@ -28,7 +28,7 @@ import json, pathlib, sys
 import qattn_hf, qattn_kernels, qattn_kernels.layer.spec
 from qattn_kernels.launch import tuned
 from qattn_hf.assets import configs_dir, demo_model_dir, tasks_dir
-from qattn_hf.families import list_families
+from qattn_hf.recipes.families import list_families
 from transformers import AutoConfig
 print(json.dumps({
     "qattn_hf": qattn_hf.__file__,

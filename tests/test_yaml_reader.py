@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qattn_hf import RecipeError, families, list_methods, load_recipe
+from qattn_hf import RecipeError, list_methods, load_recipe
 from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.recipes import families
 
 LONGEST = 2000
 

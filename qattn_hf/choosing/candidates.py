@@ -15,7 +15,7 @@ from qattn_hf.heads import HeadSizes, head_sizes
 from qattn_hf.layer_kinds import ModelLayerSpec
 from qattn_hf.methods import measured_settings
 from qattn_hf.recipe import Recipe, find_recipe
-from qattn_hf.recipe_files import list_recipes
+from qattn_hf.recipes.recipe_files import list_recipes
 from qattn_hf.spelling import split_method
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import unsupported
@@ -40,7 +40,7 @@ def candidates(model: PreTrainedModel, shared: dict[str, Any]) -> list[Candidate
     Those that no kernel computes for the model's heads are left out, unless all are.
 
     Args:
-        shared: settings that the recipe will get beside, such as `memory`; what does not have them is left out.
+        shared: settings that the recipe will also get, such as `memory`; candidates without them are left out.
 
     Raises:
         RecipeError: no setting takes `shared`.

@@ -16,20 +16,20 @@ from transformers import PreTrainedModel
 from qattn_hf.choosing.candidates import Candidate, candidates
 from qattn_hf.choosing.probe import TOGETHER, Probe, measure, probe_of
 from qattn_hf.choosing.reasons import cost_of, reasons
-from qattn_hf.chosen import Chosen, Tried
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.messages import named, shown
 from qattn_hf.recipe import Recipe, find_recipe
-from qattn_hf.recipe_settings import SHARED
+from qattn_hf.recipes.chosen import Chosen, Tried
+from qattn_hf.recipes.recipe_settings import SHARED
 from qattn_hf.tensor_parallel import shard_of
 
 FEWEST = 2.0  # bits that any setting has
-AS_GOOD = 1.05  # of settings whose KLs differ by less, that of fewer bits is taken, then the simpler one
+AS_GOOD = 1.05  # among settings whose KLs differ by less, the one of fewer bits is taken, then the simpler one
 LEAST_SHARE = 0.7  # a setting of less than so much of the bits of the largest one within the budget is not tried
 
 
 def check_budget(settings: dict[str, Any]) -> tuple[float | None, float | None, dict[str, Any]]:
-    """The budget of `patch` without a method, `bits` and `kl`, one of them None, and the settings beside it.
+    """The budget of `patch` without a method, `bits` and `kl`, one of them None, and the other settings.
 
     Raises:
         RecipeError: both are given, or one that is no number or too small; a setting that only some methods have.

@@ -22,7 +22,7 @@ def facts_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
     """Median over the packed layers of what one call over `ids` `[1, T]` shows:
 
     - `sink_share`: share of attention that the `SINKS` most attended tokens of a head get, mean over heads.
-    - `key_spread`: root mean square of a head's largest key channel over that of its median one, largest head.
+    - `key_spread`: root mean square of a head's largest key channel over its median channel's, largest head.
     - `key_bias`: share of the mean squared key that the mean key makes up, mean over heads.
     - `value_spread`: as `key_spread`, of values.
     """

@@ -17,7 +17,7 @@ FEATURES = {  # what a setting may have, and the fact that speaks for it or agai
 
 
 def features(candidate: Candidate) -> set[str]:
-    """Those of `FEATURES` that any packed layer of a candidate has."""
+    """The `FEATURES` that any packed layer of a candidate has."""
     specs = [spec for spec in candidate.specs if isinstance(spec, LayerSpec)]
     found = {
         "pool": any(spec.sink_pool.num for spec in specs),

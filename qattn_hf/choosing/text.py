@@ -76,7 +76,7 @@ def tokens_of(model: PreTrainedModel) -> tuple[torch.Tensor, str]:
     ids = _of_text(model)
     if ids is not None:
         return ids[:, :tokens], f"{min(tokens, ids.shape[1])} tokens of a built-in text"
-    return sampled(model, tokens), f"{tokens} tokens that the model sampled, since no tokenizer lies beside its weights"
+    return sampled(model, tokens), f"{tokens} tokens that the model sampled, since its folder has no tokenizer"
 
 
 def _of_text(model: PreTrainedModel) -> torch.Tensor | None:

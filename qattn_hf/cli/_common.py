@@ -23,7 +23,7 @@ def known_methods(texts: list[str] | str | None) -> Any:
     Raises:
         RecipeError: an unknown method or recipe, or a setting that is not `KEY=VALUE`.
     """
-    from qattn_hf.recipe_files import check_name
+    from qattn_hf.recipes.recipe_files import check_name
     from qattn_hf.spelling import FULL, split_method, split_methods
 
     for text in [texts] if isinstance(texts, str) else split_methods(texts or ()):
@@ -38,7 +38,7 @@ def known_recipe(text: str | None) -> Any:
     Raises:
         RecipeError: there is no recipe of that name.
     """
-    from qattn_hf.recipe_files import YAML, is_of_hub, recipe_file
+    from qattn_hf.recipes.recipe_files import YAML, is_of_hub, recipe_file
 
     if text is not None and Path(text).suffix not in YAML and not is_of_hub(text):
         recipe_file(text)

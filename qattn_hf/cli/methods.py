@@ -26,7 +26,7 @@ def methods(
     Example: qattn methods turbo
     """
     if name is not None:
-        from qattn_hf.recipe_files import check_name
+        from qattn_hf.recipes.recipe_files import check_name
 
         check_name(name)  # before torch is loaded, which takes seconds
     console = results_console()
@@ -52,7 +52,7 @@ def _settings(console: Console, title: str, summary: str, fields: dict[str, Fiel
     from rich.table import Table
     from rich.text import Text
 
-    from qattn_hf.settings import as_written
+    from qattn_hf.recipes.settings import as_written
 
     heading = Text(f"{title}: {summary}", "bold")
     table = Table("setting", "default", "what it is", title=heading, title_justify="left")
@@ -68,7 +68,7 @@ def show_one(console: Console, name_or_recipe: str) -> None:
 
     from qattn_hf.methods import Method, get_method
     from qattn_hf.recipe import find_recipe
-    from qattn_hf.settings import allowed, as_written, known, reference_only
+    from qattn_hf.recipes.settings import allowed, as_written, known, reference_only
 
     name = find_recipe(name_or_recipe, None, {}).method
     method, without_kernels = get_method(name), reference_only(name)
@@ -102,7 +102,7 @@ def kernels(known: bool) -> str:
 def recipes_of(method: str) -> dict[str, str]:
     """Recipes of this package that use a method, with the settings that differ from its defaults."""
     from qattn_hf.recipe import list_recipes, load_recipe
-    from qattn_hf.settings import as_written
+    from qattn_hf.recipes.settings import as_written
 
     users = {}
     for name in list_recipes():

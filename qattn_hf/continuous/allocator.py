@@ -131,7 +131,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.to_keep.append((name, held, drop))
 
     def forget(self, name: str) -> None:
-        """Keep a prefix no more; its pages stay those of requests that began with it."""
+        """Stop keeping a prefix. Requests that began with it keep its pages."""
         del self.prefixes.kept[name]
         self.to_keep = [one for one in self.to_keep if one[0] != name]
         self.free_blocks(name)
@@ -160,7 +160,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     def clear_pages(self) -> None:
         """Unset the masks of blocks that came back to the pool, on the stream of the forward and before anything is
-        written to them: a step that begins a block sets those of tokens that are not finite, and no others."""
+        written to them: a step that begins a block sets the bits of tokens that are not finite, and no others."""
         if self.returned:
             pages = torch.tensor(sorted(self.returned), device=self.device) - self.blocks_per_sector
             for layer in self.layers.values():

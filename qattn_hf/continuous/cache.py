@@ -107,7 +107,7 @@ class PagedCache(PagedAttentionCache):
         return {"blocks_used": used, "blocks_cached": cached, "bytes_packed": packed}
 
     def _blocks_of(self, prefixes: bool) -> int:
-        """Blocks that requests hold, with or without those of kept prefixes."""
+        """Blocks that requests hold, with or without the blocks of kept prefixes."""
         table = list(self.allocator.block_table.items())
         return len({page for name, pages in table if prefixes or not name.startswith(KEPT) for page in pages})
 

@@ -49,7 +49,7 @@ def keeps_rows(layout: Layout) -> bool:
 
 
 def _own(layout: Layout) -> set[str]:
-    """State tensors of a row beside those of every row, open tokens and sinks."""
+    """State tensors of a row, without the lengths that every row has: open tokens and sinks."""
     rows = by_row(layout)
     tokens = {name for name in rows if ".ring" in name or "sink" in name}
     return rows.keys() - row_tensors(*layout).keys() - tokens - settled(layout).keys()
@@ -79,7 +79,7 @@ def page_bytes(layout: Layout) -> int:
 
 
 def row_bytes(layout: Layout, blocks: int = 1) -> int:
-    """Bytes that a request of at most so many blocks takes in a layer beside its pages."""
+    """Bytes that a request of at most so many blocks takes in a layer in addition to its pages."""
     return bytes_of(by_row(resized(layout, 1, blocks)))
 
 
@@ -120,7 +120,7 @@ class Rows(Steps):
         written: int64 `[3, N]`: row, block and page of those that the call may change. first: the first such block of
             one request, whose others follow; else None.
         past: an upper bound of the blocks that any row has closed.
-        begins: for one request that has no row yet: tokens of the pages that it begins with, those of a shared prefix.
+        begins: for one request that has no row yet: tokens of the pages of its shared prefix.
     """
 
     slots: torch.Tensor
@@ -182,7 +182,7 @@ class PagedLayer:
             self.pages["dropped"].index_fill_(2, pages, 0)
 
     def copy_row(self, source: int, target: int) -> None:
-        """Copy what a request has beside its pages."""
+        """Copy what a request has in addition to its pages."""
         for tensor in self.rows.values():
             tensor[target].copy_(tensor[source])
 

@@ -1,7 +1,7 @@
 """Prefixes of prompts that a pool keeps where pages alone do not say how a request goes on.
 
 With a sink pool, and with tokens that stay open behind their block, a row depends on where its prompt ended. So a kept
-prefix is a row too, cropped to whole blocks, beside the pages of the request that wrote it. A request that begins with
+prefix is a row too, cropped to whole blocks, next to the pages of the request that wrote it. A request that begins with
 it takes a copy of the row and shares the pages. Calls write no shared page anew: masks are in the row, and a block that
 two rows close has the same tokens and the same sinks in both, so the same bytes.
 """

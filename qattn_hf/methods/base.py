@@ -204,9 +204,9 @@ class EqualizedMethod(Method):
 
     equalize_k: bool = Field(
         False,
-        description="before keys are rotated, each channel is divided by a power of its size over that of queries, "
-        "which get it back: exact but for rounding, and a channel that stands out is no longer spread over all; patch "
-        "runs the model once for that",
+        description="divide each key channel by a power of the ratio of key to query sizes before the rotation, and "
+        "multiply the query by it: products stay the same, and the rotation spreads no large channel over all others; "
+        "patch runs the model once to find the powers",
     )
 
     @model_validator(mode="after")

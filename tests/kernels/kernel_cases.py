@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from helpers import Case, cases
 
-from qattn_hf.settings import known
+from qattn_hf.recipes.settings import known
 
 TURBO: Case = ("turbo", {})
 INT8: Case = ("int8", {})

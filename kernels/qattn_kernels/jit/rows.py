@@ -67,8 +67,8 @@ def first_block(PAGES, b, h, NB, C: tl.constexpr):
 
 @triton.jit
 def first_bits(DROPPED, PAGES, b, h, NB, C: tl.constexpr):
-    """The mask bits of a head's first block. Those of a sink pool are a row's own, in a pool of pages too, where rows
-    have room for `PAGES[2]` blocks; others lie in the pages."""
+    """The mask bits of a head's first block. With a sink pool each row has its own bits, in a pool of pages too, where
+    rows have room for `PAGES[2]` blocks. Without one they lie in the pages."""
     if C.PAGED and C.ENTRIES > 0:
         return DROPPED + (b * C.H + h).to(tl.int64) * PAGES[2] * (C.BLOCK // 8)
     else:

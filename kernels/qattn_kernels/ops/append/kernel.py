@@ -169,7 +169,7 @@ def _home(PAGES, b, index, NB, C: tl.constexpr):
 
 @triton.jit
 def _flags(DROPPED, PAGES, b, h, index, home, NB, C: tl.constexpr):
-    """Mask bits behind which those of block `index` of a row lie where the block does, at `home.index`."""
+    """Base of the mask bits of a row's block `index`, for offsets that count from `home.index`."""
     return first_bits(DROPPED, PAGES, b, h, NB, C) + (bits_at(home.index, index, C) - home.index) * (C.BLOCK // 8)
 
 

@@ -120,7 +120,7 @@ def _forget(entries, until, closed, flags):
 
 @triton.jit
 def _magnitudes(K, code, scale):
-    """fp64 sums of the magnitudes of keys `[n, DP]`. Those of INT8 codes are whole numbers that fp32 holds."""
+    """fp64 sums of the magnitudes of keys `[n, DP]`. Magnitudes of INT8 codes are whole numbers that fp32 holds."""
     if K.ring.dtype.element_ty == tl.int8:
         return tl.sum(tl.abs(code), 1).to(tl.float64) * scale.to(tl.float64)
     else:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from qattn_hf.assets import configs_dir
 from qattn_hf.errors import RecipeError
 from qattn_hf.methods import Method
-from qattn_hf.yaml_reader import read_yaml
+from qattn_hf.recipes.yaml_reader import read_yaml
 
 
 class Section(BaseModel):

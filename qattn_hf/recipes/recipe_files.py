@@ -14,7 +14,7 @@ from qattn_hf.assets import configs_dir
 from qattn_hf.errors import RecipeError
 from qattn_hf.messages import named
 from qattn_hf.methods import list_methods
-from qattn_hf.recipe_settings import unknown
+from qattn_hf.recipes.recipe_settings import unknown
 
 RECIPE_FILE = "qattn.yaml"  # the name of a recipe in a checkpoint's folder and in a repository
 YAML = (".yaml", ".yml")

@@ -30,8 +30,8 @@ def read_yaml(path: Path) -> Any:
         dicts, lists and scalars; None for an empty file.
 
     Raises:
-        RecipeError: the file cannot be read, is too large, or is not the YAML that `qattn_hf.yaml_reader` allows; the
-            message names file and line.
+        RecipeError: the file cannot be read, is too large, or is not the YAML that this module allows; the message
+            names file and line.
     """
     where = named(str(path), 300)
     try:
@@ -55,7 +55,7 @@ def parse_yaml(text: str, where: str) -> Any:
         where: name of the text, for messages.
 
     Raises:
-        RecipeError: not YAML, or not the YAML that `qattn_hf.yaml_reader` allows.
+        RecipeError: not YAML, or not the YAML that `qattn_hf.recipes.yaml_reader` allows.
     """
     try:
         loader = _Loader(text)
@@ -81,7 +81,7 @@ def _one_line(error: Exception) -> str:
 
 
 class _Refused(Exception):
-    """YAML that `qattn_hf.yaml_reader` refuses, with its line."""
+    """YAML that `qattn_hf.recipes.yaml_reader` refuses, with its line."""
 
     def __init__(self, at: yaml.Node | yaml.Event, problem: str):
         assert at.start_mark is not None  # the loader marks all it makes
