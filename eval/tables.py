@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from api_page import api_table
+from api_page import api_table, cli_table
 from budget_tables import latent_table, outgrown_table
 from family_tables import families_table
 from fidelity_tables import tune_table
@@ -182,6 +182,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "compile": partial(speed_table, bench="compile"),
     "first-call": partial(speed_table, bench="first-call"),
     "api": api_table,
+    "cli": cli_table,
     **{f"conditions-{page}": partial(_conditions, page=page) for page in PAGES},
 }
 
