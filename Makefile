@@ -44,7 +44,7 @@ test-oldest: $(OLDEST)/.ready ## Run what depends on transformers, each behaviou
 		tests/test_captured_calls.py $(ARGS)
 
 docs: $(VENV)/.ready ## Build the documentation into site/: notebooks run (DOCS_OUTPUTS=false leaves that out), links are checked
-	NO_MKDOCS_2_WARNING=1 DOCS_OUTPUTS=$(DOCS_OUTPUTS) $(VENV)/bin/python -m mkdocs build --strict  # --quiet would hide warnings from --strict too
+	$(TEST_ENV) NO_MKDOCS_2_WARNING=1 DOCS_OUTPUTS=$(DOCS_OUTPUTS) $(VENV)/bin/python -m mkdocs build --strict  # --quiet would hide warnings from --strict too
 
 lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff check .

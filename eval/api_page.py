@@ -112,7 +112,7 @@ def command_entry(name: str, command: Any, context: Any) -> str:
     """A command: what it does, its examples as one block, and a table of its arguments and options."""
     text = re.sub(r"\s*Examples?:\s+(?=qattn )", "\n\n", inspect.cleandoc(command.help or ""))
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-    examples = [part for part in paragraphs if part.startswith("qattn ")]
+    examples = [part for part in paragraphs if part.startswith("qattn ") and ", " not in part]
     about = [part for part in paragraphs if part not in examples]
     records = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
     rows = [f"| `{cell(option)}` | {cell(text)} |" for option, text in records if not option.startswith("--help")]
