@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(\]\((?:\.\./)*)\.\./(examples/\w+\.ipynb\))")
 BETWEEN = re.compile(r'(?<=href=")(\w+)\.ipynb(?=[#"])')
-PAGES = re.compile(r'(?<=href=")\.\./docs/(\w+)\.md(?=[#"])')
+PAGES = re.compile(r'(?<=href=")\.\./docs/([\w-]+)\.md(?=[#"])')
 
 
 @event_priority(100)  # ahead of mkdocs-jupyter, which looks for notebooks among the files
