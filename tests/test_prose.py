@@ -45,14 +45,13 @@ RULES = {re.compile(pattern, re.MULTILINE): better for pattern, better in WORDS.
 PAGE_RULES = RULES | {re.compile(pattern, re.MULTILINE): better for pattern, better in PAGE_WORDS.items()}
 MADE = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
 CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
-LONGEST = 45  # words of a sentence on a page; lists of names need about that many
+LONGEST = 40  # words of a sentence on a page; lists of names need about that many
 # Not rewritten yet: nothing is asked of these. Take an entry out when its text is done.
 PENDING = {
     "CHANGELOG.md": "history is what it tells",
     "docs/results": "the pages of results",
     "docs/methods": "made of docstrings and descriptions of settings",
     "docs/architecture.md": "not rewritten",
-    "docs/kernels.md": "not rewritten",
     "qattn_hf": "modules at the top; folders in DONE are rewritten",
 }
 DONE = ("qattn_hf/cli", "qattn_hf/server", "qattn_hf/cuda_graph")
