@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from qattn_hf.demo_tasks import few_shot, final_number, recall, registry, sums
+from qattn_hf.assets.demo_tasks import few_shot, final_number, recall, registry, sums
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "qattn_hf" / "demo_model"
