@@ -10,13 +10,12 @@ from qattn_hf.cache.notices import reads_no_code, written_once
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.model_layer import ModelLayer
 from qattn_hf.model.layer_kinds import kind_of, of_method, window_of
-from qattn_kernels.formats.base import Span
+from qattn_kernels.formats import Span
 from qattn_kernels.formats.model.reference import ModelFormat
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layer.support import no_triton, unsupported
-from qattn_kernels.ops.sink_pool.table import at_slots
-from qattn_kernels.reference.rows import bits_to_bool
+from qattn_kernels.step.states import at_slots, bits_to_bool
 
 OWN = "model"  # in place of a method's name, for layers that are the model's own
 

@@ -18,9 +18,7 @@ from qattn_kernels.layer.arena import Layout, empty_arena, places, views
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry, State, TensorSpec, copy_blocks
-from qattn_kernels.ops.crop.ring import resized_ring
-from qattn_kernels.ops.reorder import reference
-from qattn_kernels.ops.repack.reference import repack
+from qattn_kernels.step.states import Tensors, largest_bytes, reorder_arena, reorder_tensors, repack, resized_ring
 
 
 def with_room(blocks: int) -> int:
@@ -137,19 +135,17 @@ def reorder(layer: Packed, rows: torch.Tensor, room: torch.Tensor) -> None:
     """
     with layer.editing():
         if layer.spec.impl == "triton":
-            from qattn_kernels.ops.reorder.launch import reorder as launch  # which loads Triton when it is first used
-
             assert layer.arena is not None
-            launch(layer.arena, layer._layout, layer.blocks, rows)
-        reference.reorder(_one_by_one(layer), rows, room)
+            reorder_arena(layer.arena, layer._layout, layer.blocks, rows)
+        reorder_tensors(_one_by_one(layer), rows, room)
 
 
 def room_to_reorder(layer: Packed) -> int:
     """Bytes that `reorder` needs beside a layer."""
-    return reference.largest_bytes(_one_by_one(layer))
+    return largest_bytes(_one_by_one(layer))
 
 
-def _one_by_one(layer: Packed) -> reference.Tensors:
+def _one_by_one(layer: Packed) -> Tensors:
     """The tensors of a layer whose rows move one by one: those that no kernel moves."""
     return (layer.beside() if layer.spec.impl == "triton" else layer.state_tensors()).values()
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from qattn_hf.layer.layer import QAttnLayer
-from qattn_kernels.formats.scales import to_bits
 from qattn_kernels.layout import State
-from qattn_kernels.ops.sink_pool.table import at_slots
-from qattn_kernels.reference.rows import bool_to_bits
+from qattn_kernels.step.states import at_slots, bool_to_bits, to_bits
 
 BOOKKEEPING = (torch.int32, torch.int64)  # lengths and positions; codes and numbers have other types
 

@@ -10,8 +10,7 @@ from qattn_hf.layer.handle import Handle
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.model.device import capturing
 from qattn_kernels.layer.scores import Scores
-from qattn_kernels.ops.latent.up import UpProjections
-from qattn_kernels.step.latent_prompt import attend_expanded, by_expansion
+from qattn_kernels.step.latent_prompt import UpProjections, attend_expanded, by_expansion
 
 
 class LatentLayer(QAttnLayer):

@@ -21,9 +21,9 @@ from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry, State, TensorSpec
-from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly, needs_dispatch
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa, sees_raw
+from qattn_kernels.step.states import crop
 
 _geometry = lru_cache(maxsize=1024)(Geometry)  # every layer of every new cache asks for one, twice
 

@@ -20,8 +20,8 @@ from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes, vie
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.state import layer_tensors
-from qattn_kernels.ops.crop.front import beyond_crop, drop_front, left_behind, most_left_behind, ring_blocks
 from qattn_kernels.step.operator import attend, beginning
+from qattn_kernels.step.states import beyond_crop, drop_front, left_behind, most_left_behind, ring_blocks
 
 
 class WindowLayer(QAttnLayer):

@@ -21,7 +21,7 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.model.decoder import decoder_of
 from qattn_hf.model.device import only_moves
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.ops.latent.up import UpProjections
+from qattn_kernels.step.latent_prompt import UpProjections
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 OVERRIDE = "expand_kv"

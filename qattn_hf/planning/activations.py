@@ -24,14 +24,13 @@ from qattn_hf.layer.kv_sharing import with_earlier
 from qattn_hf.model._compat import CACHE
 from qattn_hf.model.layer_kinds import local_window, window_of
 from qattn_hf.planning.live_memory import LiveMemory
-from qattn_kernels.launch.launches import recorded
-from qattn_kernels.launch.plan import ALIGNMENT, Result
+from qattn_kernels.launch.plan import ALIGNMENT, Result, recorded
 from qattn_kernels.layer.arena import Layout, places, rewritten_bytes, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import layer_tensors
 from qattn_kernels.layout import Geometry
-from qattn_kernels.ops.crop.front import drop_front, left_behind, most_left_behind
+from qattn_kernels.step.states import drop_front, left_behind, most_left_behind
 
 NAME = "qattn_activations"
 META = torch.device("meta")

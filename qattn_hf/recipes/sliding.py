@@ -23,7 +23,7 @@ from qattn_hf.model.layer_kinds import ModelLayerSpec, WindowLayerSpec, own_stat
 from qattn_kernels.layer.arena import Layout, places
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
-from qattn_kernels.ops.crop.front import ring_blocks
+from qattn_kernels.step.states import ring_blocks
 
 PAYS = 0.75  # of the window's bytes in the model's precision; else what is saved is not worth the loss
 

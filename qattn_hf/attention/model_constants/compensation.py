@@ -18,7 +18,7 @@ from qattn_hf.model.device import device_of
 from qattn_hf.model.layer_kinds import window_of
 from qattn_kernels.formats.kivi.reference import TOGETHER
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.ops.rotate.reference import rotate
+from qattn_kernels.step.states import rotate
 
 TOKENS = 2048  # of the pass: several times as many queries as a head has channels
 FARTHEST = 32768  # position up to which these are spread

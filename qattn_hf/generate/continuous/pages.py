@@ -12,9 +12,9 @@ from qattn_kernels.layer.arena import ALIGNMENT, Layout, places, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.state import layer_tensors, row_tensors
 from qattn_kernels.layout import State, TensorSpec, copy_blocks
-from qattn_kernels.ops.crop.launch import crop
 from qattn_kernels.step.operator import attend
 from qattn_kernels.step.paged import Pages, attend_pages, reads_pages
+from qattn_kernels.step.states import crop
 
 LENGTHS = ("length", "open_start", "longest", "ring_from")  # row positions where whole blocks end and nothing is open
 RESERVED = 1  # pages that are no request's: short rows of a batch point there
