@@ -1,4 +1,4 @@
-"""What a cache keeps of its conversation beside keys and values: offsets of positions (`offsets.py`)."""
+"""What a cache keeps of its conversation beside keys and values: offsets of positions (`generate/offsets.py`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The state of a cache's layers before an operation that changes them in place, to be put back if the operation fails.
 
-Calls of a model (`interrupted.py`) and edits of a cache (`QAttnCache.crop` and others) keep a snapshot until they end.
+Calls of a model (`cache/interrupted.py`) and edits of a cache (`QAttnCache.crop` and others) keep a snapshot until they
+end.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class ModelLayerSpec:
         kind: layer type of transformers: `sliding_attention`, `chunked_attention`, `linear_attention`, `conv`, `dummy`.
         window: tokens of the sliding window, or of a chunk; None where there is none.
         states: number of convolution and recurrent states.
-        why: reason for which a layer with a window is not packed (`sliding.py`); None for other kinds.
+        why: reason for which a layer with a window is not packed (`recipes/sliding.py`); None for other kinds.
         reads: of a `dummy`, the earlier layer whose keys and values it attends to; None where it has no attention.
     """
 

@@ -67,7 +67,7 @@ class CountedLayer(CacheLayerMixin):
     Args:
         geometry: sizes of the layer, with the capacity. spec: None is a layer of transformers' `DynamicCache`.
         plans: of calls of packed layers, by what they depend on; all layers of a cache share them.
-        shared: whether other layers read its keys and values (`kv_sharing.py`); those have no spec.
+        shared: whether other layers read its keys and values (`layer/kv_sharing.py`); those have no spec.
 
     Attributes:
         past: tokens that each row holds.

@@ -214,7 +214,7 @@ class Planner:
                 live.hold(n_bytes)
         with self._counted() as model:
             for tokens, past in self._calls(way, context):
-                with live:  # what the call keeps of the layers while it runs (`interrupted.py`)
+                with live:  # what the call keeps of the layers while it runs (`cache/interrupted.py`)
                     kept = [torch.empty(n, dtype=torch.uint8, device="meta") for n in rewritten if past and tokens > 1]
                 activations.run(model, layers, tokens, past, live)
                 del kept

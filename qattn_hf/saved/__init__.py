@@ -7,7 +7,7 @@ the tensors that transformers keeps. The metadata have a header in JSON, `qattn`
 - `model`: which model wrote the cache (`writer.identity`).
 - `rows`, `tokens`: of the whole cache, padding included.
 - `layers`: for each layer its layout, or what it keeps of the model's own.
-- `offsets`: modules that read the conversation's offsets of positions (`offsets.py`), as far as they are known.
+- `offsets`: modules that read the conversation's offsets of positions (`generate/offsets.py`), as far as known.
 - `digests`: SHA-256 of each tensor.
 """
 
@@ -135,7 +135,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
-    """The header of a saved cache, checked against its digest and its fields (`saved_header.Header`). No tensor is
+    """The header of a saved cache, checked against its digest and its fields (`header.Header`). No tensor is
     read.
 
     Raises:
