@@ -170,7 +170,8 @@ def test_a_way_that_fails_costs_no_other_and_the_command_fails(bench, monkeypatc
 
 def test_an_output_of_nonsense_is_no_figure(monkeypatch):
     monkeypatch.setattr(
-        layers, "_fill_numbers", lambda state, name: state[name].fill_(torch.nan if name.endswith(".x") else 0)
+        "qattn_hf.layer.filled._fill_numbers",
+        lambda state, name: state[name].fill_(torch.nan if name.endswith(".x") else 0),
     )
     methods = chosen_methods(["none"])
     row = next(r for r in decode.rows([decode.Point(1, 80)], methods, SMALL, CPU) if r["packed"])
