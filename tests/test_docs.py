@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -96,6 +98,23 @@ def test_python_and_yaml_parse(path: Path):
             ast.parse(code)
     for code in blocks(path, "yaml"):
         yaml.safe_load(code)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "examples").glob("*.ipynb"))], ids=lambda path: path.name)
+def test_what_python_imports_from_the_packages_exists(path: Path):
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text_of(path))["cells"] if cell["cell_type"] == "code"]
+        codes = [re.sub(r"^%.*$", "", "".join(cell["source"]), flags=re.MULTILINE) for cell in cells]
+    else:
+        codes = blocks(path, "python") if path.name != "api.md" else []
+    missing = []
+    for node in (node for code in codes for node in ast.walk(ast.parse(code))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("qattn_hf", "qattn_kernels"):
+            module = importlib.import_module(node.module)
+            for name in (alias.name for alias in node.names):
+                if not hasattr(module, name) and importlib.util.find_spec(f"{node.module}.{name}") is None:
+                    missing.append(f"{node.module}.{name}")
+    assert missing == []
 
 
 def test_the_front_page_is_short():
