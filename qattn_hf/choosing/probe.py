@@ -1,7 +1,8 @@
 """Measure candidates on one short row: all of them in the same calls, each in rows of its own.
 
-Every layer of a candidate's row is packed, so errors of layers meet as they do in a patched model. The reference
-computes them: each setting would have kernels of its own, which take longer to compile than to run here.
+Every layer of a candidate's row errs as it does on inputs in full precision, and errors of layers meet in the model
+(`reading.sensitivity`). The reference computes them, for all layers at once: each setting would have kernels of its
+own, which take longer to compile than to run here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from qattn_hf.reading.texts import Reading
 from qattn_hf.saved.writer import identity
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 
-SCORED = 128  # last tokens, over which every setting once has as many open tokens as it ever has
+SCORED = 256  # last tokens, over which every setting has as many open tokens as it ever has, twice or more often
 TOGETHER = 16  # candidates read in the same calls
 
 
