@@ -114,7 +114,8 @@ def command_entry(name: str, command: Any, context: Any) -> str:
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
     examples = [part for part in paragraphs if part.startswith("qattn ") and ", " not in part]
     about = [part for part in paragraphs if part not in examples]
-    records = [record for param in command.get_params(context) if (record := param.get_help_record(context))]
+    params = sorted(command.get_params(context), key=lambda param: param.param_type_name != "argument")
+    records = [record for param in params if (record := param.get_help_record(context))]
     rows = [f"| `{cell(option)}` | {cell(text)} |" for option, text in records if not option.startswith("--help")]
     parts = [f"## {name}", *about]
     if examples:
