@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from overview_table import FRONT
-from quality_tables import checkpoints
+from quality_tables import CHECKPOINTS, checkpoints
 from recorded import load
 
 from qattn_hf.bench.picture import draw
@@ -34,7 +34,7 @@ def decode_rows(results: Path) -> tuple[list[dict[str, Any]], str]:
 def loss_rows(results: Path) -> list[dict[str, Any]]:
     """KL and bits of the recommended settings on each released checkpoint."""
     keys = ("setting", "kl", "bits")
-    known = checkpoints(load(results, "released-*"))
+    known = checkpoints([result for pattern in CHECKPOINTS.split() for result in load(results, pattern)])
     return [
         {"model": name, **{key: rows[setting][key] for key in keys}}
         for name, rows in known.items()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from recorded import Result
-from table import FORMATTER, Row, Rows, Table, every_row
+from table import FORMATTER, Row, Rows, Table, each, every_row
 
 from qattn_hf.bench.tables import best_stock, by_point
 
@@ -125,6 +125,12 @@ def compared(*keys: str, points: Iterable[tuple] | None = None) -> Rows:
     return rows
 
 
+def _ratios(row: Row) -> str:
+    """The median of the ratios to the first method, with their quartiles; nothing of the first itself."""
+    first = row["ratio_low"] == row["ratio_high"] == 1
+    return "" if first else f" ({row['ratio']:.3f}, {row['ratio_low']:.3f} to {row['ratio_high']:.3f})"
+
+
 def _longer(results: list[Result]) -> Iterable[Row]:
     """How much longer a decode step of a recipe is than its parent's."""
     for (batch, context), here in sorted(by_point(every_row(results), "batch", "context").items()):
@@ -176,9 +182,9 @@ TABLES = (
           "| {setting} || {ms:#.3g}{times: (.2fx)} |",
           compared("batch", "tokens"), "point"),
     Table("decode-in-turn", "speed-decode-in-turn",
-          "| rows x tokens || `{way}`, us | ratio (quartiles) |",
-          "| {batch} x {context} || {ms:us.2f} | {ratio:.3f} ({ratio_low:.3f} to {ratio_high:.3f}) |",
-          across="way"),
+          "| rows x tokens || `{way}`, us |",
+          "| {batch} x {context} || {ms:us.2f}{ratios} |",
+          each(ratios=_ratios), "way"),
     Table("recipes-speed", "speed-recipes",
           "| setting | compared with || {point} |",
           "| `{recipe}` | `{parent}` || {longer:+.1%} |",
