@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import qattn_hf.check  # noqa: F401  kernels cannot be imported while the test pretends that there is a GPU
+import qattn_hf.planning.check  # noqa: F401  kernels cannot be imported while the test pretends that there is a GPU
 from qattn_hf.cli import main
 
 COMMANDS = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qattn_hf.cli._common import DeviceOption, UsageError, methods_option, write_rows
-from qattn_hf.loading import model_source
+from qattn_hf.model.loading import model_source
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,7 @@ def generate(
     """
     from qattn_hf.bench import generate as measured
     from qattn_hf.bench.ways import all_ways
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes, where = find_recipes(method or DEFAULT_OF_GENERATE), chosen_device(device)
     ways = chosen_ways(way, all_ways(recipes, where))
@@ -138,7 +138,7 @@ def first_call(
     Example: qattn bench first-call --method turbo
     """
     from qattn_hf.bench import first_call as measured
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes = find_recipes(method or DEFAULT_OF_GENERATE)
     show(measured.rows(list(recipes), chosen_device(device)), as_json, output, None)
@@ -162,7 +162,7 @@ def throughput(
     Example: qattn bench throughput --method turbo --kv-mib 40960 --context 8192
     """
     from qattn_hf.bench import throughput as measured
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
     points = chosen_points(measured, quick, where, kv_mib, context)
@@ -182,7 +182,7 @@ def requests(
     Example: qattn bench requests --method turbo
     """
     from qattn_hf.bench import requests as measured
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
     points = chosen_points(measured, quick, where, None, None)
@@ -226,7 +226,7 @@ def bench_model(source: str | None, quick: bool, device: torch.device, random_we
 
 def chosen_methods(names: list[str] | None) -> dict[str, Method]:
     """Settings of one layer by the method's spelling: `["turbo:bits=2"]` -> `{"turbo:bits=2": settings}`."""
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes = find_recipes(names or DEFAULT)
     if several := [name for name, recipe in recipes.items() if recipe.choices]:

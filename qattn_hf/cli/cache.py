@@ -18,8 +18,8 @@ from qattn_hf.cli._common import (
     for_family,
     summary,
 )
-from qattn_hf.loading import load
 from qattn_hf.messages import size
+from qattn_hf.model.loading import load
 
 cache = typer.Typer(help="Save the cache of a text in a file, for many questions; or say what a file holds.")
 
@@ -59,7 +59,7 @@ def build(
 def read(lm: Any, recipe: Any, ids: Any) -> tuple[Any, Any]:
     """The cache of a model that has read tokens `[1, S]`, and these tokens; long texts are cut as `generate` does."""
     from qattn_hf import patch
-    from qattn_hf._compat import CACHE
+    from qattn_hf.model._compat import CACHE
 
     patch(lm, recipe=recipe)
     ids = ids.to(lm.device)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from qattn_hf.cli._common import DeviceOption, ModelOption, for_family, methods_option, write_rows
-from qattn_hf.loading import load, short_name
+from qattn_hf.model.loading import load, short_name
 
 DEFAULT = ("none", "int8", "turbo", "turbo:bits=mixed", "turbo_sink_k4v2", "kivi", "turboquant")
 
@@ -67,7 +67,7 @@ def compare(
     Example: qattn compare --method turbo --method kivi:bits=2 --text book.txt --picture fidelity.png
     """
     from qattn_hf import compare as fidelity
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     check_options(rollout, temperature, draft, picture)
     recipes = find_recipes(method or DEFAULT)

@@ -11,7 +11,7 @@ import typer
 
 from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, for_family, methods_option, write_rows
 from qattn_hf.cli.compare import AtTokensOption, DtypeOption, measured_in, status_line
-from qattn_hf.loading import load, short_name
+from qattn_hf.model.loading import load, short_name
 
 Number = TypeVar("Number", int, float)
 DEFAULT = ("int8", "turbo", "turbo:bits=2", "kivi", "kivi:bits=2", "turboquant")
@@ -64,7 +64,7 @@ def retrieval(
     sizes, places = numbers(lengths, "--lengths", int), numbers(depths, "--depths", float)
     from qattn_hf import compare
     from qattn_hf.fidelity.needles import check_asked
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     check_asked(wanted, places, wording)
     recipes = find_recipes(method or DEFAULT)

@@ -10,7 +10,7 @@ import typer
 
 from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, write_rows
 from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, status_line
-from qattn_hf.loading import load, short_name
+from qattn_hf.model.loading import load, short_name
 
 if TYPE_CHECKING:
     from torch import Tensor

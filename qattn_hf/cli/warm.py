@@ -16,7 +16,7 @@ from qattn_hf.cli._common import (
     UsageError,
     chosen_recipe,
 )
-from qattn_hf.loading import model_source
+from qattn_hf.model.loading import model_source
 
 
 def warm(
@@ -39,8 +39,8 @@ def warm(
     import torch
     from transformers import AutoConfig
 
-    from qattn_hf.recipe import check_packs
-    from qattn_hf.warm import begin
+    from qattn_hf.patching.warm import begin
+    from qattn_hf.recipes.recipe import check_packs
 
     chosen = chosen_recipe(method, recipe, settings, model)
     check_packs(chosen)
