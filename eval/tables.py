@@ -78,8 +78,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": code_tables.kernels_table,
     "known-types": known_table,
     "own-tests": type_tables.own_tests_table,
-    "papers": paper_tables.papers_table,
-    "contradicted": paper_tables.contradicted_table,
     "tasks": task_tables.tasks_table,
     "report": report_example,
     "api": api_table,
