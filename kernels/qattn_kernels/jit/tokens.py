@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,10 +12,19 @@ from qattn_kernels.jit.rotation import factors_of, rotate_rows
 from qattn_kernels.layout import Row, RowState
 
 
+class Source(NamedTuple):
+    """Where the new keys and values of a call lie, and their strides over rows, heads and columns. Keys that a kernel
+    equalizes lie in a tuple, with their factors, fp32 `[H, D]`."""
+
+    key: Any
+    value: Any
+    k_strides: Any
+    v_strides: Any
+
+
 @triton.jit
 def load_new(X, strides, b, h, fresh, new, first, C: tl.constexpr):
-    """`[BLOCK, DP]` as the model made them, zeros where `new` is false. `X`: where they lie; of keys that the kernel
-    equalizes with the factors, fp32 `[H, D]`, behind that."""
+    """`[BLOCK, DP]` as the model made them, zeros where `new` is false. `X`: keys or values of a `Source`."""
     where = X
     if C.EQUALIZED:
         where = X[0]
@@ -36,34 +47,40 @@ def _rotated(x, X, h, C: tl.constexpr):
 
 
 @triton.jit
-def new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, C: tl.constexpr):
+def new_tokens(source, b, h, fresh, new, first, C: tl.constexpr):
     """New keys and values, zeros where either is not finite, and where that is so."""
-    k = load_new(KEY, k_strides, b, h, fresh, new, first, C)
+    k = load_new(source.key, source.k_strides, b, h, fresh, new, first, C)
     V_C: tl.constexpr = C.V
-    v = load_new(VALUE, v_strides, b, h, fresh, new, first, V_C)
-    return checked_tokens(k, v, KEY, h, new, C)
+    v = load_new(source.value, source.v_strides, b, h, fresh, new, first, V_C)
+    return checked_tokens(k, v, source, h, new, C)
 
 
 @triton.jit
-def checked_tokens(k, v, KEY, h, new, C: tl.constexpr):
+def checked_tokens(k, v, source, h, new, C: tl.constexpr):
     """`new_tokens` of what `load_new` read of both for head `h`."""
     V_C: tl.constexpr = C.V
-    k, v = _rotated(k, KEY, h, C), _rotated(v, None, h, V_C)
+    k, v = _rotated(k, source.key, h, C), _rotated(v, None, h, V_C)
     bad = new & (broken(k, 1) | broken(v, 1))
     return tl.where(bad[:, None], 0.0, k), tl.where(bad[:, None], 0.0, v), bad
 
 
 @triton.jit
-def new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, VALUES: tl.constexpr, C: tl.constexpr):
-    """`new_tokens` of one side. The other is only looked at, first, so that its tile is gone when this one comes: both
-    at once would not stay in registers."""
-    V_C: tl.constexpr = C.V
+def _tokens_of(source, b, h, fresh, new, first, VALUES: tl.constexpr, C: tl.constexpr):
+    """New tokens of one side in fp32, zeros where `new` is false."""
     if VALUES:
-        bad = broken(_rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), KEY, h, C), 1)
-        x = _rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), VALUE, h, V_C)
+        V_C: tl.constexpr = C.V
+        x = load_new(source.value, source.v_strides, b, h, fresh, new, first, V_C)
+        return _rotated(x, source.value, h, V_C)
     else:
-        bad = broken(_rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), VALUE, h, V_C), 1)
-        x = _rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), KEY, h, C)
+        return _rotated(load_new(source.key, source.k_strides, b, h, fresh, new, first, C), source.key, h, C)
+
+
+@triton.jit
+def new_tokens_of(source, b, h, fresh, new, first, VALUES: tl.constexpr, C: tl.constexpr):
+    """`new_tokens` of one side. The other side is looked at first, so that its tile is gone when this one comes: both
+    would not stay in registers."""
+    bad = broken(_tokens_of(source, b, h, fresh, new, first, not VALUES, C), 1)
+    x = _tokens_of(source, b, h, fresh, new, first, VALUES, C)
     bad = new & (bad | broken(x, 1))
     return tl.where(bad[:, None], 0.0, x), bad
 

@@ -91,11 +91,19 @@ def settle_key(function: Any) -> None:
     _ = function.cache_key
 
 
+def _functions(arguments: tuple, kind: type) -> Iterator[Any]:
+    """The functions, which are of `kind`, among arguments and in tuples of them."""
+    for x in arguments:
+        if isinstance(x, kind):
+            yield x
+        elif isinstance(x, tuple):
+            yield from _functions(x, kind)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel, as `kernel[grid](*arguments, **options)` does."""
-    for function in (kernel, *arguments):
-        if isinstance(function, type(kernel)):
-            settle_key(function)
+    for function in _functions((kernel, *arguments), type(kernel)):
+        settle_key(function)
     recorder = getattr(_state, "recorder", None)
     if recorder is not None and recorder.collects:
         recorder.launches.append(Launch(kernel, grid, arguments, options))

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.rows import slot_bits
-from qattn_kernels.jit.tokens import new_tokens, row_before, with_ring
+from qattn_kernels.jit.tokens import Source, new_tokens, row_before, with_ring
 from qattn_kernels.ops.append.smooth import dequantize, mean_key
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
-def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN, NB,
-                K_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def mean_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN, NB, K_QUANTIZE: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
     """Program (head, row) before a long call: `CALL_MEAN` `[B, H, D]`, the mean that the call subtracts from its keys.
     It is the row's own if a block of it closed before, or closes now, which fixes it; else that of what stands in the
     first."""
@@ -26,7 +26,7 @@ def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DRO
         pos = row.open_start + t
         old = pos < row.length
         new = (~old) & (pos < row.length + row.count)
-        k, _, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
+        k, _, bad = new_tokens(Source(*SOURCE), b, h, pos - row.length, new, row.first, C)
         code, scale = K_QUANTIZE(k)
         code, scale = with_ring(K, code, scale, pos, old, bh, False, C)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)

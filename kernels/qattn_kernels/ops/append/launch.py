@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from qattn_kernels.formats.base import Low
-from qattn_kernels.formats.contract import jit_of
+from qattn_kernels.formats.contract import JitFormat, jit_of
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import FACTORS_STEP, WIDEST_TILE, Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
@@ -24,6 +24,11 @@ AT_ONCE = 512  # programs that a GPU runs side by side
 TWO_EACH = 264  # programs of four warps, if a multiprocessor has room for two
 
 
+def _codec(jit: JitFormat, reads: bool = False) -> tuple:
+    """A `kernel.Codec`, plain. Only kernels that `reads` blocks get the function for that."""
+    return jit.quantize_tokens, jit.block_form, jit.place, jit.put, jit.get if reads else None
+
+
 def rank(call: Call) -> None:
     """Before the append of a long call: decide which heads get 2 bits, in rows whose first block the call closes;
     nothing where no row decides. In a short call the append does so itself."""
@@ -34,7 +39,7 @@ def rank(call: Call) -> None:
     priorities = torch.empty((call.batch, 2, size.H), dtype=torch.float64, device=call.key.device)
     launch(
         priorities_kernel, (size.H, call.batch),
-        *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, priorities, call.blocks,
+        call.source, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, priorities, call.blocks,
         k.quantize_tokens, k.block_form, v.quantize_tokens, v.block_form, size, **codes(size),
     )  # fmt: skip
     launch(
@@ -48,7 +53,7 @@ def call_mean(call: Call) -> None:
     if call.sizes.SMOOTH_K:
         launch(
             mean_kernel, (call.sizes.H, call.batch),
-            *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.k_mean, call.call_mean,
+            call.source, *call.spans, call.row_state, call.state["dropped"], call.k, call.k_mean, call.call_mean,
             call.blocks, jit_of(call.spec.k).quantize_tokens, call.sizes, **codes(call.sizes),
         )  # fmt: skip
 
@@ -75,10 +80,8 @@ def append(call: Call) -> None:
         queries = (call.query, call.turned, *strides, state["k.equalizer"][1] if call.sizes.EQUALIZED else None)
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
-        *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks, call.table, call.moved, call.rows,
-        call.pages, call.blocks, queries, call.tokens, parts,
-        k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
+        call.source, *call.spans, call.row_state, call.block_state, call.k, call.v, call.k_mean, call.sinks, call.rows,
+        call.pages, call.blocks, queries, call.tokens, parts, _codec(k), _codec(v),
         power_of_two(call.tokens), early, call.sizes, **options,
     )  # fmt: skip
 
@@ -95,15 +98,14 @@ def _short_codes(size: Sizes) -> dict[str, int]:
 def append_long(call: Call, unpacked: UnpackedKV) -> None:
     """Write the tokens of a long call and close what is full. New tokens and those that were open also go to the
     unpacked keys and values, if those have slots, and to the ring later (`finish`)."""
-    k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
+    k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     blocks = open_span_blocks(call.spec.window, call.tokens) + WIDEST_TILE // call.sizes.BLOCK
     parts, options = _long_codes(call)
     launch(
         long_kernel, (parts * blocks, call.sizes.H, call.batch),
-        *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.call_mean, *call.picked, tensors(unpacked), call.rows, call.blocks,
-        unpacked.pos.shape[1], k.quantize_tokens, k.block_form, k.place, k.put, k.get, v.quantize_tokens, v.block_form,
-        v.place, v.put, v.get, parts, call.sizes, **options,
+        call.source, *call.spans, call.row_state, call.block_state, call.k, call.v, call.call_mean, *call.picked,
+        tensors(unpacked), call.rows, call.blocks, unpacked.pos.shape[1], _codec(k, True), _codec(v, True), parts,
+        call.sizes, **options,
     )  # fmt: skip
 
 
@@ -151,12 +153,11 @@ def unpack_past(call: Call, unpacked: UnpackedKV, past: int) -> None:
     """Unpack what was closed before the call, at most `past` blocks a row, into the unpacked keys and values."""
     if past == 0:
         return
-    k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
+    k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     launch(
         unpack_past_kernel, (min(past, call.blocks), call.sizes.H, call.batch),
-        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.k_mean,
-        tensors(unpacked), call.blocks, unpacked.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes,
-        **codes(call.sizes),
+        call.row_state, call.block_state, call.k, call.v, call.k_mean, tensors(unpacked), call.blocks,
+        unpacked.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 
@@ -168,6 +169,7 @@ def finish(call: Call, unpacked: UnpackedKV | None = None) -> None:
     tiles, heads = -(-size.RING // size.BLOCK), size.H if size.RING or factors else 1
     launch(
         finish_kernel, (max(1, tiles), heads, call.batch),
-        *call.new, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.table, factors, call.blocks,
-        call.batch, call.tokens, slots, k.quantize_tokens, v.quantize_tokens, FACTORS_STEP, size, **codes(call.sizes),
+        call.source, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.sinks.table, factors,
+        call.blocks, call.batch, call.tokens, slots, k.quantize_tokens, v.quantize_tokens, FACTORS_STEP, size,
+        **codes(call.sizes),
     )  # fmt: skip

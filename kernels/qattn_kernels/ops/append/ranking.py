@@ -3,13 +3,22 @@ ranks its heads; in a short one by each head for itself, inside the append."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from qattn_kernels.formats.head_bits import number
 from qattn_kernels.jit.rows import slot_bits
-from qattn_kernels.jit.tokens import new_tokens_of, row_before, with_ring
+from qattn_kernels.jit.tokens import Source, new_tokens_of, row_before, with_ring
 from qattn_kernels.ops.sink_pool.kernel import first_sinks, key_sizes
+
+
+class Masks(NamedTuple):
+    """The mask bits of all blocks, of which a head has room for `blocks`."""
+
+    dropped: Any
+    blocks: Any
 
 
 @triton.jit
@@ -52,19 +61,19 @@ def _places(S, priority, C: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def _head_priority(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, QUANTIZE: tl.constexpr,
-                   BLOCK_FORM: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _head_priority(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FORM: tl.constexpr,
+                   VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Of the keys or the values of a head in the row's first block. A function of its own, since a step that has it in
     line would take twice the registers."""
     t = tl.arange(0, C.BLOCK)
     pos = row.open_start + t
     old = pos < row.length
     new = (~old) & (pos < row.length + row.count)
-    x, bad = new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, VALUES, C)
-    flags = DROPPED + (b * C.H + h).to(tl.int64) * NB * (C.BLOCK // 8)
+    x, bad = new_tokens_of(source, b, h, pos - row.length, new, row.first, VALUES, C)
+    flags = masks.dropped + (b * C.H + h).to(tl.int64) * masks.blocks * (C.BLOCK // 8)
     keep = (old | new) & (~bad) & ~(old & (slot_bits(flags, t) == 1))
     if C.ENTRIES > 0 and not VALUES:  # what the pool takes, which was empty
-        size = key_sizes(KEY, VALUE, k_strides, v_strides, S, flags, row, b, h, 0, QUANTIZE, C)
+        size = key_sizes(source, S, flags, row, b, h, 0, QUANTIZE, C)
         keep = keep & ~first_sinks(size, C)
     code, scale = QUANTIZE(x)
     KIND: tl.constexpr = C.V_RANK if VALUES else C.K_RANK
@@ -72,16 +81,15 @@ def _head_priority(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, 
 
 
 @triton.jit
-def ranked_place(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, QUANTIZE: tl.constexpr,
-                 BLOCK_FORM: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def ranked_place(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FORM: tl.constexpr, VALUES: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
     """Inside the append of a short call that closes the row's first block: the place of head `h`, noted. Every head
     ranks all of them, which happens once in the life of a row and saves each step a launch."""
     n = tl.arange(0, triton.next_power_of_2(C.H))
     priority = tl.full(n.shape, 0, tl.float64)
     for i in range(C.H):
         other = i + tl.full([], 0, tl.int32)  # the interpreter counts in Python's integers
-        found = _head_priority(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, other, QUANTIZE, BLOCK_FORM,
-                               VALUES, C)  # fmt: skip
+        found = _head_priority(S, source, masks, row, b, other, QUANTIZE, BLOCK_FORM, VALUES, C)
         priority = tl.where(n == other, found, priority)
     place = tl.sum(tl.where(n == h, _places(S, priority, C), 0), 0)
     tl.store(S.head_of + b * C.H + place, h)
@@ -89,7 +97,7 @@ def ranked_place(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, QU
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
-def priorities_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, PRIORITIES, NB,
+def priorities_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, PRIORITIES, NB,
                       K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
                       V_BLOCK_FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (head, row) of a long call: priorities of its keys and its values to `PRIORITIES` fp64 `[B, 2, H]`, of
@@ -97,13 +105,12 @@ def priorities_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STAT
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if (row.closed == 0) & (row.closing > 0):
+        source, masks = Source(*SOURCE), Masks(DROPPED, NB)
         if C.K_RANK >= 0:
-            found = _head_priority(K, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, K_QUANTIZE,
-                                   K_BLOCK_FORM, False, C)  # fmt: skip
+            found = _head_priority(K, source, masks, row, b, h, K_QUANTIZE, K_BLOCK_FORM, False, C)
             tl.store(PRIORITIES + 2 * b * C.H + h, found)
         if C.V_RANK >= 0:
-            found = _head_priority(V, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, V_QUANTIZE,
-                                   V_BLOCK_FORM, True, C)  # fmt: skip
+            found = _head_priority(V, source, masks, row, b, h, V_QUANTIZE, V_BLOCK_FORM, True, C)
             tl.store(PRIORITIES + (2 * b + 1) * C.H + h, found)
 
 

@@ -53,31 +53,30 @@ def split_used(split, row, C: tl.constexpr):
 
 
 @triton.jit
-def _add(s, V, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, program, sums, skips, VALUES: tl.constexpr,
+def _add(s, V, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, program, sums, skips, codec,
          C: tl.constexpr):  # fmt: skip
     """A tile of a ring with its masked scores into the sums."""
     w, alpha, beta, m = weigh(s, sums.m, program.scoring.sas_threshold, C)
-    acc, total = VALUES(V, first, start, SLOTS, TOKENS, w, sums.acc, alpha, beta, C)
+    acc, total = codec.ring_values(V, first, start, SLOTS, TOKENS, w, sums.acc, alpha, beta, C)
     if C.SPARSE_V:
         skips = Skips(skips.lost, skips.read + count_visible(s, C), skips.skipped)
     return Sums(m, sums.l * alpha + total * beta, acc), skips
 
 
 @triton.jit
-def _ring_tile(K, V, program, start, there, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-               C: tl.constexpr):  # fmt: skip
+def _ring_tile(K, V, program, start, there, sums, skips, codec, C: tl.constexpr):
     """Attention over the slots of the ring from `start` on: tokens that were open before the call and its own. `there`:
     whether this is a tile at all."""
     at = program.bh.to(tl.int64) * C.RING
-    s = SCORES(K, at + start, RING_TILE, program.query, program.scoring.scale, C)
+    s = codec.ring_scores(K, at + start, RING_TILE, program.query, program.scoring.scale, C)
     if C.SOFTCAP:
         s = soft_cap(s, program.scoring.softcap)
     s = tl.where(there, mask_ring(s, start + token_order(RING_TILE, 1), program, C), NOTHING)
-    return _add(s, V, at, start, C.RING, RING_TILE, program, sums, skips, VALUES, C)
+    return _add(s, V, at, start, C.RING, RING_TILE, program, sums, skips, codec, C)
 
 
 @triton.jit
-def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def ring_part(K, V, program, part, sums, skips, codec, C: tl.constexpr):
     """Attention over one of the `C.RING_PARTS` parts of the ring, in the order of its slots."""
     SLOTS: tl.constexpr = C.RING // C.RING_PARTS
     first = 0  # the only part has bounds that the compiler knows
@@ -85,7 +84,7 @@ def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl
         first = part * SLOTS
     for start in tl.range(first, first + SLOTS, RING_TILE, num_stages=1):
         if ring_tile_used(program.row, start, C):
-            sums, skips = _ring_tile(K, V, program, start, True, sums, skips, SCORES, VALUES, C)
+            sums, skips = _ring_tile(K, V, program, start, True, sums, skips, codec, C)
     return sums, skips
 
 
@@ -101,14 +100,14 @@ def last_sink(TABLE, bh, asked, C: tl.constexpr):
 
 
 @triton.jit
-def sink_scores(pool, program, start, there, SCORES: tl.constexpr, C: tl.constexpr):
+def sink_scores(pool, program, start, there, codec, C: tl.constexpr):
     """Scores of the entries from `start` on, with those gone that a query does not see; `there` as in `_ring_tile`.
     What says so comes in words, which every thread has."""
     p, scoring, first = program.q_pos, program.scoring, program.bh.to(tl.int64) * C.ENTRIES + start
     bit = tl.arange(0, SINK_TILE)
     before, after = sinks_visible(pool.table, first + bit, program.row)
     before, after = tl.sum(before.to(tl.int32) << bit, 0), tl.sum(after.to(tl.int32) << bit, 0)
-    s = SCORES(pool.k, first, SINK_TILE, program.query, scoring.scale, C)
+    s = codec.ring_scores(pool.k, first, SINK_TILE, program.query, scoring.scale, C)
     if C.SOFTCAP:
         s = soft_cap(s, scoring.softcap)
     word = tl.where(p >= visible_from(program.row, C), after, before)
@@ -120,24 +119,23 @@ def sink_scores(pool, program, start, there, SCORES: tl.constexpr, C: tl.constex
 
 
 @triton.jit
-def _sink_tile(pool, program, start, there, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-               C: tl.constexpr):  # fmt: skip
+def _sink_tile(pool, program, start, there, sums, skips, codec, C: tl.constexpr):
     """Attention over the sinks of the entries from `start` on."""
-    s = sink_scores(pool, program, start, there, SCORES, C)
+    s = sink_scores(pool, program, start, there, codec, C)
     first = program.bh.to(tl.int64) * C.ENTRIES
-    return _add(s, pool.v, first, start, C.ENTRIES, SINK_TILE, program, sums, skips, VALUES, C)
+    return _add(s, pool.v, first, start, C.ENTRIES, SINK_TILE, program, sums, skips, codec, C)
 
 
 @triton.jit
-def sink_part(pool, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def sink_part(pool, program, sums, skips, codec, C: tl.constexpr):
     """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
     for start in tl.range(0, pool.end, SINK_TILE, num_stages=2):
-        sums, skips = _sink_tile(pool, program, start, True, sums, skips, SCORES, VALUES, C)
+        sums, skips = _sink_tile(pool, program, start, True, sums, skips, codec, C)
     return sums, skips
 
 
 @triton.jit
-def open_part(K, V, pool, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def open_part(K, V, pool, program, sums, skips, codec, C: tl.constexpr):
     """Attention over a whole ring, from the tile of its first open token on, and over the sinks: a tile of each a
     turn."""
     row = program.row
@@ -150,8 +148,8 @@ def open_part(K, V, pool, program, sums, skips, SCORES: tl.constexpr, VALUES: tl
         turns = tl.maximum(turns, 1 if SINK_TILES == 1 else tl.cdiv(pool.end, SINK_TILE))
     for i in tl.range(0, turns, num_stages=2):
         there = True if SINK_TILES <= RING_TILES else i < RING_TILES
-        sums, skips = _ring_tile(K, V, program, (first + i * RING_TILE) % C.RING, there, sums, skips, SCORES, VALUES, C)
+        sums, skips = _ring_tile(K, V, program, (first + i * RING_TILE) % C.RING, there, sums, skips, codec, C)
         if SINK_TILES > 0:
             start = tl.minimum(i, SINK_TILES - 1) * SINK_TILE
-            sums, skips = _sink_tile(pool, program, start, i < SINK_TILES, sums, skips, SCORES, VALUES, C)
+            sums, skips = _sink_tile(pool, program, start, i < SINK_TILES, sums, skips, codec, C)
     return sums, skips

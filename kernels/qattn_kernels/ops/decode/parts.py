@@ -35,6 +35,18 @@ class Scoring(NamedTuple):
     sas_threshold: Any
 
 
+class Codec(NamedTuple):
+    """Functions of the formats of keys and of values; `formats.contract.JitFormat` says what each does. Made in the
+    call that takes it: a variable inside a kernel can hold no functions."""
+
+    k_locate: Any
+    v_locate: Any
+    block_scores: Any
+    block_values: Any
+    ring_scores: Any
+    ring_values: Any
+
+
 class Program(NamedTuple):
     """What all parts share: the row and KV head of a program, and its queries.
 
@@ -133,9 +145,9 @@ class Skips(NamedTuple):
 
 
 @triton.jit
-def _packed_scores(K, program, blocks, first, block, at, SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):
+def _packed_scores(K, program, blocks, first, block, at, codec, K_BITS: tl.constexpr, C: tl.constexpr):
     """Scores of a packed block that lies `at`, and how many of its tokens each query sees."""
-    s = SCORES(K, first.head + at, first.k + at, program.query, program.scoring.scale, K_BITS, C)
+    s = codec.block_scores(K, first.head + at, first.k + at, program.query, program.scoring.scale, K_BITS, C)
     return _whole_scores(s, program, blocks, block, at, C)
 
 
@@ -157,7 +169,7 @@ def _place(program, blocks, block, C: tl.constexpr):
 
 
 @triton.jit
-def _tiles_part(K, V, program, blocks, first, sums, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def _tiles_part(K, V, program, blocks, first, sums, codec,
                 K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`_packed_part` for formats whose values are summed by tiles of `C.TILE` small blocks."""
     TILE: tl.constexpr = C.TILE
@@ -167,29 +179,29 @@ def _tiles_part(K, V, program, blocks, first, sums, SCORES: tl.constexpr, VALUES
         for i in tl.static_range(TILE):
             places += (_place(program, blocks, block + i, C),)
             each += (first.head + places[i],)
-        scores = SCORES(K, Places(each, at), at, program.query, program.scoring.scale, K_BITS, C)
+        scores = codec.block_scores(K, Places(each, at), at, program.query, program.scoring.scale, K_BITS, C)
         for i in tl.static_range(TILE):
             s, _ = _whole_scores(scores[i], program, blocks, block + i, places[i], C)
             seen += (s,)
         w, alpha, beta, m = weigh(join_blocks(seen), sums.m, program.scoring.sas_threshold, C)
-        acc, total = VALUES(V, at, at, w, sums.acc, alpha, beta, V_BITS, C)
+        acc, total = codec.block_values(V, at, at, w, sums.acc, alpha, beta, V_BITS, C)
         sums = Sums(m, sums.l * alpha + total * beta, acc)
     return sums
 
 
 @triton.jit
-def _blocks_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def _blocks_part(K, V, program, blocks, first, sums, skips, codec,
                  K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` for blocks of one width each of keys and values, one at a time."""
     threshold, known, own = program.scoring.sas_threshold, blocks.known, 0.0
     if C.SPARSE_V and C.ENTRIES == 0:  # a part that judged by its own tokens alone would find few to skip
         begin = block_at(program.pages, program.b, 0, program.capacity, C)
-        s, _ = _packed_scores(K, program, blocks, first, 0, begin, SCORES, K_BITS, C)
+        s, _ = _packed_scores(K, program, blocks, first, 0, begin, codec, K_BITS, C)
         known, own = known_mass(s, threshold, C), (blocks.begin == 0).to(tl.float32)
     page = block_at(program.pages, program.b, blocks.begin, program.capacity, C)
     for block in tl.range(blocks.begin, blocks.end, num_stages=STAGES):
         at = page if C.PAGED else block
-        s, count = _packed_scores(K, program, blocks, first, block, at, SCORES, K_BITS, C)
+        s, count = _packed_scores(K, program, blocks, first, block, at, codec, K_BITS, C)
         w, alpha, beta, m = weigh(s, sums.m, threshold, C)
         l, acc = sums.l, sums.acc
         if C.SPARSE_V:
@@ -201,10 +213,10 @@ def _blocks_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
                 lost += total * beta
                 skipped += count
             else:
-                acc, total = VALUES(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
+                acc, total = codec.block_values(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
             skips = Skips(lost, read, skipped)
         else:
-            acc, total = VALUES(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
+            acc, total = codec.block_values(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
         sums = Sums(m, l * alpha + total * beta, acc)
         if C.PAGED:  # a block ahead: a load whose address was loaded in the same turn is not pipelined as far
             page = block_at(program.pages, program.b, block + 1, program.capacity, C)
@@ -212,17 +224,17 @@ def _blocks_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
 
 
 @triton.jit
-def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def _packed_part(K, V, program, blocks, first, sums, skips, codec,
                  K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` for blocks of one width each of keys and values."""
     if C.TILE > 1:
-        return _tiles_part(K, V, program, blocks, first, sums, SCORES, VALUES, K_BITS, V_BITS, STAGES, C), skips
+        return _tiles_part(K, V, program, blocks, first, sums, codec, K_BITS, V_BITS, STAGES, C), skips
     else:
-        return _blocks_part(K, V, program, blocks, first, sums, skips, SCORES, VALUES, K_BITS, V_BITS, STAGES, C)
+        return _blocks_part(K, V, program, blocks, first, sums, skips, codec, K_BITS, V_BITS, STAGES, C)
 
 
 @triton.jit
-def _parts_by_head(K, V, program, blocks, head, homes, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def _parts_by_head(K, V, program, blocks, head, homes, sums, skips, codec,
                    STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` where all blocks of a head have as many bits."""
     capacity = program.capacity
@@ -231,22 +243,20 @@ def _parts_by_head(K, V, program, blocks, head, homes, sums, skips, SCORES: tl.c
     else:
         first = FirstBlock(head, homes.k * capacity, homes.v * capacity)
     if C.K_LOW <= ALL and C.V_LOW <= ALL:
-        sums, skips = _packed_part(
-            K, V, program, blocks, first, sums, skips, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C
-        )
+        sums, skips = _packed_part(K, V, program, blocks, first, sums, skips, codec, C.K_BITS, C.V_BITS, STAGES, C)
     else:
         for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
             if (C.K_LOW > NONE if pair % 2 else C.K_LOW != ALL) and (C.V_LOW > NONE if pair // 2 else C.V_LOW != ALL):
                 if (homes.k_low == (pair % 2 == 1)) & (homes.v_low == (pair // 2 == 1)):
                     sums, skips = _packed_part(
-                        K, V, program, blocks, first, sums, skips, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2,
+                        K, V, program, blocks, first, sums, skips, codec, 4 >> pair % 2, 4 >> pair // 2,
                         STAGES, C,
                     )  # fmt: skip
     return sums, skips
 
 
 @triton.jit
-def _parts_by_age(K, V, program, blocks, head, homes, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def _parts_by_age(K, V, program, blocks, head, homes, sums, skips, codec,
                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` where a row's first blocks have half the bits of the others, of keys or of values."""
     aged = number(K.aged) if C.K_AGED else number(V.aged)
@@ -263,7 +273,7 @@ def _parts_by_age(K, V, program, blocks, head, homes, sums, skips, SCORES: tl.co
             begin, end, blocks.pos, blocks.length, blocks.moved, blocks.k_mean_scores, blocks.limits, blocks.known
         )
         sums, skips = _packed_part(
-            K, V, program, part, FirstBlock(head, k, v), sums, skips, SCORES, VALUES,
+            K, V, program, part, FirstBlock(head, k, v), sums, skips, codec,
             C.K_BITS if young or not C.K_AGED else C.K_BITS // 2,
             C.V_BITS if young or not C.V_AGED else C.V_BITS // 2, STAGES, C,
         )  # fmt: skip
@@ -271,12 +281,12 @@ def _parts_by_age(K, V, program, blocks, head, homes, sums, skips, SCORES: tl.co
 
 
 @triton.jit
-def packed_part(K, V, program, blocks, homes, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
+def packed_part(K, V, program, blocks, homes, sums, skips, codec,
                 STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attention over packed blocks. Each pair of widths has a loop of its own: loads inside a branch are not
     pipelined."""
     head = first_block(program.pages, program.b, program.h, program.capacity, C)
     if C.K_AGED or C.V_AGED:
-        return _parts_by_age(K, V, program, blocks, head, homes, sums, skips, SCORES, VALUES, STAGES, C)
+        return _parts_by_age(K, V, program, blocks, head, homes, sums, skips, codec, STAGES, C)
     else:
-        return _parts_by_head(K, V, program, blocks, head, homes, sums, skips, SCORES, VALUES, STAGES, C)
+        return _parts_by_head(K, V, program, blocks, head, homes, sums, skips, codec, STAGES, C)

@@ -12,6 +12,13 @@ from qattn_kernels.jit.rows import queries_end
 from qattn_kernels.jit.split_int8 import split_int8
 
 
+class QuerySource(NamedTuple):
+    """The queries of a call, and their strides over rows, heads and columns."""
+
+    x: Any
+    strides: Any
+
+
 class QueryTile(NamedTuple):
     """What `scores` of a format takes as `query`. Queries that are not finite stand as zeros in all of it.
 
@@ -32,7 +39,7 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def load_queries(Q, strides, b, h, n, t, row, T, C: tl.constexpr):
+def load_queries(queries, b, h, n, t, row, T, C: tl.constexpr):
     """Queries `n` of KV head `h`, of tokens `t`: `[DP, Q]` as the model made them, zeros beyond the row's
     queries. A step does not wait for the row: if that has no token, its query is loaded too, and read by nobody.
     """
@@ -41,9 +48,10 @@ def load_queries(Q, strides, b, h, n, t, row, T, C: tl.constexpr):
         column, there = t, t == 0
     else:
         column, there = row.first + t, t < queries_end(row, T, C)
+    strides = queries.strides
     base = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
     spread = tl.max_contiguous(d, 1)  # so lanes hold neighbours, and bytes made of them meet in no bank
-    return tl.load(Q + base[None, :] + spread[:, None], mask=there[None, :] & (d < C.D)[:, None], other=0.0)
+    return tl.load(queries.x + base[None, :] + spread[:, None], mask=there[None, :] & (d < C.D)[:, None], other=0.0)
 
 
 @triton.jit

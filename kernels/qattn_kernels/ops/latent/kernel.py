@@ -26,7 +26,8 @@ from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, TINY, broken
 from qattn_kernels.jit.rows import commit_row, in_window, load_row, queries_end, result_column
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
-from qattn_kernels.ops.decode.kernel import split_range, store_split
+from qattn_kernels.layout import BlockState
+from qattn_kernels.ops.decode.kernel import Results, split_range, store_split
 from qattn_kernels.ops.decode.masks import mask_packed, mask_ring, masked_words
 from qattn_kernels.ops.decode.open_tokens import RING_TILE, ring_tile_used
 from qattn_kernels.ops.decode.parts import (
@@ -35,6 +36,7 @@ from qattn_kernels.ops.decode.parts import (
     Scoring,
     Sums,
 )
+from qattn_kernels.ops.decode.queries import QuerySource
 from qattn_kernels.ops.decode.weights import soft_cap
 from qattn_kernels.ops.prefill.weights import exponentials
 
@@ -106,14 +108,15 @@ def _operand(x, top, C: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(Q, strides, b, n, row, real, scale, C: tl.constexpr):
+def _load_queries(source, b, n, row, real, scale, C: tl.constexpr):
     """Queries `n` of a row as `Queries`, and which of them are not finite: those stand as zeros. A query has its latent
     part first. `real`: which of them are queries."""
     V_C: tl.constexpr = C.V
     d, r = tl.arange(0, V_C.DP), tl.arange(0, C.DP)
     head, column = n % C.G, row.first + n // C.G
+    strides = source.strides
     at = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
-    latents, ropes = Q + at[:, None] + d[None, :], Q + at[:, None] + V_C.D + r[None, :]
+    latents, ropes = source.x + at[:, None] + d[None, :], source.x + at[:, None] + V_C.D + r[None, :]
     d, r, there = (d < V_C.D)[None, :], (r < C.D)[None, :], real[:, None]
     latent = tl.load(latents, mask=there & d, other=0.0).to(tl.float32)
     rope = tl.load(ropes, mask=there & r, other=0.0).to(tl.float32)
@@ -221,12 +224,11 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
-def latent_decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS, NB, B, T, scoring,
-                         few, many, long, least, STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr,
-                         F: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def latent_decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, RESULTS, NB, B, T, scoring, few, many, long, least,
+                         STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
+                         C: tl.constexpr):  # fmt: skip
     """Program (row, queries, split): a part of the context for up to `Q` queries, those of all heads one token behind
-    the other. Splits and arguments as of `ops.decode.kernel.decode_kernel`; `OUT` fp32 `[B, splits, T * G, DV]`,
-    `STATS` the same with 2 for DV. `F`: the `Forms`."""
+    the other. Splits and arguments as of `ops.decode.kernel.decode_kernel`, of one KV head. `F`: the `Forms`."""
     b, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     V_C: tl.constexpr = C.V
     row, splits = load_row(ROWS, b), tl.num_programs(2)
@@ -236,20 +238,21 @@ def latent_decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, 
     if (split == splits - 1) & (tile == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
     if used:
-        scores = Scoring(*scoring)
-        queries, nonfinite = _load_queries(Q, strides, b, n, row, real, scores.scale, C)
+        scores, state = Scoring(*scoring), BlockState(*BLOCKS)
+        queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
         q_pos = tl.where(real, row.length + n // C.G, -1)
-        dropped = DROPPED + b.to(tl.int64) * NB * (C.BLOCK // 8)
+        dropped = state.dropped + b.to(tl.int64) * NB * (C.BLOCK // 8)
         program = Program(b, 0, b, row, NB, None, dropped, q_pos, queries, scores)
         sums = _nothing(F, C)
         if split < C.OPEN:
             if C.RING > 0:
                 sums = _ring_part(K, V, program, split, sums, F, C)
         else:
-            packed = Blocks(begin, end, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, None, None, None, None)
+            pos, length = state.block_pos + b * NB, state.block_len + b * NB
+            packed = Blocks(begin, end, pos, length, None, None, None, None)
             sums = _packed_part(K, V, program, packed, sums, K_GET, V_GET, STAGES, F, C)
         found = Sums(sums.m, sums.l, tl.trans(sums.acc * sums.unit))
-        store_split(OUT, STATS, None, b, split, splits, n, T, real, nonfinite, found, None, V_C)
+        store_split(Results(*RESULTS), b, split, splits, n, T, real, nonfinite, found, None, V_C)
 
 
 @triton.jit
@@ -291,7 +294,7 @@ def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: t
 
 
 @triton.jit(do_not_specialize=["T"])
-def latent_prefill_kernel(Q, strides, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, scoring, SINK_LOGITS: tl.constexpr,
+def latent_prefill_kernel(QUERIES, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, scoring, SINK_LOGITS: tl.constexpr,
                           STAGES: tl.constexpr, F: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (queries, row) of a long call: `Q` queries, those of all heads one token behind the other, over `N` slots
     of unpacked keys and values; programs with most to read start first. `OUT` `[B, T, G, DV]`, `LSE` fp32
@@ -302,7 +305,7 @@ def latent_prefill_kernel(Q, strides, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, sco
     n = tile * C.Q + tl.arange(0, C.Q)
     columns = T - row.first  # those of its tokens, then those of the padding after them
     real = n // C.G < columns
-    queries, nonfinite = _load_queries(Q, strides, b, n, row, real, scores.scale, C)
+    queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
     q_pos = tl.where(real, row.length + n // C.G, -1)
     last = tl.minimum((tile * C.Q + C.Q - 1) // C.G, row.count - 1)
     end = row.closed * C.BLOCK + row.length - row.open_start + last + 1
