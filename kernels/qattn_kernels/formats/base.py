@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple, final
 
 import torch
 
+from qattn_kernels.formats.side import Side
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 FP16_MAX = torch.finfo(torch.float16).max
@@ -209,11 +210,6 @@ class Format:
         """
         raise NotImplementedError
 
-    @property
-    def scale_group(self) -> str:
-        """Which tokens share a scale in a decode of keys: see `granularity`."""
-        return "token"
-
     def settled(self, heads: int) -> dict[str, list[int]]:
         """State tensors of a row, `[Hkv]` by name, that its first closed block sets to these values always."""
         return {}
@@ -292,34 +288,14 @@ class Format:
         """Bits of a packed code, if all heads have as many; else 0."""
         return 0
 
-    def kernel_clip(self) -> float:
-        """Share of half a step by which the outer codes of 2 bits lie inside of their range, a multiple of 1/16."""
-        return 0.0
-
-    def tile_parts(self, heads: int) -> int:
-        """Into how many part tiles the packed bytes of a block come apart inside a kernel."""
-        bits = 2 if self.low_kind(heads) else self.kernel_bits(heads)
-        return {2: 4, 3: 4, 4: 2}.get(bits, 1)
-
-    def tile_blocks(self, dim: int, block: int) -> int:
-        """How many blocks a decode may read at a time; packed codes of values are `strided` where these are several."""
-        return 1
-
-    def strided(self, dim: int, block: int) -> bool:
-        """Whether packed codes of values have their tokens in another order than the ascending one."""
-        return False
-
-    def channel_group(self, dim: int) -> int:
-        """How many channels of a token share a scale, where not all do; else 0."""
-        return 0
+    def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
+        """What kernels are compiled for of a side with so many heads, this head dim and blocks of so many tokens."""
+        bits = self.kernel_bits(heads)
+        return Side(values, dim, 1 << (dim - 1).bit_length(), self.integer, (bits,), bits)
 
     def low_kind(self, heads: int) -> Low:
         """Which of so many heads get 2 bits."""
         return Low.NONE
-
-    def rank_kind(self, heads: int) -> int:
-        """By which number rows rank their heads, an index that kernels know; -1 where they do not."""
-        return -1
 
     def asks_registers(self, heads: int) -> bool:
         """Whether decode kernels of it, on both sides, are faster if the compiler is told to use all registers."""

@@ -88,7 +88,7 @@ class Call(NamedTuple):
     @property
     def source(self) -> tuple:
         """A `jit.tokens.Source`, plain: Triton takes longer over a named tuple."""
-        key = (self.key, self.state["k.equalizer"][0]) if self.sizes.EQUALIZED else self.key
+        key = (self.key, self.state["k.equalizer"][0]) if self.sizes.K.EQUALIZED else self.key
         return key, self.value, self.key.stride()[:3], self.value.stride()[:3]
 
     @property
@@ -133,13 +133,13 @@ def make_call(
     asks = scores.softcap != 0, scores.window != 0, scores.window < 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, value.shape[3])
     if table is not None:
-        sizes = sizes._replace(PAGED=True, V=sizes.V._replace(PAGED=True))
+        sizes = sizes._replace(PAGED=True)
     pages = None if table is None else (table, state["block_len"].shape[1], state["dropped"].shape[2])
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))
     sinks = _sinks(state, spec, sizes, batch, tokens, key.device) if spec.sink_pool.num else SinkTensors()
     call_mean = state["length"]
-    if sizes.SMOOTH_K:
+    if sizes.K.SMOOTH:
         call_mean = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
     return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, sinks, call_mean, pages, query)
 

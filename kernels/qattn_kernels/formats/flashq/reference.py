@@ -29,6 +29,7 @@ from qattn_kernels.formats.base import (
 )
 from qattn_kernels.formats.flashq.priority import head_priority
 from qattn_kernels.formats.packed import pack, unpack
+from qattn_kernels.formats.side import Side
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
@@ -137,11 +138,13 @@ class FlashQFormat(Format):
     def kernel_bits(self, heads: int) -> int:
         return 8 if self.bits == 8 else {0: 4, heads: 2}.get(self.low(heads), 0)
 
-    def kernel_clip(self) -> float:
-        return self.clip
-
-    def tile_parts(self, heads: int) -> int:
-        return super().tile_parts(heads) if self.aged is None else 4 if self.bits == 4 else 2
+    def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
+        plain, low = super().side(heads, dim, block, values), self.low_kind(heads)
+        widths: tuple[int, ...] = (4, 2) if low > Low.ALL else (plain.BITS,)
+        if self.ages:
+            widths = (plain.BITS // 2, plain.BITS)
+        rank = PRIORITIES.index(self.priority) if low == Low.RANKED else -1
+        return plain._replace(WIDTHS=widths, CLIP=int(16 * self.clip), LOW=int(low), RANK=rank, AGED=self.ages)
 
     def low_kind(self, heads: int) -> Low:
         if not self.low(heads):
@@ -149,9 +152,6 @@ class FlashQFormat(Format):
         if self.low(heads) == heads:
             return Low.ALL
         return Low.RANKED if self.low_heads is None else Low.LISTED
-
-    def rank_kind(self, heads: int) -> int:
-        return PRIORITIES.index(self.priority) if self.low_kind(heads) == Low.RANKED else -1
 
     def asks_registers(self, heads: int) -> bool:
         return self.low_kind(heads) == Low.NONE

@@ -18,9 +18,10 @@ def mean_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN
     first."""
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
-    d, bh = tl.arange(0, C.DP), b * C.H + h
+    SIDE: tl.constexpr = C.K
+    d, bh = tl.arange(0, SIDE.DP), b * C.H + h
     if row.closed > 0:
-        mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+        mean = tl.load(K_MEAN + bh * SIDE.D + d, mask=d < SIDE.D, other=0.0)
     else:
         t = tl.arange(0, C.BLOCK)
         pos = row.open_start + t
@@ -28,10 +29,10 @@ def mean_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN
         new = (~old) & (pos < row.length + row.count)
         k, _, bad = new_tokens(Source(*SOURCE), b, h, pos - row.length, new, row.first, C)
         code, scale = K_QUANTIZE(k)
-        code, scale = with_ring(K, code, scale, pos, old, bh, False, C)
+        code, scale = with_ring(K, code, scale, pos, old, bh, SIDE, C)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         keep = (old | new) & (~bad) & ~(old & (slot_bits(flags, t) == 1))
         mean = mean_key(dequantize(K, code, scale), keep, row.closing > 0)
         if row.closing > 0:
-            tl.store(K_MEAN + bh * C.D + d, mean, mask=d < C.D)
-    tl.store(CALL_MEAN + bh * C.D + d, mean, mask=d < C.D)
+            tl.store(K_MEAN + bh * SIDE.D + d, mean, mask=d < SIDE.D)
+    tl.store(CALL_MEAN + bh * SIDE.D + d, mean, mask=d < SIDE.D)

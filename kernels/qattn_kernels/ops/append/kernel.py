@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.contract import Slot, Tokens
 from qattn_kernels.jit.rows import OVERFLOW, ROW_FIELDS, bits_at, block_at, first_bits, slot_bits, store_row
 from qattn_kernels.jit.tokens import Source, checked_tokens, from_ring, load_new, new_tokens, ring_codes, row_before
 from qattn_kernels.launch.call import SinkTensors
@@ -72,10 +73,10 @@ class Home(NamedTuple):
 
 
 @triton.jit
-def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
+def to_ring(S, code, scale, pos, write, bh, SIDE: tl.constexpr, C: tl.constexpr):
     """Open tokens at row positions `pos` into their slots, where `write` holds."""
-    inside = write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
-    tl.store(ring_codes(S, pos % C.RING, C.RING, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
+    inside = write[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
+    tl.store(ring_codes(S, pos % C.RING, C.RING, bh, SIDE), code.to(S.ring.dtype.element_ty), mask=inside)
     if S.ring.dtype.element_ty == tl.int8:
         tl.store(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, scale, mask=write)
 
@@ -83,16 +84,17 @@ def to_ring(S, code, scale, pos, write, bh, VALUES: tl.constexpr, C: tl.constexp
 @triton.jit
 def _row_mean(S, K_MEAN, block, C: tl.constexpr):
     """The mean key that a block of a short call subtracts from its keys; the row's first block fixes it."""
-    d, bh = tl.arange(0, C.DP), block.bh
+    SIDE: tl.constexpr = C.K
+    d, bh = tl.arange(0, SIDE.DP), block.bh
     if block.row.closed == 0:
         t = tl.arange(0, C.BLOCK)
-        code, scale = from_ring(S, block.start - block.index * C.BLOCK + t, t >= 0, bh, False, C)
+        code, scale = from_ring(S, block.start - block.index * C.BLOCK + t, t >= 0, bh, SIDE, C)
         first = (block.home.index - block.index) * C.BLOCK  # of the row's first block: in a pool no other one closes
         mean = mean_key(dequantize(S, code, scale), slot_bits(block.flags, first + t) == 0, True)  # of a full block
         if block.index == 0:
-            tl.store(K_MEAN + bh * C.D + d, mean, mask=d < C.D)
+            tl.store(K_MEAN + bh * SIDE.D + d, mean, mask=d < SIDE.D)
     else:
-        mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+        mean = tl.load(K_MEAN + bh * SIDE.D + d, mask=d < SIDE.D, other=0.0)
     return mean
 
 
@@ -117,46 +119,56 @@ class Arrivals(NamedTuple):
 
 
 @triton.jit
-def _place(S, source, masks, block, codec, VALUES: tl.constexpr, C: tl.constexpr):
+def own_place(S, b, h, first, codec, SIDE: tl.constexpr, C: tl.constexpr):
+    """Where the codes of head `h` go, noted when the row's `first` block closes, unless rows rank their heads."""
+    if codec.place is None:
+        return h
+    else:
+        return codec.place(S, b, h, first, SIDE, C)
+
+
+@triton.jit
+def _place(S, source, masks, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
     """Where the codes of the block's head go: decided when the row's first block closes."""
     b, h, row = block.b, block.h, block.row
-    place = codec.place(S, b, h, block.index == 0, VALUES, C)
-    if (C.V_RANK if VALUES else C.K_RANK) >= 0:
+    place = own_place(S, b, h, block.index == 0, codec, SIDE, C)
+    if SIDE.RANK >= 0:
         if row.closed == 0:
-            place = ranked_place(S, source, masks, row, b, h, codec.quantize_tokens, codec.block_form, VALUES, C)
+            place = ranked_place(S, source, masks, row, b, h, codec.quantize_tokens, codec.block_form, SIDE, C)
     return place
 
 
 @triton.jit
-def _short_side(S, K_MEAN, x, arrivals, stale, chosen, source, masks, block, codec, VALUES: tl.constexpr,
-                C: tl.constexpr, BOTH: tl.constexpr):  # fmt: skip
+def _short_side(S, K_MEAN, x, arrivals, stale, chosen, source, masks, block, codec, SIDE: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
     """Keys or values of a short call in one block: new tokens into the ring or the arenas, the full block closed.
-    `stale`: a crop left tokens behind the row's end. `chosen`: the tokens `[BLOCK]` that the sink pool takes. `C`:
-    sizes of that side, `BOTH` of both."""
+    `stale`: a crop left tokens behind the row's end. `chosen`: the tokens `[BLOCK]` that the sink pool takes."""
     h, bh, home, pos, new = block.h, block.bh, block.home, arrivals.pos, arrivals.new
     code, scale = codec.quantize_tokens(x)
     t = tl.arange(0, C.BLOCK)
     if C.RING == 0:
-        codec.put(S, code, scale, new, new, pos - block.start, home.b, h, home.index, home.capacity, h, VALUES, C)
+        slot = Slot(home.b, h, home.index, home.capacity, h)
+        codec.put(S, Tokens(code, scale, new, new, pos - block.start), slot, SIDE, C)
         if stale:
-            empty = tl.full([C.BLOCK, C.DP], 0.0, tl.float32)
+            empty = tl.full([C.BLOCK, SIDE.DP], 0.0, tl.float32)
             behind = block.start + t > tl.max(tl.where(new, pos, 0), 0)
-            codec.put(S, empty, tl.max(empty, 1), behind, behind, t, home.b, h, home.index, home.capacity, h, VALUES, C)
+            codec.put(S, Tokens(empty, tl.max(empty, 1), behind, behind, t), slot, SIDE, C)
     else:
-        to_ring(S, code, scale, pos, new, bh, VALUES, C)
+        to_ring(S, code, scale, pos, new, bh, SIDE, C)
         if block.closes:
-            place = _place(S, source, masks, block, codec, VALUES, BOTH)
+            place = _place(S, source, masks, block, codec, SIDE, C)
             tl.debug_barrier()  # the block is read back by other threads than wrote its last tokens
-            full, full_scale = from_ring(S, block.start + t, t >= 0, bh, VALUES, C)
+            full, full_scale = from_ring(S, block.start + t, t >= 0, bh, SIDE, C)
             masked = slot_bits(block.flags, home.index * C.BLOCK + t) | _among(block.start + t, pos, arrivals.bad)
             keep = masked == 0
-            if C.ENTRIES > 0 and not VALUES:  # values stay in: see `ops/sink_pool/reference.py`
+            if C.ENTRIES > 0 and not SIDE.VALUES:  # values stay in: see `ops/sink_pool/reference.py`
                 keep = keep & ~chosen
-            if C.SMOOTH_K and not VALUES:
+            if SIDE.SMOOTH:
                 mean = _row_mean(S, K_MEAN, block, C)
                 full, full_scale = codec.quantize_tokens(minus_mean(S, full, full_scale, keep, mean))
             full, full_scale = codec.block_form(full, full_scale, keep)
-            codec.put(S, full, full_scale, keep, keep, t, home.b, h, home.index, home.capacity, place, VALUES, C)
+            slot = Slot(home.b, h, home.index, home.capacity, place)
+            codec.put(S, Tokens(full, full_scale, keep, keep, t), slot, SIDE, C)
 
 
 @triton.jit
@@ -203,12 +215,13 @@ def drop_bits(flags, NONFINITE, gone, bad, index, bh, C: tl.constexpr):
 def _sinks_of(K, V, sinks, k, v, arrivals, block, k_codec, v_codec, C: tl.constexpr):
     """The tokens `[BLOCK]` that the sink pool takes of the block that closes, with the new tokens `k` and `v` in it. It
     finds all in the ring; another program may write the values there too."""
-    V_C: tl.constexpr = C.V
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     row, pos, new, bh = block.row, arrivals.pos, arrivals.new, block.bh
     code, scale = k_codec.quantize_tokens(k)
-    to_ring(K, code, scale, pos, new, bh, False, C)
+    to_ring(K, code, scale, pos, new, bh, K_SIDE, C)
     code, scale = v_codec.quantize_tokens(v)
-    to_ring(V, code, scale, pos, new, bh, True, V_C)
+    to_ring(V, code, scale, pos, new, bh, V_SIDE, C)
     tl.debug_barrier()  # read back by other threads than wrote it
     t = tl.arange(0, C.BLOCK)
     at = row.open_start + t
@@ -221,9 +234,10 @@ def _early_token(source, b, h, NEW: tl.constexpr, ROTATES: tl.constexpr, C: tl.c
     """`new_tokens` of a step before its row is known; what has to be rotated as `load_new` reads it, since programs
     without the token would take as long over that as the one that has it."""
     only = tl.arange(0, NEW)
-    V_C: tl.constexpr = C.V
-    k = load_new(source.key, source.k_strides, b, h, only, only == 0, 0, C)
-    v = load_new(source.value, source.v_strides, b, h, only, only == 0, 0, V_C)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    k = load_new(source.key, source.k_strides, b, h, only, only == 0, 0, K_SIDE)
+    v = load_new(source.value, source.v_strides, b, h, only, only == 0, 0, V_SIDE)
     if ROTATES:
         return k, v, only < 0
     else:
@@ -248,8 +262,9 @@ def short_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, SINKS,
     source, blocks = Source(*SOURCE), BlockState(*BLOCKS)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     longest = tl.load(RowState(*STATE).longest + b)
-    V_C: tl.constexpr = C.V
-    ROTATES: tl.constexpr = C.ROTATION is not None or V_C.ROTATION is not None
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    ROTATES: tl.constexpr = K_SIDE.ROTATION is not None or V_SIDE.ROTATION is not None
     if EARLY:  # the token comes while the row does, which says whether it is one
         early_k, early_v, bad = _early_token(source, b, h, NEW, ROTATES, C)
     length, closed, open_start, closing, first, count = row
@@ -281,9 +296,9 @@ def short_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, SINKS,
                 chosen = _sinks_of(K, V, SinkTensors(*SINKS), k, v, arrivals, block, Codec(*K_CODEC), Codec(*V_CODEC),
                                    C)  # fmt: skip
         if part == 0:
-            _short_side(K, K_MEAN, k, arrivals, stale, chosen, source, masks, block, Codec(*K_CODEC), False, C, C)
+            _short_side(K, K_MEAN, k, arrivals, stale, chosen, source, masks, block, Codec(*K_CODEC), K_SIDE, C)
         if part == parts - 1:
-            _short_side(V, K_MEAN, v, arrivals, stale, chosen, source, masks, block, Codec(*V_CODEC), True, V_C, C)
-    if C.ROTATION is not None:
+            _short_side(V, K_MEAN, v, arrivals, stale, chosen, source, masks, block, Codec(*V_CODEC), V_SIDE, C)
+    if K_SIDE.ROTATION is not None:
         if i == tl.num_programs(2) - 1:
             rotate_queries(QUERIES, b, h, T, C)

@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.contract import Slot, Tokens
 from qattn_kernels.jit.math import float_to_int8
 from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
 from qattn_kernels.jit.tokens import Source, chosen_bits, new_tokens, new_tokens_of, row_before, with_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 from qattn_kernels.layout import BlockState
-from qattn_kernels.ops.append.kernel import Block, Codec, Home, drop_bits, note_block, to_ring
+from qattn_kernels.ops.append.kernel import Block, Codec, Home, drop_bits, note_block, own_place, to_ring
 from qattn_kernels.ops.append.smooth import minus_mean
 from qattn_kernels.ops.prefill.value_factors import Factors, write_factors
 
 
-class Tokens(NamedTuple):
+class BlockTokens(NamedTuple):
     """Tokens of a block in a long call, `[BLOCK]`: row positions, slots of the unpacked keys and values, whether they
     were there before the call, and whether they are tokens at all and not masked."""
 
@@ -66,30 +67,30 @@ def any_slots(slots, C: tl.constexpr):
 
 
 @triton.jit
-def store_unpacked(side, x, scale, mean, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
+def store_unpacked(side, x, scale, mean, bh, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`. In the model's precision
     codes are dequantized, around `mean` `[DP]` unless that is None, and there may be no slots."""
-    d, slots = tl.arange(0, C.DP), side.slots
-    base, inside = side.x + bh.to(tl.int64) * slots * C.D, d < C.D
+    d, slots = tl.arange(0, SIDE.DP), side.slots
+    base, inside = side.x + bh.to(tl.int64) * slots * SIDE.D, d < SIDE.D
     if side.x.dtype.element_ty == tl.int8:
-        if VALUES:
+        if SIDE.VALUES:
             where = base + d[:, None].to(tl.int64) * slots + slot[None, :]
             tl.store(where, tl.trans(float_to_int8(x)), mask=inside[:, None])
         else:
-            where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
+            where = base + slot[:, None].to(tl.int64) * SIDE.D + d[None, :]
             tl.store(where, float_to_int8(x), mask=inside[None, :])
         tl.store(side.scale + bh.to(tl.int64) * slots + slot, scale)
     else:
-        if C.V_INTEGER if VALUES else C.K_INTEGER:
+        if SIDE.INTEGER:
             x = x.to(tl.float32) * scale[:, None]
         if mean is not None:
             x += mean[None, :]
-        where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
+        where = base + slot[:, None].to(tl.int64) * SIDE.D + d[None, :]
         tl.store(where, x.to(side.x.dtype.element_ty), mask=inside[None, :] & any_slots(slots, C)[:, None])
 
 
 @triton.jit
-def _long_side(S, x, tokens, unpacked, call, codec, OLD: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def _long_side(S, x, tokens, unpacked, call, codec, OLD: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Keys or values of one block of a long call: unpacked for the prefill, and into the arenas if it closes or the
     format has no ring. `OLD`: there may be tokens from before the call, which the ring holds."""
     block = call.block
@@ -99,46 +100,46 @@ def _long_side(S, x, tokens, unpacked, call, codec, OLD: tl.constexpr, VALUES: t
     around = None
     if C.RING > 0:
         if OLD:
-            code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, VALUES, C)
-        if C.SMOOTH_K and not VALUES:
-            d = tl.arange(0, C.DP)
-            mean = tl.load(call.k_mean + bh * C.D + d, mask=d < C.D, other=0.0)
+            code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, SIDE, C)
+        if SIDE.SMOOTH:
+            d = tl.arange(0, SIDE.DP)
+            mean = tl.load(call.k_mean + bh * SIDE.D + d, mask=d < SIDE.D, other=0.0)
             kept, kept_scale = codec.quantize_tokens(minus_mean(S, code, scale, keep, mean))
             kept, kept_scale = codec.block_form(kept, kept_scale, keep)
             if block.closes:
-                place = codec.place(S, b, h, index == 0, VALUES, C)
-                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-            if C.K_INTEGER:
+                slot = Slot(b, h, index, capacity, own_place(S, b, h, index == 0, codec, SIDE, C))
+                codec.put(S, Tokens(kept, kept_scale, keep, keep, t), slot, SIDE, C)
+            if SIDE.INTEGER:
                 code, scale, around = kept, kept_scale, mean
         elif block.closes:
-            place = codec.place(S, b, h, index == 0, VALUES, C)
-            if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
+            slot = Slot(b, h, index, capacity, own_place(S, b, h, index == 0, codec, SIDE, C))
+            if C.ENTRIES > 0 and not SIDE.VALUES:  # the call's own tokens see sinks where they stand
                 keep = keep & (slot_bits(call.chosen, t) == 0)
                 kept, kept_scale = codec.block_form(code, scale, keep)
-                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
+                codec.put(S, Tokens(kept, kept_scale, keep, keep, t), slot, SIDE, C)
                 code, scale = codec.block_form(code, scale, t >= 0)
             else:
                 code, scale = codec.block_form(code, scale, keep)
-                codec.put(S, code, scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-        elif (C.V_INTEGER if VALUES else C.K_INTEGER) and (S.ring.dtype.element_ty != tl.int8):
+                codec.put(S, Tokens(code, scale, keep, keep, t), slot, SIDE, C)
+        elif SIDE.INTEGER and (S.ring.dtype.element_ty != tl.int8):
             code, scale = codec.block_form(code, scale, keep)  # open tokens have no codes of their own: as if it closed
     else:
         fresh = tl.full([C.BLOCK], True, tl.int1)  # which leaves stores of many tokens at once whole
         if OLD:
             fresh = ~tokens.old
         if block.used:
-            codec.put(S, code, scale, keep, fresh, t, b, h, index, capacity, h, VALUES, C)
+            codec.put(S, Tokens(code, scale, keep, fresh, t), Slot(b, h, index, capacity, h), SIDE, C)
         code, scale = codec.block_form(code, scale, keep)
         if OLD:
-            before, before_scale = codec.get(S, b, h, tl.minimum(index, capacity - 1), capacity, h, VALUES, C)
+            before, before_scale = codec.get(S, Slot(b, h, tl.minimum(index, capacity - 1), capacity, h), SIDE, C)
             code = tl.where(tokens.old[:, None], before.to(tl.float32), code)
             scale = tl.where(tokens.old, before_scale, scale)
-    store_unpacked(unpacked, code, scale, around, bh, tokens.slot, VALUES, C)
+    store_unpacked(unpacked, code, scale, around, bh, tokens.slot, SIDE, C)
 
 
 @triton.jit
 def _long_tokens(bad, old, new, call, WRITES: tl.constexpr, C: tl.constexpr):
-    """The `Tokens` of a block of a long call; with `WRITES` their bits, bias and positions go where all read them."""
+    """The `BlockTokens` of a long call; with `WRITES` their bits, bias and positions go where all read them."""
     block, unpacked, slots = call.block, call.unpacked, call.slots
     index, bh, t = block.index, block.bh, tl.arange(0, C.BLOCK)
     pos, slot = block.start + t, index * C.BLOCK + t
@@ -153,20 +154,20 @@ def _long_tokens(bad, old, new, call, WRITES: tl.constexpr, C: tl.constexpr):
         tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")), mask=there)
         if block.h == 0:
             tl.store(unpacked.pos + block.b.to(tl.int64) * slots + slot, pos, mask=there)
-    return Tokens(pos, slot, old, keep)
+    return BlockTokens(pos, slot, old, keep)
 
 
 @triton.jit
-def _long_part(S, call, old, new, side, codec, VALUES: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Keys or values of a block, in a program of their own. `SIDE`: their sizes, of the layer's `C`."""
+def _long_part(S, call, old, new, side, codec, SIDE: tl.constexpr, C: tl.constexpr):
+    """Keys or values of a block, in a program of their own."""
     block = call.block
     fresh = block.start + tl.arange(0, C.BLOCK) - block.row.length
-    x, bad = new_tokens_of(call.source, block.b, block.h, fresh, new, block.row.first, VALUES, C)
-    tokens = _long_tokens(bad, old, new, call, not VALUES, C)
+    x, bad = new_tokens_of(call.source, block.b, block.h, fresh, new, block.row.first, SIDE, C)
+    tokens = _long_tokens(bad, old, new, call, not SIDE.VALUES, C)
     if block.start < block.row.length:
-        _long_side(S, x, tokens, side, call, codec, True, VALUES, SIDE)
+        _long_side(S, x, tokens, side, call, codec, True, SIDE, C)
     else:
-        _long_side(S, x, tokens, side, call, codec, False, VALUES, SIDE)
+        _long_side(S, x, tokens, side, call, codec, False, SIDE, C)
 
 
 @triton.jit
@@ -178,22 +179,23 @@ def _long_block(K, V, call, part, k_codec, v_codec, PARTS: tl.constexpr, C: tl.c
     new = (~old) & (pos < length + block.row.count)
     k_side = UnpackedSide(unpacked.k, unpacked.k_scale, call.slots)
     v_side = UnpackedSide(unpacked.v, unpacked.v_scale, call.slots)
-    V_C: tl.constexpr = C.V
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     # Only the call's first block holds older tokens. Threads read the ring in another order than new tokens, into which
     # values would be brought before their maxima are taken: at twice the cost, in every block.
     if PARTS == 1:
         k, v, bad = new_tokens(call.source, block.b, block.h, pos - length, new, block.row.first, C)
         tokens = _long_tokens(bad, old, new, call, True, C)
         if block.start < length:
-            _long_side(K, k, tokens, k_side, call, k_codec, True, False, C)
-            _long_side(V, v, tokens, v_side, call, v_codec, True, True, V_C)
+            _long_side(K, k, tokens, k_side, call, k_codec, True, K_SIDE, C)
+            _long_side(V, v, tokens, v_side, call, v_codec, True, V_SIDE, C)
         else:
-            _long_side(K, k, tokens, k_side, call, k_codec, False, False, C)
-            _long_side(V, v, tokens, v_side, call, v_codec, False, True, V_C)
+            _long_side(K, k, tokens, k_side, call, k_codec, False, K_SIDE, C)
+            _long_side(V, v, tokens, v_side, call, v_codec, False, V_SIDE, C)
     elif part == 0:
-        _long_part(K, call, old, new, k_side, k_codec, False, C, C)
+        _long_part(K, call, old, new, k_side, k_codec, K_SIDE, C)
     else:
-        _long_part(V, call, old, new, v_side, v_codec, True, V_C, C)
+        _long_part(V, call, old, new, v_side, v_codec, V_SIDE, C)
 
 
 @triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
@@ -226,6 +228,8 @@ def finish_kernel(SOURCE, ROWS, STATE, DROPPED, K, V, TABLE, FACTORS, NB, B, T, 
     lengths."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     if C.RING > 0:
         last = row.length + row.count - 1
         at = i * C.BLOCK + tl.arange(0, C.BLOCK)
@@ -234,9 +238,8 @@ def finish_kernel(SOURCE, ROWS, STATE, DROPPED, K, V, TABLE, FACTORS, NB, B, T, 
         k, v, bad = new_tokens(Source(*SOURCE), b, h, pos - row.length, new, row.first, C)
         k_code, k_scale = K_QUANTIZE(k)
         v_code, v_scale = V_QUANTIZE(v)
-        to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)
-        V_C: tl.constexpr = C.V
-        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, V_C)
+        to_ring(K, k_code, k_scale, pos, new, b * C.H + h, K_SIDE, C)
+        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, V_SIDE, C)
     if FACTORS is not None:
         if i == tl.num_programs(0) - 1:
             write_factors(Factors(*FACTORS), row, b * C.H + h, slots, C.BLOCK, STEP)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
-from qattn_kernels.jit.rows import commit_row, first_bits, load_row, queries_end, result_column, settle_sinks
+from qattn_kernels.jit.rows import commit_row, first_bits, load_row, locate, queries_end, result_column, settle_sinks
 from qattn_kernels.launch import constants
 from qattn_kernels.launch.call import SinkTensors
 from qattn_kernels.layout import BlockState
@@ -102,9 +102,10 @@ class Results(NamedTuple):
 @triton.jit
 def _k_mean_scores(K_MEAN, program, C: tl.constexpr):
     """Products `[Q]` of the queries with the mean that a row's keys are coded around, if they are."""
-    if C.SMOOTH_K:
-        d = tl.arange(0, C.DP)
-        k_mean = tl.load(K_MEAN + program.bh * C.D + d, mask=d < C.D, other=0.0)
+    SIDE: tl.constexpr = C.K
+    if SIDE.SMOOTH:
+        d = tl.arange(0, SIDE.DP)
+        k_mean = tl.load(K_MEAN + program.bh * SIDE.D + d, mask=d < SIDE.D, other=0.0)
         return tl.sum(program.query.scaled * k_mean[:, None], 0)
     else:
         return tl.full([C.Q], 0.0, tl.float32)
@@ -123,11 +124,12 @@ def _sink_mass(pool, program, codec, C: tl.constexpr):
 @triton.jit
 def store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C: tl.constexpr):
     """What a split found for queries `n`: NaN for those that are not finite."""
+    SIDE: tl.constexpr = C.V
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
     acc = tl.where(nonfinite[None, :], float("nan"), sums.acc)
-    d, inside = tl.arange(0, C.DP), n < T * C.G
+    d, inside = tl.arange(0, SIDE.DP), n < T * C.G
     at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
-    tl.store(results.out + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])
+    tl.store(results.out + at[None, :] * SIDE.D + d[:, None], acc, mask=inside[None, :] & (d < SIDE.D)[:, None])
     tl.store(results.stats + at * STAT, sums.m, mask=inside)
     tl.store(results.stats + at * STAT + 1, sums.l, mask=inside)
     if C.SPARSE_V:
@@ -149,12 +151,14 @@ def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PA
     least to do. The mask bits are those of masked tokens, and of those that were in the sink pool before the call.
     `skip_limits`: tau and budget of sparse V. `PAGES`: see `jit.rows.block_at`.
     """
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     bh, tile, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
     # Loads that do not wait for the row, and come while that does: addresses of the head, sinks, a step's queries.
-    _, k_head, k_low = Codec(*CODEC).k_locate(K, b, h, C.K_LOW, C)
-    _, v_head, v_low = Codec(*CODEC).v_locate(V, b, h, C.V_LOW, C)
+    _, k_head, k_low = locate(K, b, h, Codec(*CODEC).k_locate, K_SIDE, C)
+    _, v_head, v_low = locate(V, b, h, Codec(*CODEC).v_locate, V_SIDE, C)
     sinks, state, results = SinkTensors(*SINKS), BlockState(*BLOCKS), Results(*RESULTS)
     pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == C.OPEN - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
@@ -169,7 +173,7 @@ def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PA
         scores = Scoring(*scoring)
         query, nonfinite = query_tile(q, scores.scale, C)
         sums = Sums(
-            tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32), tl.full([C.DP, C.Q], 0, tl.float32)
+            tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32), tl.full([V_SIDE.DP, C.Q], 0, tl.float32)
         )
         skips = Skips(tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32), tl.full([C.Q], 0, tl.int32))
         program = Program(b, h, bh, row, NB, PAGES, first_bits(state.dropped, PAGES, b, h, NB, C), q_pos, query, scores)
@@ -208,13 +212,16 @@ class Parts(NamedTuple):
 @triton.jit
 def load_parts(results, base, i, end, T, C: tl.constexpr):
     """The `Parts` that `store_split` left in splits `i` before `end`."""
+    SIDE: tl.constexpr = C.V
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
-    d, there = tl.arange(0, C.DP), i < end
+    d, there = tl.arange(0, SIDE.DP), i < end
     at = base + i.to(tl.int64) * (T * C.G)
     m = tl.load(results.stats + at * STAT, mask=there, other=NOTHING)
     l = tl.load(results.stats + at * STAT + 1, mask=there, other=0.0)
     lost = tl.load(results.stats + at * STAT + 2, mask=there, other=0.0) if C.SPARSE_V else l
-    acc = tl.load(results.out + at[:, None] * C.D + d[None, :], mask=there[:, None] & (d < C.D)[None, :], other=0.0)
+    acc = tl.load(
+        results.out + at[:, None] * SIDE.D + d[None, :], mask=there[:, None] & (d < SIDE.D)[None, :], other=0.0
+    )
     return Parts(m, l, lost, acc)
 
 
@@ -242,10 +249,11 @@ def merge_kernel(RESULTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, s
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Columns without a query get
     zeros.
     `SINKS`: the model's learned logits, one a query head, which are no tokens; `TABLE`: of the sink pool, by which the
-    bits of `DROPPED` are brought up to date here, since every split has read the old ones. `C`: of values.
+    bits of `DROPPED` are brought up to date here, since every split has read the old ones.
 
     `RESULT` `[B, T, Hq, D]`, `LSE` fp32 `[B, Hq, T]`.
     """
+    SIDE: tl.constexpr = C.V
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, results = load_row(ROWS, b), Results(*RESULTS)
     base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
@@ -261,7 +269,7 @@ def merge_kernel(RESULTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, s
     live = tl.cdiv(blocks, blocks_per_split(blocks, splits, few, many, long, least, C)) + C.OPEN
     merged = Parts(
         tl.full([], NOTHING, tl.float32), tl.full([], 0, tl.float32), tl.full([], 0, tl.float32),
-        tl.full([C.DP], 0, tl.float32),
+        tl.full([SIDE.DP], 0, tl.float32),
     )  # fmt: skip
     if SINK_LOGITS:
         logit = tl.load(SINKS + head).to(tl.float32) * LOG2E
@@ -282,13 +290,13 @@ def merge_kernel(RESULTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, s
             tl.atomic_max(results.skip_counts.worst + b * C.H + h, share)
     column, query = result_column(t, row, T), t < queries_end(row, T, C)
     result = tl.where(query, acc / tl.where(l == 0.0, 1.0, l), 0.0)
-    if C.ROTATION is not None:
-        R: tl.constexpr = C.ROTATION
+    if SIDE.ROTATION is not None:
+        R: tl.constexpr = SIDE.ROTATION
         result = tl.reshape(
-            rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], None, True, R), [C.DP]
+            rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], None, True, R), [SIDE.DP]
         )
     lse = tl.where(query, m * LN2 + tl.log(l), 0.0)
     heads = C.H * C.G
-    out, d = (b.to(tl.int64) * T + column) * heads + head, tl.arange(0, C.DP)
-    tl.store(RESULT + out * C.D + d, result.to(RESULT.dtype.element_ty), mask=d < C.D)
+    out, d = (b.to(tl.int64) * T + column) * heads + head, tl.arange(0, SIDE.DP)
+    tl.store(RESULT + out * SIDE.D + d, result.to(RESULT.dtype.element_ty), mask=d < SIDE.D)
     tl.store(LSE + (b.to(tl.int64) * heads + head) * T + column, lse)

@@ -9,7 +9,6 @@ import torch
 from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
@@ -29,7 +28,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     rows = tokens * size.G
     tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
-    results = results_of(call, size, tuned.plan)
+    results = results_of(call, tuned.plan)
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
     sparsity = call.spec.sparsity
     launch(
@@ -42,7 +41,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     few = tuned.plan[1] <= ONE_WARP  # not of the capacity: sums must not depend on it
     chunk, warps = (ONE_WARP, 1) if few else (MANY_SPLITS, 4)
-    return merge(call, size.V, results, tuned.plan, chunk, warps)
+    return merge(call, results, tuned.plan, chunk, warps)
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:
@@ -51,29 +50,28 @@ def scoring(call: Call) -> tuple[float, float, int, float]:
     return scores.scale * LOG2E, float(scores.softcap), abs(scores.window), call.spec.compute.sas_threshold * LOG2E
 
 
-def results_of(call: Call, size: Sizes, plan: tuple[int, int, int, int]) -> tuple:
+def results_of(call: Call, plan: tuple[int, int, int, int]) -> tuple:
     """A `kernel.Results`, plain: room for what each split of the context finds."""
-    few, many, long, _ = plan
+    (few, many, long, _), size = plan, call.sizes
     most = few if call.blocks < few * long else many
     shape = call.batch * size.H, min(most, call.blocks) + size.OPEN, call.tokens * size.G
     device = call.query.device
-    out = torch.empty((*shape, size.D), dtype=torch.float32, device=device)
+    out = torch.empty((*shape, size.V.D), dtype=torch.float32, device=device)
     stats = torch.empty((*shape, 3 if size.SPARSE_V else 2), dtype=torch.float32, device=device)
     return out, stats, skip_counts_of(call.state) if size.SPARSE_V else None
 
 
 def merge(
     call: Call,
-    size: Sizes,
     results: tuple,
     plan: tuple[int, int, int, int],
     chunk: int,
     warps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weigh the parts of each query by their log-sum-exp, `chunk` of them at once; results as of `decode`. `size`: of
-    values."""
-    scores, heads, device = call.scores, size.H * size.G, call.query.device
-    out = torch.empty((call.batch, call.tokens, heads, size.D), dtype=call.query.dtype, device=device)
+    """Weigh the parts of each query by their log-sum-exp, `chunk` of them at once; results as of `decode`."""
+    scores, size, device = call.scores, call.sizes, call.query.device
+    heads = size.H * size.G
+    out = torch.empty((call.batch, call.tokens, heads, size.V.D), dtype=call.query.dtype, device=device)
     lse = torch.empty((call.batch, heads, call.tokens), dtype=torch.float32, device=device)
     launch(
         merge_kernel, (call.tokens * size.G, size.H, call.batch),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.contract import BlockAt
 from qattn_kernels.formats.head_bits import ALL, NONE, number
 from qattn_kernels.jit.rows import block_at, first_block
 from qattn_kernels.jit.tile_order import join_blocks
@@ -111,13 +112,6 @@ class FirstBlock(NamedTuple):
     v: Any
 
 
-class Places(NamedTuple):
-    """Indices of the blocks of a tile among the blocks of all heads: a tuple of scalars, and a tensor of the same."""
-
-    each: Any
-    all: Any
-
-
 class SkipLimits(NamedTuple):
     """Sparse V skips weights below `tau`, of a row's sum no more than `budget`, in which a split has a `share`."""
 
@@ -147,14 +141,16 @@ class Skips(NamedTuple):
 @triton.jit
 def _packed_scores(K, program, blocks, first, block, at, codec, K_BITS: tl.constexpr, C: tl.constexpr):
     """Scores of a packed block that lies `at`, and how many of its tokens each query sees."""
-    s = codec.block_scores(K, first.head + at, first.k + at, program.query, program.scoring.scale, K_BITS, C)
+    SIDE: tl.constexpr = C.K
+    s = codec.block_scores(K, BlockAt(first.head + at, first.k + at, K_BITS), program.query, SIDE, C)
     return _whole_scores(s, program, blocks, block, at, C)
 
 
 @triton.jit
 def _whole_scores(s, program, blocks, block, at, C: tl.constexpr):
     """Products with a block's keys with all else that makes scores of them; otherwise as `mask_block`."""
-    if C.SMOOTH_K:
+    SIDE: tl.constexpr = C.K
+    if SIDE.SMOOTH:
         s += blocks.k_mean_scores[None, :]
     if C.SOFTCAP:
         s = soft_cap(s, program.scoring.softcap)
@@ -173,18 +169,20 @@ def _tiles_part(K, V, program, blocks, first, sums, codec,
                 K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`_packed_part` for formats whose values are summed by tiles of `C.TILE` small blocks."""
     TILE: tl.constexpr = C.TILE
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     for block in tl.range(blocks.begin, blocks.end, TILE, num_stages=STAGES):
         at = first.head + _place(program, blocks, block + tl.arange(0, TILE), C)
         places, each, seen = (), (), ()
         for i in tl.static_range(TILE):
             places += (_place(program, blocks, block + i, C),)
             each += (first.head + places[i],)
-        scores = codec.block_scores(K, Places(each, at), at, program.query, program.scoring.scale, K_BITS, C)
+        scores = codec.block_scores(K, BlockAt(each, at, K_BITS), program.query, K_SIDE, C)
         for i in tl.static_range(TILE):
             s, _ = _whole_scores(scores[i], program, blocks, block + i, places[i], C)
             seen += (s,)
         w, alpha, beta, m = weigh(join_blocks(seen), sums.m, program.scoring.sas_threshold, C)
-        acc, total = codec.block_values(V, at, at, w, sums.acc, alpha, beta, V_BITS, C)
+        acc, total = codec.block_values(V, BlockAt(at, at, V_BITS), w, sums.acc, alpha, beta, V_SIDE, C)
         sums = Sums(m, sums.l * alpha + total * beta, acc)
     return sums
 
@@ -193,6 +191,7 @@ def _tiles_part(K, V, program, blocks, first, sums, codec,
 def _blocks_part(K, V, program, blocks, first, sums, skips, codec,
                  K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` for blocks of one width each of keys and values, one at a time."""
+    SIDE: tl.constexpr = C.V
     threshold, known, own = program.scoring.sas_threshold, blocks.known, 0.0
     if C.SPARSE_V and C.ENTRIES == 0:  # a part that judged by its own tokens alone would find few to skip
         begin = block_at(program.pages, program.b, 0, program.capacity, C)
@@ -213,10 +212,14 @@ def _blocks_part(K, V, program, blocks, first, sums, skips, codec,
                 lost += total * beta
                 skipped += count
             else:
-                acc, total = codec.block_values(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
+                acc, total = codec.block_values(
+                    V, BlockAt(first.head + at, first.v + at, V_BITS), w, acc, alpha, beta, SIDE, C
+                )
             skips = Skips(lost, read, skipped)
         else:
-            acc, total = codec.block_values(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
+            acc, total = codec.block_values(
+                V, BlockAt(first.head + at, first.v + at, V_BITS), w, acc, alpha, beta, SIDE, C
+            )
         sums = Sums(m, l * alpha + total * beta, acc)
         if C.PAGED:  # a block ahead: a load whose address was loaded in the same turn is not pipelined as far
             page = block_at(program.pages, program.b, block + 1, program.capacity, C)
@@ -237,16 +240,22 @@ def _packed_part(K, V, program, blocks, first, sums, skips, codec,
 def _parts_by_head(K, V, program, blocks, head, homes, sums, skips, codec,
                    STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` where all blocks of a head have as many bits."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     capacity = program.capacity
     if C.PAGED:  # where heads have one width
         first = FirstBlock(head, head, head)
     else:
         first = FirstBlock(head, homes.k * capacity, homes.v * capacity)
-    if C.K_LOW <= ALL and C.V_LOW <= ALL:
-        sums, skips = _packed_part(K, V, program, blocks, first, sums, skips, codec, C.K_BITS, C.V_BITS, STAGES, C)
+    if K_SIDE.LOW <= ALL and V_SIDE.LOW <= ALL:
+        sums, skips = _packed_part(
+            K, V, program, blocks, first, sums, skips, codec, K_SIDE.BITS, V_SIDE.BITS, STAGES, C
+        )
     else:
         for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
-            if (C.K_LOW > NONE if pair % 2 else C.K_LOW != ALL) and (C.V_LOW > NONE if pair // 2 else C.V_LOW != ALL):
+            if (K_SIDE.LOW > NONE if pair % 2 else K_SIDE.LOW != ALL) and (
+                V_SIDE.LOW > NONE if pair // 2 else V_SIDE.LOW != ALL
+            ):
                 if (homes.k_low == (pair % 2 == 1)) & (homes.v_low == (pair // 2 == 1)):
                     sums, skips = _packed_part(
                         K, V, program, blocks, first, sums, skips, codec, 4 >> pair % 2, 4 >> pair // 2,
@@ -259,23 +268,25 @@ def _parts_by_head(K, V, program, blocks, head, homes, sums, skips, codec,
 def _parts_by_age(K, V, program, blocks, head, homes, sums, skips, codec,
                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """`packed_part` where a row's first blocks have half the bits of the others, of keys or of values."""
-    aged = number(K.aged) if C.K_AGED else number(V.aged)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    aged = number(K.aged) if K_SIDE.AGED else number(V.aged)
     later = program.capacity - aged
     for young in tl.static_range(2):
         begin = tl.maximum(blocks.begin, aged) if young else blocks.begin
         end = blocks.end if young else tl.minimum(blocks.end, aged)
         k, v = homes.k * program.capacity, homes.v * program.capacity
-        if C.K_AGED:
+        if K_SIDE.AGED:
             k = homes.k * later - aged if young else homes.k * aged
-        if C.V_AGED:
+        if V_SIDE.AGED:
             v = homes.v * later - aged if young else homes.v * aged
         part = Blocks(
             begin, end, blocks.pos, blocks.length, blocks.moved, blocks.k_mean_scores, blocks.limits, blocks.known
         )
         sums, skips = _packed_part(
             K, V, program, part, FirstBlock(head, k, v), sums, skips, codec,
-            C.K_BITS if young or not C.K_AGED else C.K_BITS // 2,
-            C.V_BITS if young or not C.V_AGED else C.V_BITS // 2, STAGES, C,
+            K_SIDE.BITS if young or not K_SIDE.AGED else K_SIDE.BITS // 2,
+            V_SIDE.BITS if young or not V_SIDE.AGED else V_SIDE.BITS // 2, STAGES, C,
         )  # fmt: skip
     return sums, skips
 
@@ -285,8 +296,10 @@ def packed_part(K, V, program, blocks, homes, sums, skips, codec,
                 STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attention over packed blocks. Each pair of widths has a loop of its own: loads inside a branch are not
     pipelined."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     head = first_block(program.pages, program.b, program.h, program.capacity, C)
-    if C.K_AGED or C.V_AGED:
+    if K_SIDE.AGED or V_SIDE.AGED:
         return _parts_by_age(K, V, program, blocks, head, homes, sums, skips, codec, STAGES, C)
     else:
         return _parts_by_head(K, V, program, blocks, head, homes, sums, skips, codec, STAGES, C)

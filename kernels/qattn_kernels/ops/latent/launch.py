@@ -48,14 +48,14 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     tiles = -(-rows // size.Q)
     places = chip.multiprocessors * config.programs
     shares = plan(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
-    results = results_of(call, size.V, shares)
+    results = results_of(call, shares)
     launch(
         latent_decode_kernel, (batch, tiles, results[0].shape[1]),
         (call.query, call.query.stride()[:3]), call.rows, call.row_state, call.block_state, call.k, call.v, results,
         call.blocks, batch, tokens, scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get,
         forms, size, num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return merge(call, size.V, results, shares, FEW_SPLITS, MERGE_WARPS)
+    return merge(call, results, shares, FEW_SPLITS, MERGE_WARPS)
 
 
 def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tensor]:

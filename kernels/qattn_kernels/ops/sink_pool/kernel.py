@@ -137,19 +137,20 @@ def key_sizes(source, K, bits, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.const
     old = pos < length
     k, v, bad = new_tokens(source, b, h, pos - length, ~old, first, C)
     code, scale = QUANTIZE(k)
-    code, scale = with_ring(K, code, scale, pos, old, b * C.H + h, False, C)
+    SIDE: tl.constexpr = C.K
+    code, scale = with_ring(K, code, scale, pos, old, b * C.H + h, SIDE, C)
     dropped = old & (slot_bits(bits, t) == 1)
     return tl.where(bad | dropped, float("inf"), _magnitudes(K, code, scale))
 
 
 @triton.jit
-def fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
+def fill(S, code, scale, write, bh, ENTRIES: tl.constexpr, SIDE: tl.constexpr):
     """Entries in open form, where `write` holds."""
-    e = tl.arange(0, C.ENTRIES)
-    inside = write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
-    tl.store(ring_codes(S, e, C.ENTRIES, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
+    e = tl.arange(0, ENTRIES)
+    inside = write[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
+    tl.store(ring_codes(S, e, ENTRIES, bh, SIDE), code.to(S.ring.dtype.element_ty), mask=inside)
     if S.ring.dtype.element_ty == tl.int8:
-        tl.store(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, scale, mask=write)
+        tl.store(S.ring_scale + bh.to(tl.int64) * ENTRIES + e, scale, mask=write)
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
@@ -203,6 +204,8 @@ def _meet(entries, least, size, j, row, flags, C: tl.constexpr):
 def _keep_table(source, K, V, sinks, entries, row, b, h, K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
     """After the last block that closes: the table as it is now, and the tokens of new entries."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     bh = b * C.H + h
     store_table(sinks.table, bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES), entries)
     pos, born = entries.pos, entries.born
@@ -210,19 +213,19 @@ def _keep_table(source, K, V, sinks, entries, row, b, h, K_QUANTIZE: tl.constexp
     k, v, _ = new_tokens(source, b, h, fresh, new & (fresh >= 0), row.first, C)
     k_code, k_scale = K_QUANTIZE(k)
     v_code, v_scale = V_QUANTIZE(v)
-    k_code, k_scale = with_ring(K, k_code, k_scale, pos, new & (fresh < 0), bh, False, C)
-    v_code, v_scale = with_ring(V, v_code, v_scale, pos, new & (fresh < 0), bh, True, C)
-    fill(sinks.k, k_code, k_scale, new | (born == 0), bh, False, C)
-    fill(sinks.v, v_code, v_scale, new | (born == 0), bh, True, C)
+    k_code, k_scale = with_ring(K, k_code, k_scale, pos, new & (fresh < 0), bh, K_SIDE, C)
+    v_code, v_scale = with_ring(V, v_code, v_scale, pos, new & (fresh < 0), bh, V_SIDE, C)
+    fill(sinks.k, k_code, k_scale, new | (born == 0), bh, C.ENTRIES, K_SIDE)
+    fill(sinks.v, v_code, v_scale, new | (born == 0), bh, C.ENTRIES, V_SIDE)
 
 
 @triton.jit
-def _keep_tokens(S, SINKS, entries, closed, bh, VALUES: tl.constexpr, C: tl.constexpr):
+def _keep_tokens(S, SINKS, entries, closed, bh, SIDE: tl.constexpr, C: tl.constexpr):
     """Tokens of new entries, as the ring has them; free places hold zeros."""
     new, e, slot = entries.born > closed, tl.arange(0, C.ENTRIES), entries.pos % C.RING
-    write, d = new | (entries.born == 0), (tl.arange(0, C.DP) < C.D)[None, :]
-    x = tl.load(ring_codes(S, slot, C.RING, bh, VALUES, C), mask=new[:, None] & d, other=0)
-    tl.store(ring_codes(SINKS, e, C.ENTRIES, bh, VALUES, C), x, mask=write[:, None] & d)
+    write, d = new | (entries.born == 0), (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
+    x = tl.load(ring_codes(S, slot, C.RING, bh, SIDE), mask=new[:, None] & d, other=0)
+    tl.store(ring_codes(SINKS, e, C.ENTRIES, bh, SIDE), x, mask=write[:, None] & d)
     if S.ring.dtype.element_ty == tl.int8:
         scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.RING + slot, mask=new, other=0.0)
         tl.store(SINKS.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, scale, mask=write)
@@ -236,7 +239,9 @@ def compete(K, V, sinks, flags, masked, row, bh, C: tl.constexpr):
     t = tl.arange(0, C.BLOCK)
     at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
     entries = load_table(sinks.table, at)
-    code, scale = from_ring(K, row.open_start + t, t >= 0, bh, False, C)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    code, scale = from_ring(K, row.open_start + t, t >= 0, bh, K_SIDE, C)
     size = tl.where(masked, float("inf"), _magnitudes(K, code, scale))
     least, until, chosen = _least(entries, C), row.closed + 1 - C.CROP_BLOCKS, t < 0
     gone = (entries.written > 0) & (entries.written <= until)
@@ -244,8 +249,8 @@ def compete(K, V, sinks, flags, masked, row, bh, C: tl.constexpr):
         entries, least, chosen = _meet(entries, least, size, 0, row, flags, C)
         entries = _forget(entries, until, row.closed, flags)
         store_table(sinks.table, at, entries)
-        _keep_tokens(K, sinks.k, entries, row.closed, bh, False, C)
-        _keep_tokens(V, sinks.v, entries, row.closed, bh, True, C)
+        _keep_tokens(K, sinks.k, entries, row.closed, bh, K_SIDE, C)
+        _keep_tokens(V, sinks.v, entries, row.closed, bh, V_SIDE, C)
         _note_moved(sinks.moved, entries, row.closed, bh, C)
     else:
         for i in tl.static_range(2 * C.SINKS):
@@ -278,13 +283,13 @@ def pool_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, SINKS, SIZES, 
 
 
 @triton.jit
-def _restore(S, X, SCALE, slot, live, bh, slots, VALUES: tl.constexpr, C: tl.constexpr):
+def _restore(S, X, SCALE, slot, live, bh, slots, SIDE: tl.constexpr, C: tl.constexpr):
     """Entries into unpacked keys and values: as numbers, or as INT8 by the scale of their slot, which a tile may read
     for its whole block."""
-    e, d = tl.arange(0, C.ENTRIES), tl.arange(0, C.DP)
-    inside = live[:, None] & (d < C.D)[None, :]
-    code = tl.load(ring_codes(S, e, C.ENTRIES, bh, VALUES, C), mask=inside, other=0.0).to(tl.float32)
-    where = slot[:, None].to(tl.int64) * C.D + d[None, :]
+    e, d = tl.arange(0, C.ENTRIES), tl.arange(0, SIDE.DP)
+    inside = live[:, None] & (d < SIDE.D)[None, :]
+    code = tl.load(ring_codes(S, e, C.ENTRIES, bh, SIDE), mask=inside, other=0.0).to(tl.float32)
+    where = slot[:, None].to(tl.int64) * SIDE.D + d[None, :]
     if S.ring.dtype.element_ty == tl.int8:
         scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, mask=live, other=0.0)
     if X.dtype.element_ty != tl.int8:
@@ -294,20 +299,22 @@ def _restore(S, X, SCALE, slot, live, bh, slots, VALUES: tl.constexpr, C: tl.con
         unit = tl.load(SCALE + bh.to(tl.int64) * slots + slot, mask=live, other=0.0)
         code = code * tl.where(unit == 0.0, 0.0, scale / tl.where(unit == 0.0, 1.0, unit))[:, None]
         code = tl.clamp(round_even(tl.clamp(code, -127.0, 127.0)), -127.0, 127.0)
-        if VALUES:
+        if SIDE.VALUES:
             where = d[None, :].to(tl.int64) * slots + slot[:, None]
-    tl.store(X + bh.to(tl.int64) * slots * C.D + where, code.to(X.dtype.element_ty), mask=inside)
+    tl.store(X + bh.to(tl.int64) * slots * SIDE.D + where, code.to(X.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def restore_kernel(SINKS, UNPACKED, slots, C: tl.constexpr):
     """Program (head, row) of a long call, before the pool competes: its sinks to their slots of the unpacked keys and
     values."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     unpacked, sinks = UnpackedTensors(*UNPACKED), SinkTensors(*SINKS)
     bh = tl.program_id(1) * C.H + tl.program_id(0)
     at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
     slot = tl.load(sinks.table.slot + at)
     live = (tl.load(sinks.table.born + at) > 0) & (tl.load(sinks.table.written + at) == 0)
-    _restore(sinks.k, unpacked.k, unpacked.k_scale, slot, live, bh, slots, False, C)
-    _restore(sinks.v, unpacked.v, unpacked.v_scale, slot, live, bh, slots, True, C)
+    _restore(sinks.k, unpacked.k, unpacked.k_scale, slot, live, bh, slots, K_SIDE, C)
+    _restore(sinks.v, unpacked.v, unpacked.v_scale, slot, live, bh, slots, V_SIDE, C)
     tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.full([C.ENTRIES], 0, tl.float32), mask=live)
