@@ -99,6 +99,9 @@ class JitFormat(NamedTuple):
             None: heads lie in their order.
         locate: `(S, b, h, SIDE, C)`: where they are: the head's place, its index among those of its width in all rows,
             and whether that is the lower width. None: heads lie in their order.
+        run: `(S, home, capacity, I, SIDE)`: run `I` of the blocks of a head, whose codes have `SIDE.WIDTHS[I]` bits, by
+            its `ops.decode.parts.Home`: its first block and its end, and the index that the row's first block has, or
+            would have, among the blocks whose codes are as wide. None: all blocks have one width.
         head_numbers: `(format, heads)`: what `Tensors` has that is not of the state; None for what nobody reads.
         splits_int8: codes enter products of integers whatever `compute`; queries are INT8 pairs then, of both sides.
     """
@@ -114,6 +117,7 @@ class JitFormat(NamedTuple):
     ring_values: Any | None = None
     place: Any | None = None
     locate: Any | None = None
+    run: Any | None = None
     head_numbers: Callable[[Any, int], dict[str, Any]] | None = None
     splits_int8: bool = False
 

@@ -17,7 +17,7 @@ from qattn_kernels.jit.tile_order import deinterleave, interleave, stack, token_
 
 
 @triton.jit
-def _plane(codes, at, byte, d, ROWS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
+def _plane(codes, at, byte, d, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """Addresses `[n, DP]` of bytes of block `at`, which has `ROWS` a channel."""
     if SIDE.VALUES:
         return codes + at * (ROWS * SIDE.D) + d * ROWS + byte
@@ -52,7 +52,7 @@ def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, RO
     packed = (channels_in_order(packed) if PARTS > 2 else packed).to(tl.uint8)
     if SHUFFLED:
         packed = _shuffle(packed, SIDE.VALUES)
-    address = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, SIDE, C)
+    address = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, SIDE)
     tl.store(address, packed.to(codes.dtype.element_ty, bitcast=True), mask=(d < SIDE.D)[None, :])
 
 
@@ -85,7 +85,7 @@ def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.con
         else:
             shift += d % 2 * 4
             d = d // 4 * 4 + upper + d % 4 // 2
-    x = tl.load(_plane(codes, at, FIRST + byte, d, ROWS, SIDE, C), mask=inside, other=0).to(tl.int32)
+    x = tl.load(_plane(codes, at, FIRST + byte, d, ROWS, SIDE), mask=inside, other=0).to(tl.int32)
     return (x >> shift) & (2**BITS - 1)
 
 

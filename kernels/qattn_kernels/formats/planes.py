@@ -17,7 +17,7 @@ from qattn_kernels.jit.tile_order import part_order
 
 
 @triton.jit
-def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
+def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """Bytes `byte` `[n]` of block `at` for channels `d`: `[n, channels]` of keys, `[channels, n]` of values. Zeros
     where `mask` `[n]` is false."""
     inside = d < SIDE.D
@@ -70,11 +70,11 @@ def load_planes(codes, at, d, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.cons
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     OWN: tl.constexpr = C.BLOCK * (2 if BITS == 3 else BITS) // 8
     t = tl.arange(0, OWN) if SIDE.VALUES else part_order(OWN, C.PARTS * OWN // C.BLOCK)
-    low = plane_bytes(codes, at, t, t >= 0, d, ROWS, SIDE, C)
+    low = plane_bytes(codes, at, t, t >= 0, d, ROWS, SIDE)
     if BITS == 3:  # in two parts: a shift that depends on the token would cost a conversion of the bytes
         EIGHTH: tl.constexpr = C.BLOCK // 8
-        even = plane_bytes(codes, at, OWN + t, t < EIGHTH, d, ROWS, SIDE, C)
-        return Planes(low, even, plane_bytes(codes, at, OWN - EIGHTH + t, t >= EIGHTH, d, ROWS, SIDE, C))
+        even = plane_bytes(codes, at, OWN + t, t < EIGHTH, d, ROWS, SIDE)
+        return Planes(low, even, plane_bytes(codes, at, OWN - EIGHTH + t, t >= EIGHTH, d, ROWS, SIDE))
     else:
         return Planes(low, low, low)
 

@@ -14,7 +14,7 @@ class Side(NamedTuple):
         VALUES: they are values.
         D: head dim. DP: the power of two that holds it.
         INTEGER: tokens have integer codes with a scale, else numbers.
-        WIDTHS: bits of the codes in the runs that a head's blocks may have (`ops.decode.runs`).
+        WIDTHS: bits of the codes in the runs that a head's blocks may have (`ops.decode.parts.Run`).
         BITS: of a code where all heads have as many, in a row's newest blocks; else 0.
         MOST_TILE: blocks that a decode may read at a time.
         CHANNELS: of a token that share a scale, in formats where not all do, else 0.

@@ -91,6 +91,20 @@ def locate(S, b, h, SIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def run(S, home, capacity, I: tl.constexpr, SIDE: tl.constexpr):
+    """Of a row's first blocks, which have half the bits, and of the others; or all blocks of a head with the bits of
+    run `I`, and none of another head."""
+    if SIDE.AGED:
+        aged = number(S.aged)
+        if I == 0:
+            return 0, aged, home.index * aged
+        else:
+            return aged, capacity, home.index * (capacity - aged) - aged
+    else:
+        return 0, tl.where(home.low == (I == 1), capacity, 0), home.index * capacity
+
+
+@triton.jit
 def block_form(code, scale, keep):
     """First stage: INT8 codes with a scale a token to `X1` with one scale a block, whole numbers in fp32; tokens
     outside `keep` do not raise the scale."""
@@ -157,7 +171,7 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _store_ranges(S, at, channel_scale, zero_point, SIDE: tl.constexpr, C: tl.constexpr):
+def _store_ranges(S, at, channel_scale, zero_point, SIDE: tl.constexpr):
     """Step and zero point of the channels of block `at`."""
     d = tl.arange(0, SIDE.DP)
     tl.store(S.channel_scale + at * SIDE.D + d, channel_scale.to(tl.int8), mask=d < SIDE.D)
@@ -175,7 +189,7 @@ def _second_stage(
     low, high = whole_number(tl.where(some, low, 0.0)), whole_number(tl.where(some, high, 0.0))
     channel_scale = _channel_scale(high - low, narrow, LOW, CLIP)
     zero_point = low + ((high - low - channel_scale * levels) >> 1)
-    _store_ranges(S, at, channel_scale, zero_point, SIDE, C)
+    _store_ranges(S, at, channel_scale, zero_point, SIDE)
     zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
     coded = divide_whole(code - zero_point[None, :], channel_scale[None, :])
     return code_bits(tl.clamp(coded, 0.0, levels.to(tl.float32)))
@@ -196,7 +210,7 @@ def put_codes(S, code, keep, slot, SIDE: tl.constexpr, C: tl.constexpr):
                 coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, SIDE, C)
                 write_codes(S.codes4, coded, home, 4, False, SIDE, C)
         else:
-            _store_ranges(S, at, tl.full([SIDE.DP], 1, tl.int8), tl.full([SIDE.DP], 0, tl.int8), SIDE, C)
+            _store_ranges(S, at, tl.full([SIDE.DP], 1, tl.int8), tl.full([SIDE.DP], 0, tl.int8), SIDE)
             write_codes(S.codes8, code_bits(code), home, 8, False, SIDE, C)
     else:
         coded = _second_stage(
@@ -253,9 +267,8 @@ def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
         channel_scale = tl.load(S.channel_scale + at.block * SIDE.D + d, mask=d < SIDE.D, other=0)
         zero_point = tl.load(S.zero_point + at.block * SIDE.D + d, mask=d < SIDE.D, other=0)
         LARGEST: tl.constexpr = 16 if at.BITS == 4 else 79  # of the scales of codes that span [-119, 119]
-        FINE: tl.constexpr = (
-            131072.0 / SIDE.DP
-        )  # parts of a query's unit: 127 units times 127 in all channels fit int32
+        # parts of a query's unit: 127 units times 127 in all channels fit int32
+        FINE: tl.constexpr = 131072.0 / SIDE.DP
         x8 = split_neighbours(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
         zero_point_sum = tl.sum((query.normalized * FINE).to(tl.int32) * zero_point.to(tl.int32)[:, None], 0)
         zero_point_sum = zero_point_sum.to(tl.float32) * query.scale
@@ -292,6 +305,7 @@ JIT = INT8_RING._replace(
     block_form=block_form,
     place=place,
     locate=locate,
+    run=run,
     put=put,
     get=get,
     scores=scores,

@@ -61,7 +61,7 @@ def _encode(x, scale, zero_point, BITS: tl.constexpr):
 
 
 @triton.jit
-def _shares(S, step, inverse, first, h, SIDE: tl.constexpr, C: tl.constexpr):
+def _shares(S, step, inverse, first, h, SIDE: tl.constexpr):
     """fp16 `[DP, TOGETHER]`, by which errors of channels before `first`, and what is left of the others, are multiplied
     for the channels from `first` on: shares of these errors, less than nothing, and 1 where a channel meets itself."""
     i, j = tl.arange(0, SIDE.DP)[:, None], first + tl.arange(0, TOGETHER)[None, :]
@@ -80,7 +80,7 @@ def _put_compensated(S, x, step, zero_point, at, h, BITS: tl.constexpr, SIDE: tl
     left = (x - zero_point.to(tl.float32)[None, :]) * inverse[None, :] * STEP_PARTS
     left = round_even(tl.clamp(left, -LARGEST_LEFT, LARGEST_LEFT)).to(tl.float16)
     for first in range(0, SIDE.D, TOGETHER):
-        own = tl.dot(left, _shares(S, step, inverse, first, h, SIDE, C)) * (1.0 / SHARE_PARTS)
+        own = tl.dot(left, _shares(S, step, inverse, first, h, SIDE)) * (1.0 / SHARE_PARTS)
         code = tl.clamp(round_even(own * (1.0 / STEP_PARTS)), 0.0, 2.0**BITS - 1)
         error = round_even(tl.clamp(own - code * STEP_PARTS, -STEP_PARTS, STEP_PARTS)).to(tl.float16)
         spread = tl.broadcast_to(error[:, None, :], (C.BLOCK, SIDE.DP // TOGETHER, TOGETHER))
@@ -151,13 +151,13 @@ def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
         zero_point = tl.load(S.zero_point + offsets, mask=mask, other=0.0).to(tl.float32)
         x = tl.reshape(_by_group(code, SIDE, C) * scale[:, :, None] + zero_point[:, :, None], code.shape)
     else:
-        scale, zero_point = _channels(S, at, SIDE, C)
+        scale, zero_point = _channels(S, at, SIDE)
         x = read_codes(S.codes, at, SIDE.BITS, False, SIDE, C).to(tl.float32) * scale[None, :] + zero_point[None, :]
     return x, tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
-def _channels(S, at, SIDE: tl.constexpr, C: tl.constexpr):
+def _channels(S, at, SIDE: tl.constexpr):
     """fp32 scale and zero point `[DP]` of the key channels of block `at`."""
     d = tl.arange(0, SIDE.DP)
     scale = tl.load(S.scale + at * SIDE.D + d, mask=d < SIDE.D, other=0.0).to(tl.float32)
@@ -170,7 +170,7 @@ def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
     if C.TILE > 1:
         return tile_scores(S, at, query, SIDE, C)
     else:
-        scale, zero_point = _channels(S, at.block, SIDE, C)
+        scale, zero_point = _channels(S, at.block, SIDE)
         top = largest_query(query.scaled, scale)
         x8 = split_neighbours(query.scaled * scale[:, None] * (inverse_of(top) * SPLIT_TOP)[None, :], C)
         zero_point_sum = tl.sum(query.scaled * zero_point[:, None], 0)[None, :]
@@ -225,7 +225,7 @@ def _dequantize(S, code, at, k, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.co
 
 def absent(fmt: Any, heads: int) -> dict[str, Any]:
     """What the format's state has not: compensation, where errors are not compensated."""
-    return {} if fmt.compensates else {"compensation": None}
+    return {} if fmt.compensate else {"compensation": None}
 
 
 JIT = MODEL_RING._replace(

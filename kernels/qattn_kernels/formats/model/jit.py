@@ -25,7 +25,7 @@ def quantize_tokens(x):
 
 
 @triton.jit
-def _tokens(x, t, SIDE: tl.constexpr, C: tl.constexpr):
+def _tokens(x, t, SIDE: tl.constexpr):
     d = tl.arange(0, SIDE.DP)
     return tl.load(x + t[:, None] * SIDE.D + d[None, :], mask=(d < SIDE.D)[None, :], other=0.0)
 
@@ -41,14 +41,14 @@ def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     at = block_of(slot, C)
-    x = _tokens(S.x + at * (C.BLOCK * SIDE.D), tl.arange(0, C.BLOCK), SIDE, C)
+    x = _tokens(S.x + at * (C.BLOCK * SIDE.D), tl.arange(0, C.BLOCK), SIDE)
     return x, tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
 def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, SIDE: tl.constexpr, C: tl.constexpr):
     """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
-    k = _tokens(x, token_order(TOKENS, PARTS), SIDE, C)
+    k = _tokens(x, token_order(TOKENS, PARTS), SIDE)
     q = repeated_columns(query.raw.to(k.dtype), C)
     return unrepeated_columns(tl.dot(k, q, input_precision="ieee"), C) * query.raw_scale
 
@@ -59,7 +59,7 @@ def token_values(
 ):
     """Weighs values that lie `[tokens, D]`, as keys do: the accumulator, and the sum of the weights `p`
     `[TOKENS, Q]`, which come in `token_order`."""
-    v = tl.trans(_tokens(x, tl.arange(0, TOKENS), SIDE, C))
+    v = tl.trans(_tokens(x, tl.arange(0, TOKENS), SIDE))
     w = repeated_columns(deinterleave(p, PARTS).to(v.dtype), C)
     o = unrepeated_columns(tl.dot(v, w, input_precision="ieee"), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)

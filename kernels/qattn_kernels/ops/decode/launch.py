@@ -36,7 +36,7 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         (call.turned, call.turned.stride()[:3]), call.rows, call.row_state, call.block_state, call.k, call.v,
         call.k_mean, call.sinks, results, call.pages, call.blocks, batch, tokens, scoring(call),
         (sparsity.tau, sparsity.budget), *tuned.plan,
-        (k.locate, v.locate, k.scores, v.values, *over_ring), tuned.stages, size,
+        (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
         num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
     few = tuned.plan[1] <= ONE_WARP  # not of the capacity: sums must not depend on it

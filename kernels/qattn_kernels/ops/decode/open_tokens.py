@@ -60,7 +60,7 @@ def _add(s, V, tile, program, sums, skips, codec, C: tl.constexpr):
     w, alpha, beta, m = weigh(s, sums.m, program.scoring.sas_threshold, C)
     acc, total = codec.ring_values(V, tile, w, sums.acc, alpha, beta, SIDE, C)
     if C.SPARSE_V:
-        skips = Skips(skips.lost, skips.read + count_visible(s, C), skips.skipped)
+        skips = Skips(skips.lost, skips.read + count_visible(s), skips.skipped)
     return Sums(m, sums.l * alpha + total * beta, acc), skips
 
 
