@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from qattn_kernels.formats.base import Arrival, Block, Format, Low, Operand
+from qattn_kernels.formats.base import Arrival, Block, Format, Operand
+from qattn_kernels.formats.traits import Low
 
 __all__ = ["Arrival", "Block", "Format", "Low", "Operand", "get_format"]
 

@@ -20,9 +20,7 @@ from qattn_kernels.formats.base import (
     Block,
     FixedBy,
     Format,
-    Low,
     Operand,
-    Span,
     int8_ring,
     int8_tokens,
     write_rows,
@@ -30,6 +28,7 @@ from qattn_kernels.formats.base import (
 from qattn_kernels.formats.flashq.priority import head_priority
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.formats.side import Side
+from qattn_kernels.formats.traits import AgedBlocks, Low, MixedHeads, Span
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
@@ -88,7 +87,7 @@ def _pieces(old: list[Span], new: list[Span]) -> Iterator[tuple[Span, Span, slic
 
 
 @dataclass(frozen=True)
-class FlashQFormat(Format):
+class FlashQFormat(MixedHeads, AgedBlocks, Format):
     """INT8 ring, 4- and 2-bit blocks.
 
     Attributes:
@@ -116,10 +115,6 @@ class FlashQFormat(Format):
     @property
     def mixed(self) -> bool:
         return self.bits == "mixed"
-
-    @property
-    def ages(self) -> bool:
-        return self.aged is not None
 
     @property
     def least_heads(self) -> int:
@@ -348,7 +343,7 @@ class FlashQFormat(Format):
         x1 = code.to(torch.int16) * channel_scale[..., None, :] + zero_point[..., None, :]
         return self._operand(x1.to(torch.int8), self.restored(scale))
 
-    def recode(self, state: State, new: Format, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
+    def recode(self, state: State, new: AgedBlocks, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
         """Blocks whose bits change get their second stage from what they are read as, and so do channel scales and zero
         points. From 8 bits these are what they would have been at once."""
         n = keep.shape[2]

@@ -13,6 +13,7 @@ import torch
 from qattn_kernels.formats.base import FP16_MAX, Block, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.formats.side import Side
+from qattn_kernels.formats.traits import Compensated
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = FP16_MAX
@@ -82,7 +83,7 @@ def encode_compensated(
 
 
 @dataclass(frozen=True)
-class KiviFormat(OpenFormat):
+class KiviFormat(Compensated, OpenFormat):
     """Blocks of asymmetric codes behind a ring in the model's precision.
 
     Attributes:
@@ -105,10 +106,6 @@ class KiviFormat(OpenFormat):
         if self.per_token != (side == "v"):
             return "of KIVI's formats the kernels know keys by channel and values by token"
         return None
-
-    @property
-    def compensates(self) -> bool:
-        return self.compensate
 
     def kernel_bits(self, heads: int) -> int:
         return self.bits

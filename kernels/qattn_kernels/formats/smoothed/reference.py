@@ -42,10 +42,6 @@ class SmoothedFormat(Format):
     def core(self) -> Format:
         return self.inner
 
-    @property
-    def least_heads(self) -> int:
-        return self.core.least_heads
-
     def of_process(self, own: range, size: int) -> Format:
         return replace(self, inner=self.core.of_process(own, size))
 

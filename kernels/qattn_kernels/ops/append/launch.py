@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.formats.base import Low
 from qattn_kernels.formats.contract import JitFormat, jit_of
+from qattn_kernels.formats.traits import Low
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import FACTORS_STEP, WIDEST_TILE, Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
