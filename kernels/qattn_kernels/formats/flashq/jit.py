@@ -179,9 +179,7 @@ def _store_ranges(S, at, channel_scale, zero_point, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _second_stage(
-    S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr
-):
+def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr, SIDE: tl.constexpr):
     """`code_bits` of codes from 0 to `levels` of `X1` `[BLOCK, DP]` of block `at`, whose steps and zero points are
     stored."""
     low, high = range_of_channels(code, keep)
@@ -207,15 +205,13 @@ def put_codes(S, code, keep, slot, SIDE: tl.constexpr, C: tl.constexpr):
     if SIDE.BITS == 8:
         if narrow:
             if AGED:
-                coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, SIDE, C)
+                coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, SIDE)
                 write_codes(S.codes4, coded, home, 4, False, SIDE, C)
         else:
             _store_ranges(S, at, tl.full([SIDE.DP], 1, tl.int8), tl.full([SIDE.DP], 0, tl.int8), SIDE)
             write_codes(S.codes8, code_bits(code), home, 8, False, SIDE, C)
     else:
-        coded = _second_stage(
-            S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, SIDE, C
-        )
+        coded = _second_stage(S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, SIDE)
         if AGED or LOW != ALL:
             if not narrow:
                 write_codes(S.codes4, coded, home, 4, False, SIDE, C)
