@@ -91,19 +91,16 @@ def settle_key(function: Any) -> None:
     _ = function.cache_key
 
 
-def _functions(arguments: tuple, kind: type) -> Iterator[Any]:
-    """The functions, which are of `kind`, among arguments and in tuples of them."""
-    for x in arguments:
-        if isinstance(x, kind):
-            yield x
-        elif isinstance(x, tuple):
-            yield from _functions(x, kind)
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel, as `kernel[grid](*arguments, **options)` does."""
-    for function in _functions((kernel, *arguments), type(kernel)):
-        settle_key(function)
+    kind = type(kernel)
+    for x in (kernel, *arguments):
+        if isinstance(x, kind):
+            settle_key(x)
+        elif type(x) is tuple:  # a bundle, of functions or of what kernels read
+            for function in x:
+                if isinstance(function, kind):
+                    settle_key(function)
     recorder = getattr(_state, "recorder", None)
     if recorder is not None and recorder.collects:
         recorder.launches.append(Launch(kernel, grid, arguments, options))
