@@ -116,8 +116,9 @@ class KiviFormat(Compensated, OpenFormat):
         return self.clip if self.bits == 2 else 0.0
 
     def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
-        own = {"CLIP": int(16 * self.inside), "COMPENSATES": self.compensate, "MOST_TILE": self.tile(dim, block)}
-        return super().side(heads, dim, block, values)._replace(STRIDED=self.strided(dim, block), **own)
+        plain, tile = super().side(heads, dim, block, values), self.tile(dim, block)
+        plain = plain._replace(CLIP=int(16 * self.inside), COMPENSATES=self.compensate)
+        return plain._replace(MOST_TILE=tile, STRIDED=self.strided(dim, block))
 
     def tile(self, dim: int, block: int) -> int:
         """How many blocks a decode may read at a time; packed codes of values are `strided` where these are several."""

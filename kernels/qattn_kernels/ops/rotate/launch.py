@@ -60,5 +60,5 @@ def inside(call: Call) -> Call:
     compute, size = call.spec.compute, call.sizes
     k = rotation_of(size.K.D) if compute.rotate == "hadamard" else None
     v = rotation_of(size.V.D) if compute.rotate_v == "hadamard" else None
-    sides = {"K": size.K._replace(ROTATION=k, EQUALIZED=compute.equalize), "V": size.V._replace(ROTATION=v)}
-    return call._replace(sizes=size._replace(**sides), turned=call.query if k is None else torch.empty_like(call.query))
+    size = size._replace(K=size.K._replace(ROTATION=k, EQUALIZED=compute.equalize), V=size.V._replace(ROTATION=v))
+    return call._replace(sizes=size, turned=call.query if k is None else torch.empty_like(call.query))
