@@ -13,7 +13,7 @@ from qattn_hf.model.positions import positions_of
 TOKENS = 1200  # of the row at most
 PASSES = 8  # of a model that samples tokens
 SEED = 0
-# Its end repeats names and numbers of all before, so that the scored tokens show whether packed ones are found again.
+# Its last 128 tokens or so repeat names and numbers of what comes first: whether packed tokens are found again.
 TEXT = """\
 The river rises in the hills to the north of the town and reaches the sea after about ninety miles. For most of its \
 length it is narrow and quick, but below the old mill it slows down, and small boats can go as far as the bridge. In \
@@ -66,13 +66,10 @@ to do nothing, which, as the treasurer remarked, is the only plan that has ever 
 discussion the members voted for the second proposal by seven votes to four. Work is expected to begin in the spring, \
 once the surveyors have reported on the ground and the owners of the meadow have agreed to the price.
 
-A summary for the next meeting. The railway along the east bank was built in 1846, and carried coal, slate and wool. \
-The school was opened by a teacher called Margaret Ellis, who had forty-one children to look after, two cows, a roof \
-that leaks, and a clock that strikes eleven at noon. The soup takes two onions, a clove of garlic, 500 grams of \
-carrots and a litre of stock, and keeps for three days. Valley Fold was first named in a charter of 1218; the oldest \
-bell of the church of St Brannoc was cast by Thomas Hale in 1593, and the primary school was closed in 1984. The \
-record of the race, 31 minutes and 8 seconds, was set by Anna Whitfield in 1998. To repair the old bridge would cost \
-180,000 and take two years. The members voted for the new bridge, half a mile upstream, by seven votes to four."""
+To sum up: the railway along the east bank was built in 1846, and carried coal, slate and wool. The teacher was called \
+Margaret Ellis, and had forty-one children to look after. Valley Fold was first named in a charter of 1218; the oldest \
+bell was cast by Thomas Hale in 1593. The record of 31 minutes and 8 seconds was set by Anna Whitfield in 1998. To \
+repair the old bridge would cost 180,000; the members voted for a new one by seven votes to four."""
 
 
 def tokens_of(model: PreTrainedModel) -> tuple[torch.Tensor, str]:

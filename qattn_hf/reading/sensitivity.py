@@ -31,6 +31,16 @@ class Trial(NamedTuple):
 def losses(model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading) -> Iterator[float]:
     """Measure each trial, and yield its KL in nats a token, mean over the scored tokens of all rows, in their order.
 
+    As `token_losses` reads them.
+    """
+    yield from (float(kl.mean()) for kl in token_losses(model, trials, reading))
+
+
+def token_losses(
+    model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading
+) -> Iterator[torch.Tensor]:
+    """KL of each trial in nats, fp32 `[scored tokens]` on the CPU, mean over rows.
+
     The model reads each chunk twice. First in full precision: packed layers get the same queries, keys and values, and
     the errors of their outputs are kept. Then with a row for each trial, to whose attention outputs its errors are
     added. Layers that read a packed layer's keys and values (KV sharing) err as well. With one layer packed this is
@@ -38,7 +48,8 @@ def losses(model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], re
 
     Args:
         model: not patched; it is left as it was.
-        trials: each of one layer, or several of different layers that are packed together.
+        trials: each of one layer, or several of different layers that are packed together. Up to `reading.batch` rows
+            are read at once.
     """
     together = max(1, reading.batch // len(reading.ids))
     for start in range(0, len(trials), together):
@@ -87,12 +98,14 @@ class _Errors:
         self.errors = None
 
 
-def _read(model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading) -> Iterator[float]:
+def _read(
+    model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading
+) -> Iterator[torch.Tensor]:
     rows, device = len(reading.ids), device_of(model)
     written = {i: own.reads for i, own in enumerate(model_layers(model.config)) if own and own.reads is not None}
     errors = _Errors(trials, rows, written, device.type)
     ids = reading.ids.to(device)
-    sums, count = [0.0] * len(trials), 0
+    found: list[list[torch.Tensor]] = [[] for _ in trials]
     with observed(model, errors, written):
         full, tried = (feed(model, x, reading.at, unscored=reading.first) for x in (ids, ids.repeat(len(trials), 1)))
         for chunk in full:
@@ -101,7 +114,6 @@ def _read(model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], rea
             errors.renew()
             if chunk.stop > reading.first:
                 log_p = chunk.logits[:, max(0, reading.first - chunk.start) :].log_softmax(-1)
-                count += log_p.shape[0] * log_p.shape[1]
-                for i, of_trial in enumerate(logits[:, -log_p.shape[1] :].split(rows)):
-                    sums[i] += divergence(log_p, of_trial.log_softmax(-1)).sum().item()
-    yield from (total / count for total in sums)
+                for kl, of_trial in zip(found, logits[:, -log_p.shape[1] :].split(rows), strict=True):
+                    kl.append(divergence(log_p, of_trial.log_softmax(-1)).mean(0))
+    yield from (torch.cat(kl).cpu() for kl in found)
