@@ -26,7 +26,7 @@ ABOUT = About(
     title="SinkQ, Fig. 1, 4, 5 and 6, appendix D",
     model="meta-llama/Llama-2-7b-chat-hf",
     missing="the figures are plots of layer 10, head 17 of LLaMA-2-7B and print no numbers; Fig. 1a, b, d, e and 4 to "
-    "6 are drawn for any model by `qattn inspect --model MODEL --text FILE -o FOLDER`. Appendix D plots each token's "
+    "6 are drawn for any model by `qattn inspect MODEL --text FILE --pictures FOLDER`. Appendix D plots each token's "
     "score in order, once in powers of two; here are numbers of it.",
 )
 MADE = "made, two sinks"

@@ -8,8 +8,9 @@ import typer
 
 from qattn_hf.cli._common import (
     DeviceOption,
+    DtypeOption,
     MethodOption,
-    ModelOption,
+    ModelArgument,
     RecipeOption,
     SetOption,
     chosen_recipe,
@@ -20,25 +21,28 @@ from qattn_hf.loading import load
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the model continues.")],
-    model: ModelOption = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text that the model continues.")],
+    model: ModelArgument = None,
     method: MethodOption = None,
     recipe: RecipeOption = None,
     settings: SetOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
 ) -> None:
-    """Continue a prompt through a packed cache, then print what the cache holds.
+    """Continue a prompt through a packed cache.
 
-    Example: qattn generate "Once upon a time" --method turbo --set k_bits=4 --set v_bits=2
+    The last line sums up the cache.
+
+    Example: qattn generate MODEL --prompt "Once upon a time" --method turbo:k_bits=4,v_bits=2
     """
     from transformers import TextStreamer
 
     from qattn_hf import patch, report
 
     chosen = chosen_recipe(method, recipe, settings, model)
-    _, lm, tokenizer = load(model, device)
+    _, lm, tokenizer = load(model, device, dtype)
     patch(lm, recipe=for_family(chosen, lm))
     if chat:
         message = [{"role": "user", "content": prompt}]

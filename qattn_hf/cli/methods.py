@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def methods(
     name: Annotated[
         str | None,
-        typer.Argument(help="A method or a recipe: each of its settings in full.", show_default="all methods"),
+        typer.Argument(help="Method or recipe whose settings are listed in full.", show_default="all methods"),
     ] = None,
 ) -> None:
-    """List the methods, what each does, and its settings with their defaults; or all about the one that is named.
+    """List the methods and their settings, or everything about one method.
 
     Example: qattn methods turbo
     """
