@@ -95,7 +95,7 @@ def tasks(yardstick: Path, model: Path, family: str) -> Part:
     settings = ("full" if text == "fp" else text for text in split_methods([families()[family]]))
     chosen = [text for name in TASKS for text in ("--task", name)]
     chosen += [text for name in settings for text in ("--method", name)]
-    data = ["--data-dir", str(yardstick / "data"), "--dtype", "float32", "--batch-size", "50"]
+    data = ["--data-dir", str(yardstick / "data"), "--dtype", "float32", "--batch", "50"]
     command = ["python", "-m", "qattn_hf", "eval", str(model), "--json", *data, *chosen]
     return f"tasks-{model.name}-{family}", command
 

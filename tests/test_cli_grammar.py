@@ -79,6 +79,7 @@ def test_every_command_has_one_grammar(name):
         ("bench generate --model MODEL --plot x.png", "bench generate MODEL --picture x.png"),
         ("serve MODEL --max-body-mib 8", "serve MODEL --max-body 8MiB"),
         ("--debug eval --task sums --model MODEL", "--debug eval MODEL --task sums"),
+        ("eval --task sums --batch-size 64", "eval --task sums --batch 64"),
     ],
 )
 def test_an_older_command_line_is_read_and_the_new_one_is_named(capsys, older, today):

@@ -11,6 +11,7 @@ OPTIONS = {
     "--methods": "--method",
     "--candidate": "--method",
     "--plot": "--picture",
+    "--batch-size": "--batch",
     "--kv-mib": "--kv-memory",
     "--max-body-mib": "--max-body",
 }

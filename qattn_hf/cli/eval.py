@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qattn_hf.cli._common import (
+    BatchOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -30,35 +31,39 @@ if TYPE_CHECKING:
 DEFAULT = ("full", "turbo")  # full precision and one method
 
 
+TaskOption = Annotated[list[str] | None, typer.Option("--task", help="Task of lm-eval, such as gsm8k_cot. Repeatable.")]
+RecipesOption = Annotated[list[str] | None, typer.Option("--recipe", help="YAML file or name. Repeatable.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Rows of each task.")]
+FewShotOption = Annotated[int | None, typer.Option("--num-fewshot", min=0, help="Number of examples in a prompt.")]
+LongestOption = Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Tokens of the longest answer.")]
+ChunkOption = Annotated[
+    int | None, typer.Option("--chunk", min=1, help="Tokens of each call that reads a scored text.")
+]
+DataOption = Annotated[Path | None, typer.Option("--data-dir", help="Folder with local data, instead of the hub.")]
+ChatOption = Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")]
+UnsafeOption = Annotated[
+    bool, typer.Option("--confirm-run-unsafe-code", help="Allow tasks to run code that the model writes.")
+]
+MetadataOption = Annotated[
+    list[str] | None,
+    typer.Option("--metadata", metavar="KEY=VALUE", help="Setting of the tasks, such as lengths=[8192]."),
+]
+
+
 def evaluate(
     model: ModelArgument = None,
-    task: Annotated[
-        list[str] | None, typer.Option("--task", help="Task of lm-eval, such as gsm8k_cot. Repeatable.")
-    ] = None,
+    task: TaskOption = None,
     method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
-    recipe: Annotated[list[str] | None, typer.Option("--recipe", help="YAML file or name. Repeatable.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows of each task.")] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", min=0, help="Number of examples in a prompt.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="Tokens of the longest answer.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows that are read at once.")] = 8,
-    chunk: Annotated[
-        int | None, typer.Option("--chunk", min=1, help="Tokens of each call that reads a scored text.")
-    ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", help="Folder with local data, instead of the hub.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
-    confirm_run_unsafe_code: Annotated[
-        bool, typer.Option("--confirm-run-unsafe-code", help="Allow tasks to run code that the model writes.")
-    ] = False,
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option("--metadata", metavar="KEY=VALUE", help="Setting of the tasks, such as lengths=[8192]."),
-    ] = None,
+    recipe: RecipesOption = None,
+    limit: LimitOption = None,
+    num_fewshot: FewShotOption = None,
+    max_new_tokens: LongestOption = None,
+    batch: BatchOption = 8,
+    chunk: ChunkOption = None,
+    data_dir: DataOption = None,
+    chat: ChatOption = False,
+    confirm_run_unsafe_code: UnsafeOption = False,
+    metadata: MetadataOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -84,7 +89,7 @@ def evaluate(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs lines for every task
     name, lm, tokenizer = load(model, device, dtype)
     methods = {label: recipe and for_family(recipe, lm) for label, recipe in methods.items()}
-    arguments = {"batch_size": batch_size, **({} if chunk is None else {"chunk": chunk})}
+    arguments = {"batch_size": batch, **({} if chunk is None else {"chunk": chunk})}
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat}
     options |= {"gen_kwargs": {"max_gen_toks": max_new_tokens}} if max_new_tokens else {}
     options |= {"confirm_run_unsafe_code": confirm_run_unsafe_code}

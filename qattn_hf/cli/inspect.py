@@ -24,6 +24,12 @@ from qattn_hf.cli._common import (
 from qattn_hf.loading import load, short_name
 
 METHOD = "turbo:bits=mixed,sink_num=3,sink_window=8"  # the pictures show bits of each head, and a pool of sinks
+ShownOption = Annotated[
+    str,
+    typer.Option(
+        "--method", help="Method, recipe or YAML file whose sinks and bits are shown.", callback=known_methods
+    ),
+]
 
 
 def inspect(
@@ -31,12 +37,7 @@ def inspect(
     pictures: Annotated[
         Path | None, typer.Option("--pictures", help="Folder for the pictures. Needs matplotlib.")
     ] = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            "--method", help="Method, recipe or YAML file whose sinks and bits are shown.", callback=known_methods
-        ),
-    ] = METHOD,
+    method: ShownOption = METHOD,
     text: TextOption = None,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text to read.")] = 1024,
     layer: Annotated[
@@ -81,12 +82,8 @@ def inspect(
     if pictures is not None:
         for path in draw_all(layers, pictures, shown, f"{short_name(name)}, {tokens} tokens, {method}"):
             print(path, file=sys.stderr if as_json else sys.stdout)
-    data = {
-        "model": short_name(name),
-        "method": method,
-        "tokens": tokens,
-        "layers": [found.to_dict() for found in layers],
-    }
+    data = {"model": short_name(name), "method": method, "tokens": tokens}
+    data |= {"layers": [found.to_dict() for found in layers]}
     if as_json:
         print(json.dumps(data, indent=1))
     write_data(data, output)
