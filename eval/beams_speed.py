@@ -29,7 +29,7 @@ from qattn_hf import report
 from qattn_hf.bench.model import LLAMA_8B, TINY, random_model
 from qattn_hf.bench.timing import release, synchronize
 from qattn_hf.bench.ways import all_ways
-from qattn_hf.recipe import find_recipes
+from qattn_hf.recipes.recipe import find_recipes
 
 STOCK = "stock"
 WAYS = (STOCK, "turbo graph", "int8 graph", "sinkq graph", "turbo eager")

@@ -26,7 +26,7 @@ from torch.utils.cpp_extension import load
 from qattn_hf.bench import decode
 from qattn_hf.bench.layers import Heads
 from qattn_hf.bench.timing import attempt, capture, check_finite, measure, release, working_sets
-from qattn_hf.recipe import find_recipes
+from qattn_hf.recipes.recipe import find_recipes
 
 POINTS = "1x4096,1x32768,1x131072,16x4096,16x32768,64x512,64x4096"
 METHODS = "turbo,kivi:bits=4,group_size=128,kivi:bits=2,group_size=128,residual_length=32"

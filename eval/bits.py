@@ -15,10 +15,10 @@ import torch
 from transformers import LlamaConfig
 
 from qattn_hf import QAttnCache, report
-from qattn_hf.bench.layers import fill
+from qattn_hf.layer.filled import fill
 from qattn_hf.methods import measured_settings
-from qattn_hf.recipe import find_recipe
-from qattn_hf.spelling import split_method
+from qattn_hf.recipes.recipe import find_recipe
+from qattn_hf.recipes.spelling import split_method
 
 KV_HEADS, LAYERS = 8, 8
 

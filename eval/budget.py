@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qattn_hf import patch, report
 from qattn_hf.bench.model import TINY, random_model
-from qattn_hf.fidelity.compare import full_logits, through
-from qattn_hf.fidelity.texts import Reading, read_as, rows_of
-from qattn_hf.recipe import find_recipe
+from qattn_hf.fidelity.compare import through
+from qattn_hf.reading.texts import Reading, full_logits, read_as, rows_of
+from qattn_hf.recipes.recipe import find_recipe
 
 ROWS, TOKENS, CHUNK = 8, 2048, 64
 PIECES = {"": "sink_num=0,", "rotated": "rotate_k=hadamard,v_scale=token,sink_num=0,"}

@@ -22,8 +22,8 @@ from compare_trees import points_of
 from qattn_hf.bench.decode import SETTLING, Point, packed_steps
 from qattn_hf.bench.layers import Heads
 from qattn_hf.bench.timing import milliseconds, release
-from qattn_hf.recipe import find_recipe
-from qattn_hf.spelling import split_method, split_methods
+from qattn_hf.recipes.recipe import find_recipe
+from qattn_hf.recipes.spelling import split_method, split_methods
 
 METHODS = "turbo:sink_num=0,turbo,int8"
 POINTS = ",".join(f"{rows}x{tokens}" for rows in (1, 16, 64) for tokens in (512, 4096, 32768))

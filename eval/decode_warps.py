@@ -19,8 +19,8 @@ import torch
 
 from qattn_hf.bench import decode, timing
 from qattn_hf.bench.layers import Heads
-from qattn_hf.recipe import find_recipe
-from qattn_hf.spelling import split_method, split_methods
+from qattn_hf.recipes.recipe import find_recipe
+from qattn_hf.recipes.spelling import split_method, split_methods
 from qattn_kernels.launch import plan
 from qattn_kernels.ops.decode import launch
 

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from qattn_hf import QAttnCache, patch, release, unpatch
 from qattn_hf.bench.model import LLAMA_8B, TINY, random_model
 from qattn_hf.bench.timing import synchronize
-from qattn_hf.spelling import split_method, split_methods
+from qattn_hf.recipes.spelling import split_method, split_methods
 
 WARM_UP = 6  # pairs that are not kept: what was not compiled or planned yet is in them
 Call = Callable[[], Any]

@@ -18,9 +18,9 @@ import sys
 import torch
 
 from qattn_hf.bench.layers import Heads, make_layer
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import measured_settings
-from qattn_hf.recipe import find_recipes
+from qattn_hf.recipes.recipe import find_recipes
 from qattn_kernels.layer.scores import Scores
 
 HEADS = Heads(4, 2, 128, torch.bfloat16)

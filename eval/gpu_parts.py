@@ -9,7 +9,7 @@ from checkpoints import CHECKPOINTS
 from overview_table import DECODES, FRONT, PREFILLS
 
 from qattn_hf.methods import measured, measured_settings
-from qattn_hf.spelling import split_methods
+from qattn_hf.recipes.spelling import split_methods
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FULL_PRECISION = "8bit"  # the record of quality and tasks that holds full precision itself, once for all

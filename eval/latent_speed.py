@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from qattn_hf.bench.layers import fill
 from qattn_hf.bench.timing import capture, measure, release
-from qattn_hf.latent import layer_spec
-from qattn_hf.latent_layer import LatentLayer
+from qattn_hf.layer.filled import fill
+from qattn_hf.layer.latent_layer import LatentLayer
 from qattn_hf.methods import get_method
-from qattn_hf.spelling import split_method
+from qattn_hf.model.latent import layer_spec
+from qattn_hf.recipes.spelling import split_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.ops.latent.up import UpProjections
 

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from qattn_hf import patch, release, unpatch
 from qattn_hf.bench.generate import generate
 from qattn_hf.bench.model import LLAMA_8B, TINY, kv_bytes, random_model
-from qattn_hf.cache import QAttnCache
-from qattn_hf.long_prompts import PREFILL_CHUNK
-from qattn_hf.reporting import report
-from qattn_hf.spelling import split_methods
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.reporting import report
+from qattn_hf.generate.long_prompts import PREFILL_CHUNK
+from qattn_hf.recipes.spelling import split_methods
 
 NEW_TOKENS = 8
 

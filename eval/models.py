@@ -23,8 +23,9 @@ from small_configs import small_config
 from transformers import AutoModelForCausalLM, PreTrainedModel, logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from qattn_hf import _compat, patch, unpatch
+from qattn_hf import patch, unpatch
 from qattn_hf.errors import QAttnError
+from qattn_hf.model import _compat
 
 PROMPT, PADDING, STEPS = 30, 11, 66
 MEMORY = 8 * 2**30  # bytes of address space beyond which a type is not small

@@ -40,8 +40,8 @@ def prepared(about: About, options: argparse.Namespace) -> Run | None:
     if not about.model:
         return None
     from qattn_hf.assets import demo_model_dir
-    from qattn_hf.fidelity.texts import made_text, read_as, rows_of
-    from qattn_hf.loading import load
+    from qattn_hf.model.loading import load
+    from qattn_hf.reading.texts import made_text, read_as, rows_of
 
     demo, own = options.model == DEMO, options.model is None
     source = str(demo_model_dir()) if demo else about.model if own else options.model

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from qattn_hf import patch, release, report, unpatch
 from qattn_hf.bench.model import LLAMA_8B, random_model
-from qattn_hf.plan import WORKSPACE, Planner, Way
-from qattn_hf.spelling import split_methods
+from qattn_hf.planning.plan import WORKSPACE, Planner, Way
+from qattn_hf.recipes.spelling import split_methods
 
 METHODS = ["full", "turbo", "int8", "kivi"]
 NEW_TOKENS = 8

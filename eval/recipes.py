@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qattn_hf import patch, report, unpatch
-from qattn_hf.recipe import find_recipe
+from qattn_hf.recipes.recipe import find_recipe
 
 # recipes of `configs/` and what each was mixed from
 PARENTS = {

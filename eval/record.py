@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not re.fullmatch(r"[\w.-]+", options.name):
         parser.error(f"NAME is a file name of letters, digits, '.', '_' and '-', not {options.name!r}")
     rows, code = run(options.command, options.failed)
-    from qattn_hf.origin import origin  # takes a second, which a command that fails need not wait for
+    from qattn_hf.messages.origin import origin  # takes a second, which a command that fails need not wait for
 
     command = [Path(options.command[0]).name, *options.command[1:]]
     head = {"name": options.name, **origin(portable(" ".join(command))), **({"exit_code": code} if code else {})}

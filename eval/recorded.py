@@ -9,7 +9,7 @@ from typing import Any
 
 from qattn_hf.errors import QAttnError
 from qattn_hf.methods import get_method, list_methods
-from qattn_hf.recipe import find_recipe
+from qattn_hf.recipes.recipe import find_recipe
 from qattn_hf.recipes.recipe_files import list_recipes
 
 Result = dict[str, Any]

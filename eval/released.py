@@ -31,8 +31,8 @@ from checkpoints import CHECKPOINTS, fetch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qattn_hf import patch, report, unpatch
-from qattn_hf._compat import CACHE
 from qattn_hf.methods import measured_settings
+from qattn_hf.model._compat import CACHE
 
 # Contexts at which pass keys are asked for, and rows of text: SmolLM2 has 8,192 positions, Gemma 3 270M 32,768.
 SHAPES = {

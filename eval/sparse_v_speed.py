@@ -23,8 +23,8 @@ from qattn_hf import QAttnCache, patch, report, unpatch
 from qattn_hf.bench.layers import bookkeeping
 from qattn_hf.bench.model import load_model
 from qattn_hf.bench.timing import capture, measure
-from qattn_hf.fidelity.texts import rows_of
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.reading.texts import rows_of
 
 METHODS = ("turbo", "turboquant:k_format=turbo4")
 TAUS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3)

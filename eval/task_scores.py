@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 
 from qattn_hf.lm_eval.agreement import Answer, Place, agreement
-from qattn_hf.loading import load, short_name
-from qattn_hf.recipe import find_recipe
-from qattn_hf.spelling import FULL
+from qattn_hf.model.loading import load, short_name
+from qattn_hf.recipes.recipe import find_recipe
+from qattn_hf.recipes.spelling import FULL
 
 SETTINGS = (
     FULL,

@@ -20,10 +20,10 @@ from transformers import Gemma3TextConfig
 from qattn_hf.bench.layers import Heads, bookkeeping
 from qattn_hf.bench.timing import capture, measure
 from qattn_hf.check import check
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import WindowLayerSpec
-from qattn_hf.recipe import find_recipe
-from qattn_hf.window_layer import WindowLayer
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.layer.window_layer import WindowLayer
+from qattn_hf.model.layer_kinds import WindowLayerSpec
+from qattn_hf.recipes.recipe import find_recipe
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import no_triton, unsupported

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from qattn_hf.demo_tasks import NAMES, PLACES, THINGS, ask, registry, registry_text, step, sum_prompt, sums
+from qattn_hf.assets.demo_tasks import NAMES, PLACES, THINGS, ask, registry, registry_text, step, sum_prompt, sums
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"  # ids 0, 1, 2
 MIX = {"books": 0.30, "sums": 0.26, "recall": 0.22, "copy": 0.18, "drill": 0.04}  # shares of all tokens

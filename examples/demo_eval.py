@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qattn_hf.demo_tasks import few_shot, final_number, recall
+from qattn_hf.assets.demo_tasks import few_shot, final_number, recall
 
 
 @torch.inference_mode()

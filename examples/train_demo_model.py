@@ -1,6 +1,6 @@
 """Train the demo model that the package carries: a small Llama that reads, adds and recalls.
 
-    python examples/train_demo_model.py --text books.txt.xz --out qattn_hf/demo_model
+    python examples/train_demo_model.py --text books.txt.xz --out qattn_hf/assets/demo_model
 
 Prose comes from `--text` (a file, or a hub data set with a `text` column); sums, recall lists and lists said twice
 are generated (demo_data.py). A hinge makes `<|bos|>` an attention sink from layer `SINK_LAYER` on, as in large models.

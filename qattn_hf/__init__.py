@@ -14,12 +14,12 @@ from qattn_hf._version import __version__
 
 if TYPE_CHECKING:
     from qattn_hf import bench, check, compare, inspect, plan, tune
-    from qattn_hf.cache import QAttnCache
+    from qattn_hf.cache.cache import QAttnCache
+    from qattn_hf.cache.reporting import Report, report
     from qattn_hf.errors import CapacityError, QAttnError, RecipeError, UnsupportedError
     from qattn_hf.methods import list_methods
-    from qattn_hf.patcher import patch, release, unpatch
-    from qattn_hf.recipe import Recipe, load_recipe
-    from qattn_hf.reporting import Report, report
+    from qattn_hf.patching.patcher import patch, release, unpatch
+    from qattn_hf.recipes.recipe import Recipe, load_recipe
 
 __all__ = [
     "CapacityError",
@@ -47,18 +47,18 @@ __all__ = [
 _MODULES = ("bench", "check", "compare", "inspect", "plan", "tune")
 _MODULE_OF = {
     "CapacityError": "errors",
-    "QAttnCache": "cache",
+    "QAttnCache": "cache.cache",
     "QAttnError": "errors",
-    "Recipe": "recipe",
+    "Recipe": "recipes.recipe",
     "RecipeError": "errors",
-    "Report": "reporting",
+    "Report": "cache.reporting",
     "UnsupportedError": "errors",
     "list_methods": "methods",
-    "load_recipe": "recipe",
-    "patch": "patcher",
-    "release": "patcher",
-    "report": "reporting",
-    "unpatch": "patcher",
+    "load_recipe": "recipes.recipe",
+    "patch": "patching.patcher",
+    "release": "patching.patcher",
+    "report": "cache.reporting",
+    "unpatch": "patching.patcher",
 }
 
 

@@ -10,16 +10,16 @@
 Each name is documented where it is defined: `help(compare.compare)`.
 """
 
+from qattn_hf.cache.sizes import Size, size_of
 from qattn_hf.fidelity.acceptance import compare_drafts, print_drafts
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.needles import FILLER, PromptMaker, all_prompts
 from qattn_hf.fidelity.picture import draw
 from qattn_hf.fidelity.retrieval import compare_retrieval, print_retrieval, retrieval_table
 from qattn_hf.fidelity.rollout import Choice, compare_rollouts, print_rollouts
-from qattn_hf.fidelity.sizes import Size, size_of
 from qattn_hf.fidelity.tables import print_table, table
-from qattn_hf.fidelity.texts import Reading, made_text, parted, read_as, rows_of
-from qattn_hf.recipe import find_recipe, find_recipes
+from qattn_hf.reading.texts import Reading, made_text, parted, read_as, rows_of
+from qattn_hf.recipes.recipe import find_recipe, find_recipes
 
 __all__ = [
     "FILLER",

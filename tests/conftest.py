@@ -182,7 +182,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every model can be captured, and CUDA graphs are `FakeGraphs`."""
     from fake_graphs import FakeGraphs
 
-    from qattn_hf.cuda_graph import capture, graph
+    from qattn_hf.generate.cuda_graph import capture, graph
 
     found = FakeGraphs()
     monkeypatch.setattr(graph, "record", found.record)

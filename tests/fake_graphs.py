@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import LlamaForCausalLM
 
 from qattn_hf import report
-from qattn_hf._compat import CACHE
+from qattn_hf.model._compat import CACHE
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=12)
 IDS = random_ids(2, 70)

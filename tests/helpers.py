@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qattn_hf import list_methods
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.attention.model_constants.compensation import shares
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
-from qattn_hf.model_constants.compensation import shares
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.skip_counts import SkipCounts
 from qattn_kernels.layer.spec import LayerSpec

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qattn_hf.assets import demo_model_dir
-from qattn_hf.recipe import find_recipe
+from qattn_hf.recipes.recipe import find_recipe
 from qattn_hf.server.ports import listening
 from qattn_hf.server.run import LOST, Options, Server, loaded, serve
 from qattn_hf.server.sampling import sampling_of

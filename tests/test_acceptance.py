@@ -13,7 +13,7 @@ from qattn_hf.assets import demo_model_dir
 from qattn_hf.cli import main
 from qattn_hf.fidelity.acceptance import acceptance, compare_drafts, guessed
 from qattn_hf.fidelity.rollout import GREEDY, roll_out
-from qattn_hf.recipe import find_recipes
+from qattn_hf.recipes.recipe import find_recipes
 
 
 def test_by_hand():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import textwrap
@@ -22,7 +23,23 @@ SOURCES = sorted(
     path for name in ("qattn_hf", "kernels", "eval", "examples", "tests") for path in (ROOT / name).rglob("*.py")
 )
 FILE_LINES, FUNCTION_LINES = 400, 60
+ENTRIES = 20  # modules and folders of a folder
 Graph = dict[str, set[str]]
+
+# Modules at the top of `qattn_hf` that hand on names of a room, since users or their scripts import them from there.
+FACES = {"check", "compare", "inspect", "plan", "spelling", "tune"}
+# Modules that scripts outside of this repository import, with the names that they use.
+STAY = {
+    "qattn_hf": (
+        "assets.demo_model_dir cache.QAttnCache errors.QAttnError layer.QAttnLayer lm_eval.model.QAttnLM "
+        "methods.get_method saved.read_header saved.fill spelling.split_method check.check plan.Planner"
+    ),
+    "qattn_kernels": (
+        "layer.arena.Layout layer.arena.views layer.scores.Scores layer.spec.decode_spec step.kernels.fused_step"
+    ),
+}
+# What `qattn_hf` may import of the kernels, as the docstring of `qattn_kernels` says.
+PUBLIC = re.compile(r"qattn_kernels\.(formats(\.\w+\.reference)?|layout|layer\.\w+|step\.\w+|launch\.plan)")
 
 
 def module_name(path: Path) -> str:
@@ -51,16 +68,31 @@ def module_graph() -> Graph:
     return {name: imports(path, set(files)) - {name} for name, path in files.items()}
 
 
-def entry_graph(modules: Graph) -> Graph:
-    """Files and folders at the top of `qattn_kernels`, and which others they import."""
+def entry_graph(modules: Graph, folder: str) -> Graph:
+    """Files and folders of a folder, by its dotted name, and which others of these they import; its own code, in
+    `__init__.py`, is an entry too."""
     found: Graph = {}
+
+    def entry(name: str) -> str | None:
+        if name == folder:
+            return "__init__"
+        return name.removeprefix(f"{folder}.").split(".")[0] if name.startswith(f"{folder}.") else None
+
     for name, used in modules.items():
-        package, _, rest = name.partition(".")
-        if package == "qattn_kernels" and rest:
-            entry = rest.split(".")[0]
-            others = {other.split(".")[1] for other in used if other.startswith("qattn_kernels.")}
-            found.setdefault(entry, set()).update(others - {entry})
+        if (own := entry(name)) is not None:
+            others = {other for other in map(entry, used) if other is not None}
+            found.setdefault(own, set()).update(others - {own})
     return found
+
+
+def folders(package: str) -> list[str]:
+    """Dotted names of a package and of all folders in it."""
+    paths = PACKAGES[package].rglob("__init__.py")
+    return sorted(module_name(path) for path in paths)
+
+
+def arrows(graph: Graph) -> int:
+    return sum(map(len, graph.values()))
 
 
 def floors(graph: Graph) -> list[set[str]]:
@@ -86,7 +118,7 @@ def test_a_circle_of_imports_is_found():
 
 def test_kernels_do_not_import_the_package_above_them():
     modules = module_graph()
-    assert len(modules) > 100 and any(other.startswith("qattn_kernels.") for other in modules["qattn_hf.layer"])
+    assert len(modules) > 100 and any(other.startswith("qattn_kernels.") for other in modules["qattn_hf.layer.layer"])
     found = {(name, other) for name, used in modules.items() for other in used if name.startswith("qattn_kernels")}
     assert {pair for pair in found if not pair[1].startswith("qattn_kernels")} == set()
 
@@ -97,20 +129,64 @@ def test_no_module_of_the_kernels_imports_itself_by_others():
 
 
 def test_imports_of_the_kernels_point_down():
-    """Between the files and folders at the top of `qattn_kernels`, and between the operations: no circle."""
-    modules = module_graph()
-    graph = entry_graph(modules)
+    """Between the files and folders at the top of `qattn_kernels`: no circle."""
+    graph = entry_graph(module_graph(), "qattn_kernels")
+    graph.pop("__init__")  # which hands on names of all rooms
     order = floors(graph)
-    print(f"{len(graph)} entries on {len(order)} floors, {sum(len(used) for used in graph.values())} arrows, none back")
+    print(f"{len(graph)} entries on {len(order)} floors, {arrows(graph)} arrows, none back")
     assert order[0] <= {"chip", "layout", "jit"} and order[-1] == {"step"}
-    inside = "qattn_kernels.ops."
-    operations: Graph = {}
-    for name, used in modules.items():
-        if name.startswith(inside):
-            others = {other.removeprefix(inside).split(".")[0] for other in used if other.startswith(inside)}
-            operation = name.removeprefix(inside).split(".")[0]
-            operations.setdefault(operation, set()).update(others - {operation})
-    assert len(floors(operations)) > 1
+
+
+@pytest.mark.parametrize("folder", [*folders("qattn_hf"), "qattn_kernels.ops"])
+def test_no_folder_has_a_circle_of_imports(folder: str):
+    """Between the files and folders of one folder; imports inside of functions and for types count."""
+    assert floors(entry_graph(module_graph(), folder))
+
+
+def rooms() -> list[str]:
+    """The rooms of `qattn_hf` as `docs/architecture.md` lists them, the lowest first."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+`) \| ", text.partition("### Rooms of `qattn_hf`")[2].partition("\n#")[0], re.M)
+    return [name.rstrip("/").removesuffix(".py") for row in rows for name in re.findall(r"`([\w/.]+)`", row)]
+
+
+def test_rooms_have_an_order():
+    """Every room imports only those above it in the page; faces and what starts a process are imported by no room."""
+    graph = entry_graph(module_graph(), "qattn_hf")
+    order, top = rooms(), {"__init__", "__main__", "cli"}
+    assert {*order} | FACES | top == {*graph}
+    number = {name: i for i, name in enumerate(order)}
+    assert {(a, b) for a in order for b in graph[a] if number.get(b, len(order)) >= number[a]} == set()
+    print(f"{len(graph)} entries on {len(floors(graph))} floors, {arrows(graph)} arrows, none back")
+
+
+def test_faces_only_hand_on_names():
+    for name in FACES:
+        _, *body = ast.parse((PACKAGES["qattn_hf"] / f"{name}.py").read_text(encoding="utf-8")).body
+        assert {type(node) for node in body} == {ast.ImportFrom, ast.Assign}, name
+
+
+@pytest.mark.parametrize("folder", folders("qattn_hf"))
+def test_folders_have_at_most_20_entries(folder: str):
+    inside = {*entry_graph(module_graph(), folder)} - {"__init__", "__main__", "_version"}
+    assert len(inside - FACES if folder == "qattn_hf" else inside) <= ENTRIES
+
+
+def test_only_public_modules_of_the_kernels_are_imported():
+    """By any module of `qattn_hf`; names of a package itself are imported from it."""
+    inner = {
+        (name, other)
+        for name, used in module_graph().items()
+        for other in used
+        if name.startswith("qattn_hf") and other.startswith("qattn_kernels") and not PUBLIC.fullmatch(other)
+    }
+    assert inner == set()
+
+
+@pytest.mark.parametrize(("package", "path"), [(package, path) for package in STAY for path in STAY[package].split()])
+def test_modules_that_others_import_stay(package: str, path: str):
+    module, _, name = path.rpartition(".")
+    assert callable(getattr(importlib.import_module(f"{package}.{module}"), name))
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
@@ -148,14 +224,14 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield f"{name}.{key}", method
 
 
-PUBLIC = dict(public_functions())
+DOCUMENTED = dict(public_functions())
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_public_names_are_documented(name: str):
     """Each says in a sentence what it is; a function of the package itself names its arguments, and each says which
     errors of ours it raises."""
-    thing = PUBLIC[name]
+    thing = DOCUMENTED[name]
     text = inspect.cleandoc(thing.__doc__ or "")
     assert re.match(r"[A-Z`].*", text), "a docstring begins with a sentence"
     if not inspect.isfunction(thing):

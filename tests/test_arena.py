@@ -9,7 +9,7 @@ import torch
 from helpers import constants_of, random_ids, tiny_llama
 
 from qattn_hf import QAttnCache, patch
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer import arena
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers import Case, case_id, feed, make_layer, random_qkv
 
-from qattn_hf.continuous.batch import Held, batches
-from qattn_hf.continuous.pages import Rows
+from qattn_hf.generate.continuous.batch import Held, batches
+from qattn_hf.generate.continuous.pages import Rows
 
 CASES: list[Case] = [("turbo", {}), ("kivi", {}), ("kivi", {"group_size": 64, "residual_length": 20}), ("sinkq", {})]
 

@@ -12,9 +12,9 @@ from helpers import DEVICE, make_layer, tiny_llama
 from test_continuous_batching import alone, batched, prompts_of
 
 from qattn_hf import patch
-from qattn_hf.continuous import transformers_api
-from qattn_hf.continuous.batch import Held, batches
 from qattn_hf.errors import QAttnError
+from qattn_hf.generate.continuous import transformers_api
+from qattn_hf.generate.continuous.batch import Held, batches
 
 pytestmark = pytest.mark.skipif(
     transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
@@ -187,7 +187,7 @@ def test_two_requests_that_each_fill_the_pool_both_end():
 
 
 def test_a_loop_that_ended_says_so_and_starts_again():
-    from qattn_hf.continuous.admission import EngineError
+    from qattn_hf.generate.continuous.admission import EngineError
 
     model, prompts = patch(tiny_llama(), "turbo"), prompts_of(5, 130)
     with running(model) as manager:

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from qattn_hf import UnsupportedError, patch, report
-from qattn_hf.continuous import transformers_api
 from qattn_hf.errors import QAttnError
+from qattn_hf.generate.continuous import transformers_api
 
 pytestmark = pytest.mark.skipif(
     transformers_api.continuous_api is None, reason="this transformers has no pool that packed pages fit"
@@ -78,7 +78,7 @@ def test_prompts_beyond_the_positions_fail_alone():
     ],
 )
 def test_positions_are_those_that_rope_reaches(rope: dict[str, Any], positions: int):
-    from qattn_hf.continuous.admission import positions_of
+    from qattn_hf.generate.continuous.admission import positions_of
 
     parameters = {"rope_theta": 10000.0, **rope}
     assert positions_of(LlamaConfig(max_position_embeddings=64, rope_parameters=parameters)) == positions
@@ -163,7 +163,7 @@ def test_each_request_has_settings_of_its_own():
 
 
 def test_tokens_are_left_out_as_transformers_does():
-    from qattn_hf.continuous.sampling import Sampling, warp
+    from qattn_hf.generate.continuous.sampling import Sampling, warp
 
     scores = torch.randn(6, 97, generator=torch.Generator().manual_seed(0)) * 3
     settings = [Sampling(True, 0.5 + row, 3 * row, 1 - 0.1 * row, 0.05 * row) for row in range(6)]
@@ -179,7 +179,7 @@ def test_tokens_are_left_out_as_transformers_does():
 
 
 def test_draws_follow_the_probabilities():
-    from qattn_hf.continuous.sampling import Draw, Sampling, choose
+    from qattn_hf.generate.continuous.sampling import Draw, Sampling, choose
 
     rows, scores = 20000, torch.randn(8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
@@ -193,7 +193,7 @@ def test_draws_follow_the_probabilities():
 
 
 def test_logits_that_are_not_finite_spoil_one_row():
-    from qattn_hf.continuous.sampling import Draw, Sampling, choose
+    from qattn_hf.generate.continuous.sampling import Draw, Sampling, choose
 
     scores = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
     seeded = [Draw(Sampling(True, seed=5, top_p=0.9), "one", 7)] * 3
@@ -215,8 +215,8 @@ def test_a_pool_off_a_gpu_is_small(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_pool_off_a_gpu_is_bounded_in_bytes():
     """Rows of many requests too, of a model with heads as people run them."""
-    from qattn_hf.continuous.pool import HOST_BYTES, bound_on_host
-    from qattn_hf.continuous.resolve import layouts
+    from qattn_hf.generate.continuous.pool import HOST_BYTES, bound_on_host
+    from qattn_hf.generate.continuous.resolve import layouts
 
     model = patch(tiny_llama(head_dim=128, num_hidden_layers=8, num_key_value_heads=4), "none")
     given = SimpleNamespace(max_requests_per_batch=1024, num_blocks=None, allow_block_sharing=True)
@@ -230,7 +230,7 @@ def test_rows_of_long_requests_are_within_the_bound_off_a_gpu(monkeypatch: pytes
     """Masks of a sink pool have room for all positions of a row, and rows of kept prefixes have them too."""
     memory = "transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown"
     monkeypatch.setattr(memory, lambda: (torch.device("cpu"), 2**33, 0, 0))
-    monkeypatch.setattr("qattn_hf.continuous.pool.HOST_BYTES", bound := 2**22)
+    monkeypatch.setattr("qattn_hf.generate.continuous.pool.HOST_BYTES", bound := 2**22)
     model = patch(tiny_llama(max_position_embeddings=2**19), "turbo")
     model.generate_batch(prompts_of(*[5] * 8), config(max_new_tokens=2))
     pages = report(model).to_dict()["continuous_batching"]

@@ -11,15 +11,16 @@ from helpers import Case, attention_fp64, case_id, cases, feed, make_layer, rand
 from torch.nn.attention import SDPBackend
 
 from qattn_hf import patch
-from qattn_hf._compat import CACHE
 from qattn_hf.bench import decode, generate, layers, sdpa, tables, throughput
 from qattn_hf.bench.layers import Heads
 from qattn_hf.bench.timing import Times, measure
 from qattn_hf.bench.ways import all_ways, captured_step, default_ways
 from qattn_hf.cli import main
 from qattn_hf.cli.bench import chosen_methods
-from qattn_hf.origin import device_name
-from qattn_hf.recipe import find_recipes
+from qattn_hf.layer.filled import BOOKKEEPING, fill
+from qattn_hf.messages.origin import device_name
+from qattn_hf.model._compat import CACHE
+from qattn_hf.recipes.recipe import find_recipes
 
 CPU = torch.device("cpu")
 SMALL = Heads(4, 2, 32, torch.float32)
@@ -48,7 +49,7 @@ def test_a_filled_layer_stands_where_a_fed_one_does(case: Case, length: int):
     filled.lazy_initialization(k, v)
     if length:
         feed(fed, q[:, :, :length], k[:, :, :length], v[:, :, :length], [length])
-    layers.fill(filled, length)
+    fill(filled, length)
     for name in ("length", "longest", "columns_seen", "closed", "open_start", "block_len", "block_pos"):
         assert torch.equal(fed.state[name], filled.state[name]), name
     for layer in (fed, filled):
@@ -60,13 +61,13 @@ def test_a_filled_layer_stands_where_a_fed_one_does(case: Case, length: int):
 def test_a_fill_beyond_the_capacity_is_refused():
     layer = layers.make_layer(chosen_methods(["turbo"])["turbo"], SMALL, 1, 64, CPU)
     with pytest.raises(ValueError, match="65 tokens"):
-        layers.fill(layer, 65)
+        fill(layer, 65)
 
 
 def test_a_step_runs_again_from_the_same_lengths():
     layer = layers.make_layer(chosen_methods(["turbo"])["turbo"], SMALL, 2, 256, CPU)
-    layers.fill(layer, 100)
-    before = {name: t.clone() for name, t in layer.state.items() if t.dtype in layers.BOOKKEEPING}
+    fill(layer, 100)
+    before = {name: t.clone() for name, t in layer.state.items() if t.dtype in BOOKKEEPING}
     restore = layers.bookkeeping([layer])
     feed(layer, *random_qkv(2, 70), [1, 30, 60, 70])
     assert int(layer.state["length"][0]) == 170
@@ -169,7 +170,8 @@ def test_a_way_that_fails_costs_no_other_and_the_command_fails(bench, monkeypatc
 
 def test_an_output_of_nonsense_is_no_figure(monkeypatch):
     monkeypatch.setattr(
-        layers, "_fill_numbers", lambda state, name: state[name].fill_(torch.nan if name.endswith(".x") else 0)
+        "qattn_hf.layer.filled._fill_numbers",
+        lambda state, name: state[name].fill_(torch.nan if name.endswith(".x") else 0),
     )
     methods = chosen_methods(["none"])
     row = next(r for r in decode.rows([decode.Point(1, 80)], methods, SMALL, CPU) if r["packed"])

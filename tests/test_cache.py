@@ -13,8 +13,9 @@ from fake_graphs import GREEDY, IDS, as_on_a_gpu
 from helpers import Case, case_id, cases, feed, make_layer, random_ids, random_qkv, same_state, tiny_llama
 from transformers import LlamaForCausalLM
 
-from qattn_hf import QAttnCache, QAttnError, UnsupportedError, changes, patch, report
-from qattn_hf.layer import QAttnLayer
+from qattn_hf import QAttnCache, QAttnError, UnsupportedError, patch, report
+from qattn_hf.layer import changes
+from qattn_hf.layer.layer import QAttnLayer
 
 ROWS = random_ids(3, 70)
 

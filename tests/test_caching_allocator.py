@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qattn_hf.caching_allocator import LARGE_SEGMENT, MIB, ROUNDING, SMALL_SEGMENT, Block, CachingAllocator
+from qattn_hf.planning.caching_allocator import LARGE_SEGMENT, MIB, ROUNDING, SMALL_SEGMENT, Block, CachingAllocator
 
 
 def test_a_part_of_a_free_block_is_used_and_the_rest_kept():

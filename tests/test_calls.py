@@ -12,10 +12,10 @@ from helpers import random_ids, tiny_llama
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from qattn_hf import QAttnCache, UnsupportedError, patch, report, unpatch
-from qattn_hf._compat import CACHE
-from qattn_hf.chunks import feed
-from qattn_hf.cuda_graph.capture import why_not
-from qattn_hf.device import device_of
+from qattn_hf.generate.cuda_graph.capture import why_not
+from qattn_hf.model._compat import CACHE
+from qattn_hf.model.device import device_of
+from qattn_hf.reading.chunks import feed
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -12,7 +12,7 @@ from helpers import tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qattn_hf import UnsupportedError, patch
-from qattn_hf.cuda_graph import capture
+from qattn_hf.generate.cuda_graph import capture
 
 
 class Waits(torch.nn.Module):

@@ -13,8 +13,8 @@ from helpers import Case, case_id, cases, random_ids, tiny_llama
 from transformers import LlamaForCausalLM
 
 from qattn_hf import QAttnCache, patch, unpatch
-from qattn_hf._compat import CACHE
-from qattn_hf.cuda_graph import graph
+from qattn_hf.generate.cuda_graph import graph
+from qattn_hf.model._compat import CACHE
 
 BEAMS: dict[str, Any] = dict(num_beams=3, max_new_tokens=20, do_sample=False)
 DRAFTS: dict[str, Any] = dict(prompt_lookup_num_tokens=3, max_new_tokens=60, do_sample=False)

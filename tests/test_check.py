@@ -11,9 +11,9 @@ from refusals import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from qattn_hf import QAttnError, RecipeError, UnsupportedError, patch
-from qattn_hf.check import check
 from qattn_hf.cli import main
 from qattn_hf.compare import size_of
+from qattn_hf.planning.check import check
 
 REFUSED = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},

@@ -18,7 +18,7 @@ from qattn_hf.assets import demo_model_dir
 from qattn_hf.choosing import text
 from qattn_hf.choosing.candidates import candidates
 from qattn_hf.choosing.reasons import features
-from qattn_hf.decoder import decoder_of
+from qattn_hf.model.decoder import decoder_of
 from qattn_hf.recipes.chosen import Chosen
 
 probe = import_module("qattn_hf.choosing.probe")

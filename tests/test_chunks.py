@@ -9,7 +9,7 @@ import torch
 from helpers import random_ids, tiny_llama
 
 from qattn_hf import patch, report
-from qattn_hf.chunks import cuts, feed
+from qattn_hf.reading.chunks import cuts, feed
 
 
 @pytest.mark.parametrize(("tokens", "chunk", "steps"), [(200, 61, 10), (122, 61, 0), (5, 61, 3), (3, 61, 9), (1, 1, 1)])

@@ -15,7 +15,7 @@ from bits import filled_cache
 from helpers import Case, attention_fp64, case_id, feed, make_layer
 
 from qattn_hf import list_methods, report
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
 
 ROWS, DIM, CONTEXT, DECODED = 4, 64, 256, 16

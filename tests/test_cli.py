@@ -20,7 +20,7 @@ from qattn_hf.cli.bench import CPU_NOTE
 from qattn_hf.messages import size
 from qattn_hf.methods import Method, get_method
 from qattn_hf.recipes.settings import as_written, values_of
-from qattn_hf.spelling import parse_settings
+from qattn_hf.recipes.spelling import parse_settings
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 64
 

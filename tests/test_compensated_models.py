@@ -13,8 +13,8 @@ from small_types import PACKED, tiny
 from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, QAttnError, RecipeError, UnsupportedError, patch, release, unpatch
-from qattn_hf.model_constants import compensation
-from qattn_hf.recipe import find_recipe
+from qattn_hf.attention.model_constants import compensation
+from qattn_hf.recipes.recipe import find_recipe
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -11,10 +11,10 @@ from helpers import DEVICE, make_layer, random_qkv, tiny_llama
 from transformers import GenerationConfig, PreTrainedModel
 
 from qattn_hf import QAttnCache, UnsupportedError, list_methods, patch, report, unpatch
-from qattn_hf.continuous import transformers_api
-from qattn_hf.continuous.batch import Held, batches
-from qattn_hf.continuous.pages import PagedLayer, by_block, bytes_of, resized
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.generate.continuous import transformers_api
+from qattn_hf.generate.continuous.batch import Held, batches
+from qattn_hf.generate.continuous.pages import PagedLayer, by_block, bytes_of, resized
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layout import Geometry

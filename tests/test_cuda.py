@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers import Case, case_id, cases, feed, make_layer, random_ids, random_qkv, tiny_llama
 
-from qattn_hf import QAttnCache, patch, report, stock_cache
+from qattn_hf import QAttnCache, patch, report
+from qattn_hf.attention import stock_cache
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step.stock_cache import attend_over

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from qattn_hf import CapacityError, QAttnCache, patch, release, report, unpatch
-from qattn_hf._compat import CACHE
-from qattn_hf.cuda_graph import graph, pool
+from qattn_hf.cache import pool
+from qattn_hf.generate.cuda_graph import graph
+from qattn_hf.model._compat import CACHE
 
 
 @pytest.fixture

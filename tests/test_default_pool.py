@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from qattn_hf import RecipeError, load_recipe, patch, report
 from qattn_hf.methods import get_method
-from qattn_hf.recipe import find_recipe
+from qattn_hf.recipes.recipe import find_recipe
 from qattn_kernels.layout import SinkPool
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -17,12 +17,12 @@ from helpers import FIXED, Case, case_id, cases, feed, make_layer, random_ids, r
 
 from qattn_hf import QAttnCache, patch, report
 from qattn_hf.cli import main
-from qattn_hf.fidelity import texts
 from qattn_hf.fidelity.needles import Prompt, Question
 from qattn_hf.fidelity.retrieval import answers
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.lm_eval.scoring import Text, score
-from qattn_hf.loading import load
+from qattn_hf.model.loading import load
+from qattn_hf.reading import texts
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from qattn_hf.demo_tasks import few_shot, final_number, recall, registry, sums
+from qattn_hf.assets.demo_tasks import few_shot, final_number, recall, registry, sums
 
 ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "qattn_hf" / "demo_model"
+MODEL = ROOT / "qattn_hf" / "assets" / "demo_model"
 RESULTS = ROOT / "eval" / "results" / "demo_model.json"
 PROMPTS = 16
 # The card's rates are 1.0 and 0.975 of 200: four or more misses in 16 have a chance below 1e-3 even at 0.975, and the

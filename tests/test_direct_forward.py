@@ -13,8 +13,8 @@ from helpers import random_ids, tiny_llama
 from transformers import AutoModel, AutoTokenizer
 
 from qattn_hf import QAttnCache, patch, unpatch
-from qattn_hf._compat import CACHE
 from qattn_hf.assets import demo_model_dir
+from qattn_hf.model._compat import CACHE
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 IDS = random_ids(2, 70)

@@ -123,7 +123,9 @@ def test_the_page_of_the_architecture_names_files_that_exist_and_all_of_many_req
     named = {Path(name).name for name in re.findall(r"`[\w/]*?(\w+\.py)`", page)}
     folders = [ROOT / name for name in ("qattn_hf", "kernels", "tests", "eval")]
     assert named - {path.name for folder in folders for path in folder.rglob("*.py")} == set()
-    parts = {path.name for part in ("continuous", "server") for path in (ROOT / "qattn_hf" / part).glob("[a-z]*.py")}
+    parts = {
+        path.name for part in ("generate/continuous", "server") for path in (ROOT / "qattn_hf" / part).glob("[a-z]*.py")
+    }
     assert parts - named == set()
 
 

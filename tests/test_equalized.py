@@ -12,8 +12,8 @@ from small_types import tiny
 from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, RecipeError, UnsupportedError, patch, release
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.model_constants.equalizer import FIRST, LARGEST, equalizer
+from qattn_hf.attention.model_constants.equalizer import FIRST, LARGEST, equalizer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.ops.rotate.reference import rotate
 

@@ -16,8 +16,8 @@ from recorded import spelled_now
 
 from qattn_hf import list_methods
 from qattn_hf.methods import measured_settings
-from qattn_hf.recipe import find_recipe
-from qattn_hf.spelling import split_methods
+from qattn_hf.recipes.recipe import find_recipe
+from qattn_hf.recipes.spelling import split_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,17 +13,17 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qattn_hf import QAttnCache, RecipeError, load_recipe, patch, report, unpatch
 from qattn_hf.assets import configs_dir
-from qattn_hf.chunks import feed
 from qattn_hf.cli._common import for_family
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.options import Option
-from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tuned import recipe_of
-from qattn_hf.layer_kinds import model_layers
 from qattn_hf.methods import get_method
-from qattn_hf.recipe import Recipe, find_recipe, find_recipes
+from qattn_hf.model.layer_kinds import model_layers
+from qattn_hf.reading.chunks import feed
+from qattn_hf.reading.texts import read_as
 from qattn_hf.recipes import families
-from qattn_hf.spelling import parse_settings
+from qattn_hf.recipes.recipe import Recipe, find_recipe, find_recipes
+from qattn_hf.recipes.spelling import parse_settings
 from qattn_kernels.layer.support import unsupported
 
 SIZES: dict[str, Any] = {

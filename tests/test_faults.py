@@ -16,7 +16,7 @@ from helpers import Case, case_id, random_ids, same_state, tiny_llama
 from transformers import MistralConfig, MistralForCausalLM
 
 from qattn_hf import QAttnCache, patch
-from qattn_hf.window_layer import WindowLayer
+from qattn_hf.layer.window_layer import WindowLayer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -25,8 +25,8 @@ from transformers import MistralConfig, MistralForCausalLM
 import qattn_hf
 import qattn_kernels
 from qattn_hf import CapacityError, QAttnCache, QAttnError, patch
-from qattn_hf._compat import VERSION
-from qattn_hf.snapshot import Snapshot
+from qattn_hf.layer.snapshot import Snapshot
+from qattn_hf.model._compat import VERSION
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

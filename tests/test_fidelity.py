@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qattn_hf import QAttnCache, QAttnError, patch
 from qattn_hf.assets import demo_model_dir
-from qattn_hf.chunks import feed
+from qattn_hf.attention.observe import Call, observed
+from qattn_hf.cache.sizes import size_of
 from qattn_hf.cli import main
-from qattn_hf.fidelity.compare import ShadowCaches, compare, full_logits
-from qattn_hf.fidelity.metrics import AttentionSums, over_layers, pareto, text_figures, token_figures
-from qattn_hf.fidelity.observe import Call, observed
-from qattn_hf.fidelity.sizes import size_of
-from qattn_hf.fidelity.texts import made_text, parted, read_as, rows_of
-from qattn_hf.recipe import find_recipes
+from qattn_hf.fidelity.compare import ShadowCaches, compare
+from qattn_hf.reading.chunks import feed
+from qattn_hf.reading.metrics import AttentionSums, over_layers, pareto, text_figures, token_figures
+from qattn_hf.reading.texts import full_logits, made_text, parted, read_as, rows_of
+from qattn_hf.recipes.recipe import find_recipes
 
 WORSE = {"cosine": -1, "relative_l1": 1, "rmse": 1}  # the sign of a worse figure
 

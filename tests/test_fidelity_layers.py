@@ -8,14 +8,14 @@ from helpers import random_ids
 from small_types import PACKED, tiny
 
 from qattn_hf import patch, report
+from qattn_hf.attention.observe import Call, observed
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.inspection import inspect
-from qattn_hf.fidelity.observe import Call, observed
 from qattn_hf.fidelity.tables import print_table
-from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tune import Budget, tune
-from qattn_hf.recipe import find_recipes
+from qattn_hf.reading.texts import read_as
+from qattn_hf.recipes.recipe import find_recipes
 
 TOKENS = 150  # past the window of 20, and past two blocks
 MIXED = ["gpt_oss", "gemma2", "llama4_text", "qwen3_next", "falcon_h1", "gemma4_text"]  # kinds of layers

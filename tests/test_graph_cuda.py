@@ -11,7 +11,7 @@ from helpers import Case, case_id, cases, random_ids, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
 from qattn_hf import QAttnCache, UnsupportedError, patch, release, report, unpatch
-from qattn_hf.cuda_graph import graph
+from qattn_hf.generate.cuda_graph import graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from qattn_hf import QAttnCache, UnsupportedError, list_methods, patch
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.model_layer import ModelLayer
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.layer.model_layer import ModelLayer
 from qattn_kernels.layer.scores import Scores
 
 EXAMPLES = os.environ.get("QATTN_HISTORIES")

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from qattn_hf import QAttnCache, UnsupportedError, patch
-from qattn_hf.in_force import in_force
-from qattn_hf.writer import difference, identity
+from qattn_hf.saved.in_force import in_force
+from qattn_hf.saved.writer import difference, identity
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -9,13 +9,13 @@ import torch
 from helpers import random_ids, tiny_llama
 
 from qattn_hf import QAttnError, patch, report
-from qattn_hf.chunks import cuts, feed
+from qattn_hf.attention.observe import Call, observed
 from qattn_hf.cli import main
 from qattn_hf.fidelity import inspection
 from qattn_hf.fidelity.inspection import Inspected, inspect
 from qattn_hf.fidelity.inspection_pictures import channel_ranges, heads, value_gaps
-from qattn_hf.fidelity.observe import Call, observed
-from qattn_hf.recipe import find_recipes
+from qattn_hf.reading.chunks import cuts, feed
+from qattn_hf.recipes.recipe import find_recipes
 from qattn_kernels.layer.scores import Scores
 
 TOKENS, METHOD = 150, "turbo:bits=mixed,sink_num=2,sink_window=0"

@@ -17,8 +17,8 @@ from torch._inductor.utils import run_and_get_code
 from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, RecipeError, UnsupportedError, patch, report, unpatch
-from qattn_hf.check import check
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.planning.check import check
 from qattn_kernels.layer.scores import Scores
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.filterwarnings("ignore:nothing is packed")]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from helpers import DEVICE, random_ids, tiny_llama
 
-from qattn_hf import QAttnCache, UnsupportedError, masks, patch, report
-from qattn_hf._compat import CACHE
+from qattn_hf import QAttnCache, UnsupportedError, patch, report
+from qattn_hf.attention import masks
+from qattn_hf.model._compat import CACHE
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TOKENS = 40

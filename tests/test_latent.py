@@ -14,14 +14,14 @@ from small_configs import small_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qattn_hf import QAttnCache, RecipeError, UnsupportedError, patch, report, unpatch
-from qattn_hf.check import check
 from qattn_hf.fidelity.compare import compare
 from qattn_hf.fidelity.inspection import inspect
-from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tune import Budget, tune
-from qattn_hf.latent import latent_modules, up_projections
-from qattn_hf.recipe import find_recipes
-from qattn_hf.selection import attending
+from qattn_hf.model.latent import latent_modules, up_projections
+from qattn_hf.model.selection import attending
+from qattn_hf.planning.check import check
+from qattn_hf.reading.texts import read_as
+from qattn_hf.recipes.recipe import find_recipes
 from qattn_kernels.layer.scores import Scores
 
 pytestmark = pytest.mark.usefixtures("no_grad")

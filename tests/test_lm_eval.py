@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qattn_hf import RecipeError, patch
 from qattn_hf.assets import configs_dir, demo_model_dir
-from qattn_hf.chunks import cuts, feed
 from qattn_hf.cli._prompts import PROSE
 from qattn_hf.errors import QAttnError
 from qattn_hf.lm_eval.model import QAttnLM
+from qattn_hf.reading.chunks import cuts, feed
 
 WORDS = PROSE.split(" ")
 LONG, MIDDLE, SHORT = (" ".join(WORDS[:n]) for n in (150, 110, 4))

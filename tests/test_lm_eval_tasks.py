@@ -20,8 +20,7 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from qattn_hf import demo_tasks
-from qattn_hf.assets import demo_model_dir, tasks_dir
+from qattn_hf.assets import demo_model_dir, demo_tasks, tasks_dir
 from qattn_hf.cli._prompts import PROSE
 from qattn_hf.errors import QAttnError
 from qattn_hf.lm_eval import generated

@@ -12,8 +12,9 @@ from small_types import SHARED_KEYS, tiny
 from transformers import CompileConfig, LlamaForCausalLM
 from transformers.generation import GenerationMode
 
-from qattn_hf import QAttnCache, long_prompts, patch, report
-from qattn_hf._compat import CACHE
+from qattn_hf import QAttnCache, patch, report
+from qattn_hf.generate import long_prompts
+from qattn_hf.model._compat import CACHE
 
 CHUNK = 100  # in place of the default, which would take minutes on a CPU
 GREEDY: dict[str, Any] = dict(max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True)

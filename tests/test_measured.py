@@ -6,7 +6,7 @@ import pytest
 
 from qattn_hf import list_methods
 from qattn_hf.methods import PURPOSES, get_method, measured
-from qattn_hf.recipe import find_recipes
+from qattn_hf.recipes.recipe import find_recipes
 
 
 @pytest.mark.parametrize("name", list_methods())

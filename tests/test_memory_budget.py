@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from refusals import refused
 from transformers import CompileConfig
 
-from qattn_hf import CapacityError, QAttnCache, RecipeError, UnsupportedError, changes, patch, report
-from qattn_hf.budget_layer import BudgetLayer
-from qattn_hf.check import check
-from qattn_hf.cuda_graph import graph
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.memory_budget import SPARE, BudgetLayerSpec, all_stages, arranged, at_stage, stages
+from qattn_hf import CapacityError, QAttnCache, RecipeError, UnsupportedError, patch, report
+from qattn_hf.generate.cuda_graph import graph
+from qattn_hf.layer import changes
+from qattn_hf.layer.budget_layer import BudgetLayer
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.layer.memory_budget import SPARE, BudgetLayerSpec, all_stages, arranged, at_stage, stages
 from qattn_hf.methods import get_method
-from qattn_hf.plan import Planner
+from qattn_hf.planning.check import check
+from qattn_hf.planning.plan import Planner
 from qattn_kernels.layer.arena import Layout, places
 from qattn_kernels.layout import Geometry
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import Case, case_id, cases
 
-from qattn_hf.bench.layers import Heads, fill, make_layer
+from qattn_hf.bench.layers import Heads, make_layer
+from qattn_hf.layer.filled import fill
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.support import unsupported

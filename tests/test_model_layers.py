@@ -12,8 +12,8 @@ from small_types import PACKED, WINDOW, tiny
 from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, patch, report, unpatch
-from qattn_hf.check import check
 from qattn_hf.errors import RecipeError, UnsupportedError
+from qattn_hf.planning.check import check
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from type_tables import SERVED as SERVED_RESULTS
 
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.layer_kinds import model_layers
-from qattn_hf.supported_models import check_model
+from qattn_hf.model.layer_kinds import model_layers
+from qattn_hf.model.supported_models import check_model
 
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 RECORD = json.loads((RESULTS / "models.json").read_text(encoding="utf-8"))

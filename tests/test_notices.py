@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 from qattn_hf import QAttnCache, list_methods, patch, report
 from qattn_hf.fidelity.compare import compare
-from qattn_hf.fidelity.texts import read_as
-from qattn_hf.recipe import find_recipes
+from qattn_hf.reading.texts import read_as
+from qattn_hf.recipes.recipe import find_recipes
 from qattn_kernels.layer.support import unsupported
 
 LONG = random_ids(1, 70)
@@ -196,7 +196,7 @@ def test_a_model_that_cannot_be_captured_on_a_gpu_says_why(monkeypatch):
     def generate() -> None:
         monkeypatch.setattr(model._qattn, "device_type", "cuda")
         with monkeypatch.context() as unchecked:
-            unchecked.setattr("qattn_hf.layer.QAttnLayer._check_device", lambda self, device: None)
+            unchecked.setattr("qattn_hf.layer.layer.QAttnLayer._check_device", lambda self, device: None)
             model.generate(IDS, **GREEDY)
 
     found = said(lambda: [generate() for _ in range(2)])

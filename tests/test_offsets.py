@@ -14,7 +14,7 @@ from test_vision_types import IMAGE, prompt, tiny
 from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, patch, unpatch
-from qattn_hf._compat import VERSION
+from qattn_hf.model._compat import VERSION
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

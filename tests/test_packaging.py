@@ -127,7 +127,7 @@ def test_wheel_holds_the_packages_and_nothing_else(built):
     expected |= {f"qattn_hf/{name}" for name in source_files("configs")}
     expected |= {name.replace("eval/tasks/", "qattn_hf/eval_tasks/") for name in source_files("eval/tasks")}
     assert expected - names == set() and {n for n in names if ".dist-info" not in n} - expected == set()
-    assert {"qattn_hf/py.typed", "qattn_kernels/py.typed", "qattn_hf/demo_model/model.safetensors"} <= names
+    assert {"qattn_hf/py.typed", "qattn_kernels/py.typed", "qattn_hf/assets/demo_model/model.safetensors"} <= names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 

@@ -16,9 +16,9 @@ from baselines.evict import FIRST, Evict
 from baselines.gear import Gear
 from papers import common
 
-from qattn_hf.fidelity.observe import Call
-from qattn_hf.fidelity.texts import read_as
+from qattn_hf.attention.observe import Call
 from qattn_hf.methods import get_method, list_methods
+from qattn_hf.reading.texts import read_as
 from qattn_kernels.layer.scores import Scores
 
 SMALL = ["--model", "demo", "--rows", "1", "--tokens", "320", "--chunk", "160", "--steps", "0"]

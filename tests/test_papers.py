@@ -10,7 +10,7 @@ import pytest
 import torch
 from papers import int_flash, sage2, sage2_text
 
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step.stock_cache import attend_over

@@ -16,7 +16,7 @@ from helpers import random_ids, tiny_llama
 
 from qattn_hf import patch, report
 from qattn_hf.methods import get_method
-from qattn_hf.tensor_parallel import Shard, shard_spec
+from qattn_hf.model.tensor_parallel import Shard, shard_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 200

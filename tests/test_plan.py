@@ -17,16 +17,17 @@ from small_types import SHARED_KEYS, tiny
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig
 
-from qattn_hf import QAttnError, UnsupportedError, activations, patch
-from qattn_hf.check import without_weights
+from qattn_hf import QAttnError, UnsupportedError, patch
 from qattn_hf.cli import main
-from qattn_hf.layer_kinds import WindowLayerSpec
-from qattn_hf.live_memory import LiveMemory
+from qattn_hf.layer.window_layer import WindowLayer
 from qattn_hf.methods import get_method
-from qattn_hf.plan import ROUNDING, Planner, _largest, _last
-from qattn_hf.selection import attending
-from qattn_hf.spelling import split_method
-from qattn_hf.window_layer import WindowLayer
+from qattn_hf.model.layer_kinds import WindowLayerSpec
+from qattn_hf.model.selection import attending
+from qattn_hf.planning import activations
+from qattn_hf.planning.check import without_weights
+from qattn_hf.planning.live_memory import LiveMemory
+from qattn_hf.planning.plan import ROUNDING, Planner, _largest, _last
+from qattn_hf.recipes.spelling import split_method
 from qattn_kernels.launch.launches import recorded
 from qattn_kernels.launch.plan import _plan
 from qattn_kernels.layer.arena import Layout, empty_arena
@@ -183,8 +184,8 @@ def test_a_packed_window_allocates_what_is_predicted(monkeypatch, tokens, past):
         layout = Layout(replace(layer.geometry, blocks=blocks), spec)  # inside of an operator nothing is counted
         return recorded(partial(compute, q, k, v, span, arena, layout, Scores(*how[:-1]), how[-1]), collects=False)[0]
 
-    monkeypatch.setattr("qattn_hf.layer.attend", run)
-    monkeypatch.setattr("qattn_hf.window_layer.attend", run)
+    monkeypatch.setattr("qattn_hf.layer.layer.attend", run)
+    monkeypatch.setattr("qattn_hf.layer.window_layer.attend", run)
 
     def heads(tokens: int, device: str) -> list[torch.Tensor]:
         return [torch.zeros(1, heads, tokens, 64, device=device) for heads in (2, 1, 1)]

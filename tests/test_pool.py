@@ -9,8 +9,8 @@ import torch
 from helpers import tiny_llama
 
 from qattn_hf import QAttnCache, patch
-from qattn_hf.cuda_graph.pool import SPARE, Pool, with_spare
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.cache.pool import SPARE, Pool, with_spare
+from qattn_hf.layer.layer import QAttnLayer
 
 KEYS = torch.zeros(1, 2, 1, 16)
 

@@ -9,9 +9,9 @@ import pytest
 from helpers import tiny_llama
 from transformers import AutoConfig
 
-from qattn_hf.check import check
 from qattn_hf.cli import main
-from qattn_hf.plan import Memory, Planner
+from qattn_hf.planning.check import check
+from qattn_hf.planning.plan import Memory, Planner
 
 THETA = {"rope_theta": 10000.0}
 YARN = {**THETA, "rope_type": "yarn", "factor": 4.0}

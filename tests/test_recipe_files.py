@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from qattn_hf import QAttnCache, QAttnError, RecipeError, UnsupportedError, load_recipe, patch, report, unpatch
 from qattn_hf.cli import main
-from qattn_hf.recipe import find_recipe
+from qattn_hf.recipes.recipe import find_recipe
 
 TEXT = "method: turbo\nbits: 2\nlayers:\n  '1': {bits: 4}\n"
 

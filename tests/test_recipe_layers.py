@@ -10,9 +10,9 @@ import torch
 from helpers import random_ids, tiny_llama
 
 from qattn_hf import QAttnCache, RecipeError, list_methods, load_recipe, patch, report
-from qattn_hf.chunks import cuts, feed
 from qattn_hf.methods import get_method
-from qattn_hf.recipe import find_recipe
+from qattn_hf.reading.chunks import cuts, feed
+from qattn_hf.recipes.recipe import find_recipe
 
 LAYERS = {
     "0": {"k_bits": "mixed", "k_low_heads": [[1], [], []]},

@@ -15,8 +15,8 @@ from qattn_hf import QAttnError, patch, unpatch
 from qattn_hf.cli import main
 from qattn_hf.fidelity.needles import KINDS, TEMPLATES, Prompt, PromptMaker, Question, all_prompts
 from qattn_hf.fidelity.retrieval import Found, _found, answers, compare_retrieval, lost_won, retrieval_table, scores
-from qattn_hf.loading import load
-from qattn_hf.recipe import find_recipes
+from qattn_hf.model.loading import load
+from qattn_hf.recipes.recipe import find_recipes
 
 EIGHT = [100 * i / 7 for i in range(8)]
 

@@ -14,7 +14,7 @@ from test_models import FAMILIES, tiny
 from transformers import GptOssConfig, MistralConfig, PretrainedConfig, PreTrainedModel
 
 from qattn_hf import list_methods, patch
-from qattn_hf._compat import CACHE
+from qattn_hf.model._compat import CACHE
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 LONG, SHORT = 60, 24  # columns of a prefill and of a call that reads the cache as steps do

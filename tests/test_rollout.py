@@ -12,7 +12,7 @@ from helpers import random_ids, tiny_llama
 from qattn_hf import QAttnError, patch
 from qattn_hf.cli import main
 from qattn_hf.fidelity.rollout import GREEDY, Choice, compare_rollouts, judged, roll_out, rollout_figures
-from qattn_hf.recipe import find_recipes
+from qattn_hf.recipes.recipe import find_recipes
 
 
 @pytest.fixture(scope="module")

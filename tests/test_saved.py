@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, QAttnError, UnsupportedError, patch, release, report, unpatch
 from qattn_hf.saved import read_header
-from qattn_hf.writer import identity, layer_devices
+from qattn_hf.saved.writer import identity, layer_devices
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -261,7 +261,7 @@ def test_an_interrupted_cache_is_not_saved(model, tmp_path):
 
 def test_a_file_is_whole_or_as_it_was(model, path, monkeypatch):
     before = path.read_bytes()
-    monkeypatch.setattr("qattn_hf.saved_header.save_file", lambda *args: 1 / 0)
+    monkeypatch.setattr("qattn_hf.saved.header.save_file", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(QUESTION).past_key_values.save(path)
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]

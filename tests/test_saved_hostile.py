@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf import QAttnCache, QAttnError, patch
 from qattn_hf.saved import read_header
-from qattn_hf.saved_checks import geometry_of
+from qattn_hf.saved.checks import geometry_of
 from qattn_kernels.layer.arena import Layout, views
 from qattn_kernels.layer.spec import decode_spec
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qattn_hf import UnsupportedError, cli, patch
 from qattn_hf.assets import demo_model_dir
-from qattn_hf.continuous import transformers_api
-from qattn_hf.recipe import find_recipe
+from qattn_hf.generate.continuous import transformers_api
+from qattn_hf.recipes.recipe import find_recipe
 
 here = pytest.importorskip(
     "served", reason="no server is installed: pip install 'qattn-hf[serve]'", exc_type=ImportError
@@ -251,7 +251,7 @@ def test_a_dead_worker_is_restarted_and_at_last_ends_the_process(
 ):
     """What ends a worker is nothing that a request can bring, such as the end of its thread."""
     if together:
-        from qattn_hf.continuous.manager import PackedBatchingManager as Worker
+        from qattn_hf.generate.continuous.manager import PackedBatchingManager as Worker
 
         name = "_generation_step"
     else:
@@ -312,7 +312,7 @@ def test_a_busy_port_is_an_error_before_anything_loads(monkeypatch: pytest.Monke
     def no(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("qattn_hf.loading.load", no)
+    monkeypatch.setattr("qattn_hf.model.loading.load", no)
     with socket.socket() as busy, pytest.raises(SystemExit) as ended:
         busy.bind(("127.0.0.1", 0))
         busy.listen()

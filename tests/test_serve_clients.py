@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from qattn_hf.continuous import transformers_api
+from qattn_hf.generate.continuous import transformers_api
 
 here = pytest.importorskip(
     "served", reason="no server is installed: pip install 'qattn-hf[serve]'", exc_type=ImportError

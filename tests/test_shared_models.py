@@ -16,7 +16,7 @@ from fake_graphs import GREEDY, IDS, as_on_a_gpu
 from helpers import random_ids, tiny_llama
 
 from qattn_hf import QAttnCache, patch, release, report
-from qattn_hf.cuda_graph.pool import Pool
+from qattn_hf.cache.pool import Pool
 
 
 @pytest.mark.parametrize("decode", ["auto", "eager"])

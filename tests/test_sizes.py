@@ -11,8 +11,8 @@ from helpers import tiny_llama
 from qattn_hf import RecipeError, load_recipe
 from qattn_hf.cli import main
 from qattn_hf.messages import parse_size
-from qattn_hf.plan import Memory, Planner
-from qattn_hf.recipe import find_recipe
+from qattn_hf.planning.plan import Memory, Planner
+from qattn_hf.recipes.recipe import find_recipe
 
 SIZES = {
     "300KiB": 300 * 2**10,

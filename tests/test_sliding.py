@@ -15,11 +15,11 @@ from small_types import WINDOW, tiny
 from transformers import Gemma3TextConfig, PreTrainedModel
 
 from qattn_hf import QAttnCache, patch, report, unpatch
-from qattn_hf.check import check
 from qattn_hf.errors import RecipeError, UnsupportedError
-from qattn_hf.layer_kinds import WindowLayerSpec, of_method
-from qattn_hf.recipe import find_recipe
-from qattn_hf.window_layer import WindowLayer
+from qattn_hf.layer.window_layer import WindowLayer
+from qattn_hf.model.layer_kinds import WindowLayerSpec, of_method
+from qattn_hf.planning.check import check
+from qattn_hf.recipes.recipe import find_recipe
 from qattn_kernels.launch.constants import PrefillSizes, Sizes
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step.warm import LayerShape, launches

@@ -8,8 +8,8 @@ from helpers import tiny_llama
 
 from qattn_hf import QAttnCache, RecipeError, load_recipe, patch, report
 from qattn_hf.cli import app, main
-from qattn_hf.recipe import find_recipe, find_recipes, list_recipes
-from qattn_hf.spelling import split_method, split_methods
+from qattn_hf.recipes.recipe import find_recipe, find_recipes, list_recipes
+from qattn_hf.recipes.spelling import split_method, split_methods
 
 MISSING = ("./missing",)  # found after the method was read
 COMMANDS = {

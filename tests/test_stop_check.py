@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM, StoppingCriteria, Stopp
 from transformers.generation import utils as generation
 
 from qattn_hf import patch, unpatch
-from qattn_hf._compat import CACHE
+from qattn_hf.model._compat import CACHE
 
 
 @pytest.fixture

@@ -14,19 +14,19 @@ from small_types import tiny
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import QAttnError, load_recipe, patch, report
-from qattn_hf.chunks import cuts, feed
+from qattn_hf.cache.sizes import size_of
 from qattn_hf.cli import main
 from qattn_hf.fidelity.budget import plans, within_bytes, within_kl
-from qattn_hf.fidelity.compare import compare, full_logits, through
+from qattn_hf.fidelity.compare import compare, through
 from qattn_hf.fidelity.estimate import fewer
-from qattn_hf.fidelity.metrics import text_figures
 from qattn_hf.fidelity.options import HeadLosses, Option, by_head
-from qattn_hf.fidelity.sensitivity import Trial, losses
-from qattn_hf.fidelity.sizes import size_of
-from qattn_hf.fidelity.texts import read_as
 from qattn_hf.fidelity.tune import Budget, Tuner, tune
 from qattn_hf.fidelity.tuned import ranges, recipe_of
-from qattn_hf.recipe import find_recipe, find_recipes
+from qattn_hf.reading.chunks import cuts, feed
+from qattn_hf.reading.metrics import text_figures
+from qattn_hf.reading.sensitivity import Trial, losses
+from qattn_hf.reading.texts import full_logits, read_as
+from qattn_hf.recipes.recipe import find_recipe, find_recipes
 
 PLAIN = "turbo:bits=mixed,sink_num=0"
 CANDIDATES = [PLAIN, "turbo:bits=mixed,sink_num=1", "int8", "turboquant:k_format=turbo2,v_format=turbo2"]

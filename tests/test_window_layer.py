@@ -14,11 +14,12 @@ from helpers import FIXED, Case, case_id, cases, constants_of, feed, make_layer,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qattn_hf import CapacityError, UnsupportedError, changes
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.layer_kinds import WindowLayerSpec
+from qattn_hf import CapacityError, UnsupportedError
+from qattn_hf.layer import changes
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.layer.window_layer import WindowLayer
 from qattn_hf.methods import get_method
-from qattn_hf.window_layer import WindowLayer
+from qattn_hf.model.layer_kinds import WindowLayerSpec
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL
 from qattn_kernels.reference.operands import fp8_values

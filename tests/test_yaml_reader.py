@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qattn_hf import RecipeError, list_methods, load_recipe
-from qattn_hf.recipe import Recipe, find_recipe
 from qattn_hf.recipes import families
+from qattn_hf.recipes.recipe import Recipe, find_recipe
 
 LONGEST = 2000
 

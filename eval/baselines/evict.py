@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from baselines.gear import by_channel, rounded
 
-from qattn_hf.fidelity.observe import Call
+from qattn_hf.attention.observe import Call
 
 WINDOW, FIRST, POOL = 32, 4, 7  # queries that choose; StreamingLLM's sinks; tokens over which SnapKV takes the mean
 

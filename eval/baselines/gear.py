@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qattn_hf.fidelity.observe import Call
+from qattn_hf.attention.observe import Call
 
 
 def rounded(x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

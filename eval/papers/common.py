@@ -18,20 +18,20 @@ from typing import Any
 
 import torch
 
-from qattn_hf.chunks import CHUNK
+from qattn_hf.attention.observe import Call, observed
+from qattn_hf.cache.reporting import report
 from qattn_hf.errors import QAttnError
-from qattn_hf.fidelity.compare import ShadowCaches, full_logits
+from qattn_hf.fidelity.compare import ShadowCaches
 from qattn_hf.fidelity.inspection import inspect
-from qattn_hf.fidelity.metrics import AttentionSums, Tokens, over_layers, text_figures, token_figures
-from qattn_hf.fidelity.observe import Call, observed
-from qattn_hf.fidelity.texts import Reading
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.loading import short_name
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
-from qattn_hf.patcher import patch, unpatch
-from qattn_hf.recipe import find_recipes
-from qattn_hf.reporting import report
-from qattn_hf.spelling import split_method
+from qattn_hf.model.loading import short_name
+from qattn_hf.patching.patcher import patch, unpatch
+from qattn_hf.reading.chunks import CHUNK
+from qattn_hf.reading.metrics import AttentionSums, Tokens, over_layers, text_figures, token_figures
+from qattn_hf.reading.texts import Reading, full_logits
+from qattn_hf.recipes.recipe import find_recipes
+from qattn_hf.recipes.spelling import split_method
 from qattn_kernels.layer.scores import Scores
 
 Row = dict[str, Any]

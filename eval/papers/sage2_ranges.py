@@ -15,8 +15,8 @@ import torch
 from papers import sage2
 from papers.common import About, Claim, Row, Run, column, not_below, row, sources
 
-from qattn_hf.fidelity.observe import Call, observed
-from qattn_hf.loading import short_name
+from qattn_hf.attention.observe import Call, observed
+from qattn_hf.model.loading import short_name
 
 ABOUT = About(
     title="SageAttention2, Figs 4 and 5",

@@ -19,8 +19,8 @@ import torch
 from papers.common import About, Row, Run, Way, column, not_below, row, sources, text_rows
 from papers.sage2 import Setting, attend
 
-from qattn_hf.fidelity.observe import Call
-from qattn_hf.fidelity.texts import read_as
+from qattn_hf.attention.observe import Call
+from qattn_hf.reading.texts import read_as
 
 ABOUT = About(
     title="SageAttention2, Tables 1 and 10 (text)",

@@ -13,7 +13,7 @@ from baselines.evict import Evict, ZipCache
 from papers.common import About, Claim, Row, Run, Way, column, in_order, not_below, sources, text_rows
 from papers.sinkq_accuracy import LONG, TASKS, WIDER
 
-from qattn_hf.fidelity.texts import Reading
+from qattn_hf.reading.texts import Reading
 
 ABOUT = About(
     title="SinkQ, Tables 7 and 8",

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from papers.common import About, Claim, Row, Run, column, in_order, not_below, sources, text_rows
 
-from qattn_hf.fidelity.texts import read_as
+from qattn_hf.reading.texts import read_as
 
 ABOUT = About(
     title="SinkQ, Table 3",

@@ -19,8 +19,8 @@ import torch
 from papers.common import SINKS, About, Claim, Row, Run, column, in_order, layer_error, made_layer, not_below, row
 
 from qattn_hf.fidelity.inspection import inspect
-from qattn_hf.loading import short_name
-from qattn_hf.recipe import find_recipes
+from qattn_hf.model.loading import short_name
+from qattn_hf.recipes.recipe import find_recipes
 
 ABOUT = About(
     title="SinkQ, Fig. 1, 4, 5 and 6, appendix D",

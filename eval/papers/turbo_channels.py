@@ -16,10 +16,10 @@ import torch
 from baselines.gear import by_channel, by_token
 from papers.common import About, Row, Run, column, not_below, row, sources
 
+from qattn_hf.attention.observe import Call, observed
 from qattn_hf.fidelity.inspection import inspect
-from qattn_hf.fidelity.observe import Call, observed
-from qattn_hf.loading import short_name
-from qattn_hf.recipe import find_recipe
+from qattn_hf.model.loading import short_name
+from qattn_hf.recipes.recipe import find_recipe
 
 ABOUT = About(
     title="TurboAttention, Fig. 4, 8, 9 and 10",

@@ -21,7 +21,7 @@ import torch
 import yaml
 from papers.common import About, Claim, Layer, Row, Run, column, in_order, layer_error, not_below, row, text_rows
 
-from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.attention.observe import Call, observed
 from qattn_kernels.formats.flashq.reference import head_priority
 
 ABOUT = About(

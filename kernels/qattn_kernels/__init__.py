@@ -11,7 +11,10 @@ Rooms, each of which imports only those above it:
 - `layer`: settings of a layer as text, its state tensors, what kernels know of them.
 - `reference`: attention in plain PyTorch. `launch`: what launches of kernels share.
 - `ops`: append, decode, prefill, rotate, sink_pool, crop, a folder each.
-- `step`: one call of a layer as a registered operator.
+- `step`: one call of a layer as a registered operator, and `step.states`: edits of a layer's state between calls.
+
+What packages above import: names of `formats`, `FORMAT` classes of `formats.*.reference`, `layout`, and the modules of
+`layer`, `step` and `launch.plan`. All others are inner rooms.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from qattn_hf.bench.model import load_model, random_model
 from qattn_hf.bench.picture import draw
 from qattn_hf.bench.tables import best_stock, by_point, print_table, table
 from qattn_hf.bench.ways import all_ways, default_ways
-from qattn_hf.origin import device_name, versions
+from qattn_hf.messages.origin import device_name, versions
 
 __all__ = [
     "Heads",

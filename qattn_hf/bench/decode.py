@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from qattn_hf.bench import sdpa
-from qattn_hf.bench.layers import Heads, bookkeeping, bytes_read, fill, make_layer
+from qattn_hf.bench.layers import Heads, bookkeeping, bytes_read, make_layer
 from qattn_hf.bench.timing import Times, Work, attempt, capture, check_finite, measure, release, working_sets
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.filled import fill
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import Method
 from qattn_kernels.layer.scores import Scores
 

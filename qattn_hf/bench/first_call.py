@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from qattn_hf.bench.model import LLAMA_8B, TINY, random_model
 from qattn_hf.bench.timing import synchronize
-from qattn_hf.patcher import patch
+from qattn_hf.patching.patcher import patch
 
 # rows and tokens of prompts; those of two rows have padding
 SHAPES = [(1, 100), (1, 700), (1, 3000), (1, 20000), (2, 700), (3, 300), (8, 700), (16, 512), (32, 1000), (50, 700)]

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from qattn_hf._compat import CACHE
 from qattn_hf.bench.model import kv_bytes
 from qattn_hf.bench.timing import attempt, release, synchronize
 from qattn_hf.bench.ways import Way
-from qattn_hf.cache import QAttnCache
-from qattn_hf.reporting import report
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.reporting import report
+from qattn_hf.model._compat import CACHE
 
 
 class Point(NamedTuple):

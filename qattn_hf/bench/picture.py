@@ -7,7 +7,7 @@ from typing import Any
 
 from qattn_hf.bench.tables import Row, best_stock, by_point, ways
 from qattn_hf.errors import QAttnError
-from qattn_hf.origin import device_name, versions
+from qattn_hf.messages.origin import device_name, versions
 
 BEST = "best SDPA"
 TITLES = {

@@ -13,11 +13,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from qattn_hf.bench.timing import attempt, release
 from qattn_hf.bench.ways import Way, all_ways
-from qattn_hf.continuous.cache import mean_page_bytes
-from qattn_hf.continuous.pages import row_bytes
-from qattn_hf.continuous.resolve import layouts
-from qattn_hf.heads import head_sizes
-from qattn_hf.recipe import Recipe
+from qattn_hf.generate.continuous.cache import mean_page_bytes
+from qattn_hf.generate.continuous.pages import row_bytes
+from qattn_hf.generate.continuous.resolve import layouts
+from qattn_hf.model.heads import head_sizes
+from qattn_hf.recipes.recipe import Recipe
 
 STOCK = "model precision, sdpa"
 PAGE = 64  # tokens of a page in model precision, as of most methods

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from qattn_hf.console import print_figures, results_console
+from qattn_hf.messages.console import print_figures, results_console
 
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
@@ -141,7 +141,7 @@ def computed_by(rows: list[Row]) -> str:
 
 def print_table(rows: list[Row], wide: bool = False) -> None:
     """Print the rows of one bench as a table, with the device and what computed the packed ways."""
-    from qattn_hf.origin import device_name, versions
+    from qattn_hf.messages.origin import device_name, versions
 
     console = results_console()
     print_figures(*table(rows), ["way", "ran", "best SDPA"], wide)

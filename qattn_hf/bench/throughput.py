@@ -17,17 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
-from qattn_hf._compat import CACHE
-from qattn_hf.bench import layers, sdpa
+from qattn_hf.bench import sdpa
 from qattn_hf.bench.generate import Run, generate
 from qattn_hf.bench.layers import Heads
 from qattn_hf.bench.model import kv_bytes
 from qattn_hf.bench.timing import attempt, release
 from qattn_hf.bench.ways import Way, all_ways, captured_step, with_attention
-from qattn_hf.cache import QAttnCache
-from qattn_hf.heads import head_sizes
-from qattn_hf.recipe import Recipe
-from qattn_hf.reporting import report
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.reporting import report
+from qattn_hf.layer.filled import fill
+from qattn_hf.model._compat import CACHE
+from qattn_hf.model.heads import head_sizes
+from qattn_hf.recipes.recipe import Recipe
 
 NEW_TOKENS = 16
 STOCK = "DynamicCache, flash"
@@ -118,7 +119,7 @@ def _packed_cache(model: PreTrainedModel, batch: int, context: int) -> QAttnCach
     for layer, heads in zip(cache.layers, heads_of(model), strict=True):
         nothing = torch.empty(batch, heads.kv, 0, heads.dim, dtype=heads.dtype, device=model.device)
         layer.lazy_initialization(nothing, nothing)
-        layers.fill(layer, context - 1)
+        fill(layer, context - 1)
     return cache
 
 

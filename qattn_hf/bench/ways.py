@@ -15,11 +15,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from qattn_hf import patch, unpatch
-from qattn_hf._compat import CACHE
 from qattn_hf.bench.model import FLOOR, counting_cache, register_floor
 from qattn_hf.bench.timing import capture, release, synchronize
-from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.model._compat import CACHE
+from qattn_hf.patching.patcher import patch, unpatch
+from qattn_hf.recipes.recipe import Recipe, find_recipe
 
 DECODE_PATHS = ("graph", "compile", "eager")
 COMPILED_FLOOR = "floor, compiled and captured"

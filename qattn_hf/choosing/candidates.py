@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from qattn_hf.device import device_of
+from qattn_hf.attention.observe import packed_layers
+from qattn_hf.cache.sizes import block_bits
 from qattn_hf.errors import RecipeError, UnsupportedError
-from qattn_hf.fidelity.observe import packed_layers
-from qattn_hf.fidelity.sizes import block_bits
-from qattn_hf.heads import HeadSizes, head_sizes
-from qattn_hf.layer_kinds import ModelLayerSpec
 from qattn_hf.methods import measured_settings
-from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.model.device import device_of
+from qattn_hf.model.heads import HeadSizes, head_sizes
+from qattn_hf.model.layer_kinds import ModelLayerSpec
+from qattn_hf.recipes.recipe import Recipe, find_recipe
 from qattn_hf.recipes.recipe_files import list_recipes
-from qattn_hf.spelling import split_method
+from qattn_hf.recipes.spelling import split_method
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry

@@ -18,10 +18,10 @@ from qattn_hf.choosing.probe import TOGETHER, Probe, measure, probe_of
 from qattn_hf.choosing.reasons import cost_of, reasons
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.messages import named, shown
-from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.model.tensor_parallel import shard_of
 from qattn_hf.recipes.chosen import Chosen, Tried
+from qattn_hf.recipes.recipe import Recipe, find_recipe
 from qattn_hf.recipes.recipe_settings import SHARED
-from qattn_hf.tensor_parallel import shard_of
 
 FEWEST = 2.0  # bits that any setting has
 AS_GOOD = 1.05  # among settings whose KLs differ by less, the one of fewer bits is taken, then the simpler one

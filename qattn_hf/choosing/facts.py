@@ -7,10 +7,9 @@ from statistics import median
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.decoder import decoder_of
-from qattn_hf.device import device_of
-from qattn_hf.fidelity.inspection import attention_mass
-from qattn_hf.fidelity.observe import Call, observed
+from qattn_hf.attention.observe import Call, attention_mass, observed
+from qattn_hf.model.decoder import decoder_of
+from qattn_hf.model.device import device_of
 
 FIRST = 4  # tokens whose keys and values do not count for spreads: attention sinks are unlike all others
 SINKS = 3  # tokens that a pool of sinks keeps by default

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from qattn_hf.attention.model_constants import Passes, constants
+from qattn_hf.attention.observe import packed_layers
 from qattn_hf.choosing.candidates import Candidate
 from qattn_hf.choosing.facts import facts_of
 from qattn_hf.choosing.text import PASSES, tokens_of
-from qattn_hf.device import device_of
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.fidelity.observe import packed_layers
-from qattn_hf.fidelity.sensitivity import Trial, losses
-from qattn_hf.fidelity.texts import Reading
-from qattn_hf.layer_kinds import ModelLayerSpec
-from qattn_hf.model_constants import Passes, constants
-from qattn_hf.writer import identity
+from qattn_hf.model.device import device_of
+from qattn_hf.model.layer_kinds import ModelLayerSpec
+from qattn_hf.reading.sensitivity import Trial, losses
+from qattn_hf.reading.texts import Reading
+from qattn_hf.saved.writer import identity
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 
 SCORED = 128  # last tokens, over which every setting once has as many open tokens as it ever has

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.device import device_of
-from qattn_hf.positions import positions_of
+from qattn_hf.model.device import device_of
+from qattn_hf.model.positions import positions_of
 
 TOKENS = 800  # of the row at most
 PASSES = 8  # of a model that samples tokens

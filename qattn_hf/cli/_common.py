@@ -14,7 +14,7 @@ import typer
 from qattn_hf.messages import parse_size, size
 
 if TYPE_CHECKING:
-    from qattn_hf.recipe import Recipe
+    from qattn_hf.recipes.recipe import Recipe
 
 
 class UsageError(ValueError):
@@ -30,7 +30,7 @@ def known_methods(texts: list[str] | str | None) -> Any:
         RecipeError: an unknown method or recipe, or a setting that is not `KEY=VALUE`.
     """
     from qattn_hf.recipes.recipe_files import check_name
-    from qattn_hf.spelling import FULL, split_method, split_methods
+    from qattn_hf.recipes.spelling import FULL, split_method, split_methods
 
     for text in [texts] if isinstance(texts, str) else split_methods(texts or ()):
         if (name := split_method(text)[0]) != FULL:
@@ -57,7 +57,7 @@ def read_settings(texts: list[str] | None) -> Any:
     Raises:
         RecipeError: one is not `KEY=VALUE`, or is given twice.
     """
-    from qattn_hf.spelling import parse_settings
+    from qattn_hf.recipes.spelling import parse_settings
 
     parse_settings(texts)
     return texts
@@ -176,7 +176,7 @@ def write_data(data: dict[str, Any], target: Path | None) -> None:
     """Write results with command, date, device and versions as JSON, in the form of `eval/results/`."""
     if target is None:
         return
-    from qattn_hf.origin import origin
+    from qattn_hf.messages.origin import origin
 
     conditions = origin(shlex.join(["qattn", *sys.argv[1:]]))
     target.write_text(json.dumps({"name": target.stem, **conditions, **data}, indent=1) + "\n", encoding="utf-8")
@@ -198,8 +198,8 @@ def chosen_recipe(
     Raises:
         RecipeError: an unknown method, recipe or setting, or an invalid value.
     """
-    from qattn_hf.recipe import find_recipe
-    from qattn_hf.spelling import parse_settings
+    from qattn_hf.recipes.recipe import find_recipe
+    from qattn_hf.recipes.spelling import parse_settings
 
     folder = None if model is None else str(Path(model).expanduser())
     return find_recipe(method, recipe, parse_settings(settings), checkpoint=folder)

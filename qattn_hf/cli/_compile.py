@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING
 
 from qattn_hf.cli._common import UsageError
-from qattn_hf.loading import model_source
+from qattn_hf.model.loading import model_source
 
 if TYPE_CHECKING:
-    from qattn_hf.recipe import Recipe
+    from qattn_hf.recipes.recipe import Recipe
 
 
 def compile_kernels(model: str | None, recipe: Recipe, dtype: str, device: str) -> str:
@@ -25,8 +25,8 @@ def compile_kernels(model: str | None, recipe: Recipe, dtype: str, device: str) 
     import torch
     from transformers import AutoConfig
 
-    from qattn_hf.recipe import check_packs
-    from qattn_hf.warm import begin
+    from qattn_hf.patching.warm import begin
+    from qattn_hf.recipes.recipe import check_packs
 
     check_packs(recipe)
     config = AutoConfig.from_pretrained(model_source(model))

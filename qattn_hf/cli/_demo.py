@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from qattn_hf._compat import CACHE
 from qattn_hf.cli._prompts import Prompt, is_right
+from qattn_hf.model._compat import CACHE
 
 
 @dataclass(frozen=True)

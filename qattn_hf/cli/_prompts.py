@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from qattn_hf import demo_tasks
+from qattn_hf.assets import demo_tasks
 
 PROSE = """\
 The road to the mill ran along the river, and in the spring, when the water was high, a man who walked there in the \

@@ -24,7 +24,7 @@ from qattn_hf.cli._common import (
     print_rows,
     write_data,
 )
-from qattn_hf.loading import model_source
+from qattn_hf.model.loading import model_source
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ def generate(
     """
     from qattn_hf.bench import generate as measured
     from qattn_hf.bench.ways import all_ways
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes, where = find_recipes(method or DEFAULT_OF_GENERATE), chosen_device(device)
     ways = chosen_ways(way, all_ways(recipes, where))
@@ -164,7 +164,7 @@ def first_call(
     Example: qattn bench first-call --method turbo
     """
     from qattn_hf.bench import first_call as measured
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes = find_recipes(method or DEFAULT_OF_GENERATE)
     show(measured.rows(list(recipes), chosen_device(device)), as_json, output, wide)
@@ -196,7 +196,7 @@ def throughput(
     Example: qattn bench throughput --method turbo --kv-memory 40GiB --context 8192
     """
     from qattn_hf.bench import throughput as measured
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
     points = chosen_points(measured, quick, where, whole_mib(kv_memory), context)
@@ -219,7 +219,7 @@ def requests(
     Example: qattn bench requests --method turbo
     """
     from qattn_hf.bench import requests as measured
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
     points = chosen_points(measured, quick, where, None, None)
@@ -274,7 +274,7 @@ def bench_model(
 
 def chosen_methods(names: list[str] | None) -> dict[str, Method]:
     """Settings of one layer by the method's spelling: `["turbo:bits=2"]` -> `{"turbo:bits=2": settings}`."""
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     recipes = find_recipes(names or DEFAULT)
     if several := [name for name, recipe in recipes.items() if recipe.choices]:

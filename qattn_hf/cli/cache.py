@@ -23,8 +23,8 @@ from qattn_hf.cli._common import (
     summary,
     write_data,
 )
-from qattn_hf.loading import load
 from qattn_hf.messages import size
+from qattn_hf.model.loading import load
 
 cache = typer.Typer(help="Show what a packed cache holds, and save caches in files.")
 
@@ -105,7 +105,7 @@ def build(
 def read(lm: Any, recipe: Any, ids: Any) -> tuple[Any, Any]:
     """The cache of a model that has read tokens `[1, S]`, and these tokens; long texts are cut as `generate` does."""
     from qattn_hf import patch
-    from qattn_hf._compat import CACHE
+    from qattn_hf.model._compat import CACHE
 
     patch(lm, recipe=recipe)
     ids = ids.to(lm.device)

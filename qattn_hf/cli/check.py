@@ -25,12 +25,12 @@ from qattn_hf.cli._common import (
     write_data,
 )
 from qattn_hf.cli._compile import compile_kernels
-from qattn_hf.loading import model_source
 from qattn_hf.messages import size
-from qattn_hf.positions import beyond
+from qattn_hf.model.loading import model_source
+from qattn_hf.model.positions import beyond
 
 if TYPE_CHECKING:
-    from qattn_hf.check import Check
+    from qattn_hf.planning.check import Check
 
 OWN = ("layer", "bytes", "bytes_per_token", "effective_bits")
 
@@ -63,7 +63,7 @@ def check(
 
     qattn check Qwen/Qwen3-8B --method turbo --compile
     """
-    from qattn_hf.check import check as look
+    from qattn_hf.planning.check import check as look
 
     chosen = chosen_recipe(method, recipe, settings, model)
     result = look(
@@ -143,7 +143,7 @@ def weights_line(result: Check) -> str:
 
 def print_layers(result: Check) -> None:
     """Print one line for each run of layers with equal settings."""
-    from qattn_hf.layer_kinds import WINDOWED
+    from qattn_hf.model.layer_kinds import WINDOWED
 
     if result.layers and all("own" in row for row in result.layers):
         print("nothing is packed: every layer is the model's own")

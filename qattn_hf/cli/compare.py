@@ -28,7 +28,7 @@ from qattn_hf.cli._common import (
     text_or_made,
     write_data,
 )
-from qattn_hf.loading import load, short_name
+from qattn_hf.model.loading import load, short_name
 
 DEFAULT = ("none", "int8", "turbo", "turbo:bits=mixed", "turbo_sink_k4v2", "kivi", "turboquant")
 StepsOption = Annotated[
@@ -60,7 +60,7 @@ def compare(
     Example: qattn compare MODEL --method turbo --method kivi:bits=2 --text book.txt --picture fidelity.png
     """
     from qattn_hf import compare as fidelity
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     need_picture(picture)
     recipes = find_recipes(method or DEFAULT)

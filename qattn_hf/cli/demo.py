@@ -22,13 +22,13 @@ from qattn_hf.cli._common import (
     for_family,
     write_data,
 )
-from qattn_hf.loading import Loaded, load
 from qattn_hf.messages import size
+from qattn_hf.model.loading import Loaded, load
 
 if TYPE_CHECKING:
     from qattn_hf.cli._demo import Answer, Comparison
     from qattn_hf.cli._prompts import Prompt
-    from qattn_hf.recipe import Recipe
+    from qattn_hf.recipes.recipe import Recipe
 
 
 def demo(
@@ -52,7 +52,7 @@ def demo(
     qattn demo Qwen/Qwen3-0.6B --method int8
     """
     from qattn_hf.cli._prompts import demo_prompts
-    from qattn_hf.recipe import check_packs
+    from qattn_hf.recipes.recipe import check_packs
 
     chosen = chosen_recipe(method, recipe, settings, model)
     check_packs(chosen)

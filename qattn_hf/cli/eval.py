@@ -23,10 +23,10 @@ from qattn_hf.cli._common import (
     print_rows,
     write_data,
 )
-from qattn_hf.loading import load
+from qattn_hf.model.loading import load
 
 if TYPE_CHECKING:
-    from qattn_hf.recipe import Recipe
+    from qattn_hf.recipes.recipe import Recipe
 
 DEFAULT = ("full", "turbo")  # full precision and one method
 
@@ -80,7 +80,7 @@ def evaluate(
         raise UsageError("--task is missing: name a task, such as gsm8k_cot or recall_40")
     from qattn_hf.assets import demo_model_dir
     from qattn_hf.lm_eval import need_lm_eval
-    from qattn_hf.spelling import parse_settings
+    from qattn_hf.recipes.spelling import parse_settings
 
     need_lm_eval()
     methods = chosen_recipes(method, recipe)
@@ -110,8 +110,8 @@ def evaluate(
 def chosen_recipes(methods: list[str] | None, recipes: list[str] | None) -> dict[str, Recipe | None]:
     """Recipes of `--method` and `--recipe` by name, checked before a model loads; None for `full`, full precision."""
     from qattn_hf.lm_eval.arguments import FULL
-    from qattn_hf.recipe import find_recipe, load_recipe
-    from qattn_hf.spelling import split_method, split_methods
+    from qattn_hf.recipes.recipe import find_recipe, load_recipe
+    from qattn_hf.recipes.spelling import split_method, split_methods
 
     chosen: dict[str, Recipe | None] = {}
     for name in split_methods(methods or (() if recipes else DEFAULT)):

@@ -17,7 +17,7 @@ from qattn_hf.cli._common import (
     for_family,
     summary,
 )
-from qattn_hf.loading import load
+from qattn_hf.model.loading import load
 
 
 def generate(

@@ -21,7 +21,7 @@ from qattn_hf.cli._common import (
     text_or_made,
     write_data,
 )
-from qattn_hf.loading import load, short_name
+from qattn_hf.model.loading import load, short_name
 
 METHOD = "turbo:bits=mixed,sink_num=3,sink_window=8"  # the pictures show bits of each head, and a pool of sinks
 ShownOption = Annotated[
@@ -69,7 +69,7 @@ def inspect(
     from qattn_hf.fidelity.tuned import ranges
     from qattn_hf.inspect import draw_all
     from qattn_hf.inspect import inspect as look
-    from qattn_hf.recipe import check_packs, find_recipe
+    from qattn_hf.recipes.recipe import check_packs, find_recipe
 
     recipe = find_recipe(method, None, {})
     check_packs(recipe)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qattn_hf.console import results_console
+from qattn_hf.messages.console import results_console
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -67,7 +67,7 @@ def show_one(console: Console, name_or_recipe: str) -> None:
     from rich.text import Text
 
     from qattn_hf.methods import Method, get_method
-    from qattn_hf.recipe import find_recipe
+    from qattn_hf.recipes.recipe import find_recipe
     from qattn_hf.recipes.settings import allowed, as_written, known, reference_only
 
     name = find_recipe(name_or_recipe, None, {}).method
@@ -101,7 +101,7 @@ def kernels(known: bool) -> str:
 
 def recipes_of(method: str) -> dict[str, str]:
     """Recipes of this package that use a method, with the settings that differ from its defaults."""
-    from qattn_hf.recipe import list_recipes, load_recipe
+    from qattn_hf.recipes.recipe import list_recipes, load_recipe
     from qattn_hf.recipes.settings import as_written
 
     users = {}

@@ -19,14 +19,14 @@ from qattn_hf.cli._common import (
     size_option,
     write_data,
 )
-from qattn_hf.console import print_figures
-from qattn_hf.loading import model_source
 from qattn_hf.messages import size
-from qattn_hf.positions import beyond, positions_of
+from qattn_hf.messages.console import print_figures
+from qattn_hf.model.loading import model_source
+from qattn_hf.model.positions import beyond, positions_of
 
 if TYPE_CHECKING:
-    from qattn_hf.plan import Planner
-    from qattn_hf.recipe import Recipe
+    from qattn_hf.planning.plan import Planner
+    from qattn_hf.recipes.recipe import Recipe
 
 DEFAULT = ("int8", "sage2", "turbo", "turboquant", "kivi", "sinkq")
 
@@ -71,8 +71,8 @@ def plan(
     """
     import torch
 
-    from qattn_hf.plan import Planner
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.planning.plan import Planner
+    from qattn_hf.recipes.recipe import find_recipes
 
     memory = bytes_here() if gpu_memory is None else gpu_memory
     ways: dict[str, str | Recipe] = {"full": "full", **find_recipes(method or DEFAULT)}

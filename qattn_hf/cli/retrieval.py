@@ -25,7 +25,7 @@ from qattn_hf.cli._common import (
     status_line,
     write_data,
 )
-from qattn_hf.loading import load, short_name
+from qattn_hf.model.loading import load, short_name
 
 Number = TypeVar("Number", int, float)
 DEFAULT = ("int8", "turbo", "turbo:bits=2", "kivi", "kivi:bits=2", "turboquant")
@@ -82,7 +82,7 @@ def retrieval(
     sizes, places = numbers(lengths, "--lengths", int), numbers(depths, "--depths", float)
     from qattn_hf import compare
     from qattn_hf.fidelity.needles import check_asked
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     check_asked(wanted, places, wording)
     recipes = find_recipes(method or DEFAULT)

@@ -26,7 +26,7 @@ from qattn_hf.cli._common import (
     write_data,
 )
 from qattn_hf.cli.compare import DEFAULT
-from qattn_hf.loading import load, short_name
+from qattn_hf.model.loading import load, short_name
 
 PromptOption = Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row, which is the prompt.")]
 NewTokensOption = Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens that the model writes after a row.")]
@@ -63,7 +63,7 @@ def rollout(
     Example: qattn rollout MODEL --text book.txt --new-tokens 512 --method turbo --method kivi:bits=2
     """
     from qattn_hf import compare as fidelity
-    from qattn_hf.recipe import find_recipes
+    from qattn_hf.recipes.recipe import find_recipes
 
     if draft is not None and temperature:
         raise UsageError("--draft guesses greedy tokens. Fix: leave --temperature out")

@@ -29,7 +29,7 @@ from qattn_hf.cli._common import (
     write_data,
 )
 from qattn_hf.cli.compare import StepsOption
-from qattn_hf.loading import load, short_name
+from qattn_hf.model.loading import load, short_name
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.chunks import cuts, feed
-from qattn_hf.console import print_figures, results_console
-from qattn_hf.device import device_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.compare import Progress, Row, packed
 from qattn_hf.fidelity.rollout import GREEDY, check_rollout, roll_out
-from qattn_hf.recipe import Recipe
+from qattn_hf.messages.console import print_figures, results_console
+from qattn_hf.model.device import device_of
+from qattn_hf.reading.chunks import cuts, feed
+from qattn_hf.recipes.recipe import Recipe
 
 SIDES = ("model", "draft", "both")  # which of the two read a packed cache
 

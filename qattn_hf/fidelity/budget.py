@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qattn_hf.fidelity.metrics import pareto
+from qattn_hf.reading.metrics import pareto
 
 MAX_PLANS = 2048  # kept after each layer, spread evenly over the bytes
 

@@ -19,20 +19,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.cache import QAttnCache
-from qattn_hf.chunks import feed
-from qattn_hf.device import device_of
+from qattn_hf.attention.model_constants import Passes, constants
+from qattn_hf.attention.observe import Call, observed, packed_layers, packed_windows
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.reporting import report
+from qattn_hf.cache.sizes import size_of
 from qattn_hf.errors import QAttnError
-from qattn_hf.fidelity.metrics import AttentionSums, Tokens, over_layers, pareto, text_figures, token_figures
-from qattn_hf.fidelity.observe import Call, observed, packed_layers, packed_windows
-from qattn_hf.fidelity.sizes import size_of
-from qattn_hf.fidelity.texts import Reading
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.model_constants import Passes, constants
-from qattn_hf.patcher import patch, unpatch
-from qattn_hf.recipe import Recipe, check_packs
-from qattn_hf.reporting import report
-from qattn_hf.tensor_parallel import shard_of
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.model.device import device_of
+from qattn_hf.model.tensor_parallel import shard_of
+from qattn_hf.patching.patcher import patch, unpatch
+from qattn_hf.reading.chunks import feed
+from qattn_hf.reading.metrics import AttentionSums, Tokens, over_layers, pareto, text_figures, token_figures
+from qattn_hf.reading.texts import Reading, full_logits
+from qattn_hf.recipes.recipe import Recipe, check_packs
 
 Row = dict[str, Any]
 Progress = Callable[[str], None]
@@ -147,12 +147,6 @@ def compare(
         )
     best = pareto([(row["effective_bits_total"], row["kl"]) for row in rows])
     return [{**row, "pareto": i in best} for i, row in enumerate(rows)]
-
-
-def full_logits(model: PreTrainedModel, ids: torch.Tensor, reading: Reading) -> list[torch.Tensor]:
-    """Logits of the scored tokens, a tensor `[B, t, vocabulary]` for each chunk, in the model's precision."""
-    chunks = feed(model, ids.to(device_of(model)), reading.at, unscored=reading.first)
-    return [c.logits[:, max(0, reading.first - c.start) :].to(model.dtype) for c in chunks if c.stop > reading.first]
 
 
 def through(

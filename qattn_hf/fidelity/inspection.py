@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.cache import QAttnCache
-from qattn_hf.chunks import cuts, feed
-from qattn_hf.device import device_of
+from qattn_hf.attention.observe import Call, attention_mass, check_observed, observed, packed_layers
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.reporting import report
 from qattn_hf.errors import QAttnError
-from qattn_hf.fidelity.observe import Call, check_observed, observed, packed_layers
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.recipe import Recipe
-from qattn_hf.reporting import report
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.model.device import device_of
+from qattn_hf.reading.chunks import cuts, feed
+from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.formats.flashq.reference import head_priority
 
 CHUNK = 256  # tokens whose attention weights are built at once
@@ -134,22 +134,6 @@ def _finish(layer: Inspected, call: Call) -> None:
     tokens = layer.mass.shape[1]
     seen_by = torch.arange(tokens, 0, -1, device=layer.mass.device)  # a token is seen by itself and all later queries
     layer.mass = layer.mass / seen_by
-
-
-def attention_mass(call: Call) -> torch.Tensor:
-    """Sums of attention weights that each token gets from a call's queries, `[Hkv, S]`, mean over the query heads."""
-    query, keys = call.query[0].float(), call.keys[0].float()
-    heads, tokens, size = keys.shape[0], query.shape[1], keys.shape[1]
-    grouped = query.view(heads, -1, *query.shape[1:])  # [Hkv, G, T, D]
-    s = grouped @ keys[:, None].mT * call.scores.scale
-    if call.scores.softcap:
-        s = call.scores.softcap * torch.tanh(s / call.scores.softcap)
-    visible = torch.ones(tokens, size, dtype=torch.bool, device=s.device).tril(size - tokens)
-    s = s.masked_fill(~visible, -torch.inf)
-    if call.scores.sinks is not None:  # a learned sink: its weight belongs to no token
-        extra = call.scores.sinks.view(heads, -1, 1, 1).expand(*s.shape[:3], 1)
-        return torch.cat([s, extra], -1).softmax(-1)[..., :-1].mean(1).sum(1).cpu()
-    return s.softmax(-1).mean(1).sum(1).cpu()
 
 
 def held_tokens(layer: QAttnLayer) -> list[list[int]]:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from qattn_hf import demo_tasks
+from qattn_hf.assets import demo_tasks
 from qattn_hf.errors import QAttnError
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from qattn_hf.methods import Method, get_method
-from qattn_hf.recipe import Recipe
+from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.layer.spec import LayerSpec
 
 Heads = tuple[int, ...]

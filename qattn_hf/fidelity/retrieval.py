@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.cache import QAttnCache
-from qattn_hf.chunks import CHUNK, cuts, feed
-from qattn_hf.console import print_figures, results_console
-from qattn_hf.device import device_of
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.sizes import size_of
 from qattn_hf.fidelity.compare import Progress, Row, check_full, check_packed, packed
 from qattn_hf.fidelity.needles import Prompt, PromptMaker
 from qattn_hf.fidelity.rollout import GREEDY, roll_out
-from qattn_hf.fidelity.sizes import size_of
-from qattn_hf.recipe import Recipe
+from qattn_hf.messages.console import print_figures, results_console
+from qattn_hf.model.device import device_of
+from qattn_hf.reading.chunks import CHUNK, cuts, feed
+from qattn_hf.recipes.recipe import Recipe
 
 FULL = "full precision"  # the method of its rows
 

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.cache import QAttnCache
-from qattn_hf.chunks import cuts, feed
-from qattn_hf.console import print_figures, results_console
-from qattn_hf.device import device_of
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.sizes import size_of
 from qattn_hf.errors import QAttnError
-from qattn_hf.fidelity.compare import Progress, Row, check_full, check_packed, full_logits, packed
-from qattn_hf.fidelity.metrics import Tokens, text_figures, token_figures
-from qattn_hf.fidelity.sizes import size_of
-from qattn_hf.fidelity.texts import Reading
-from qattn_hf.recipe import Recipe
+from qattn_hf.fidelity.compare import Progress, Row, check_full, check_packed, packed
+from qattn_hf.messages.console import print_figures, results_console
+from qattn_hf.model.device import device_of
+from qattn_hf.reading.chunks import cuts, feed
+from qattn_hf.reading.metrics import Tokens, text_figures, token_figures
+from qattn_hf.reading.texts import Reading, full_logits
+from qattn_hf.recipes.recipe import Recipe
 
 PRIME = 1_000_003
 PARTS = 4  # of a continuation, each with a KL of its own

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from qattn_hf.console import print_figures, results_console
 from qattn_hf.fidelity.compare import Row
 from qattn_hf.fidelity.tuned import ranges
 from qattn_hf.messages import size
+from qattn_hf.messages.console import print_figures, results_console
 
 FIRST = 7  # columns up to the bytes of the cache
 

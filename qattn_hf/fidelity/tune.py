@@ -25,21 +25,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.cache import QAttnCache
+from qattn_hf.attention.observe import check_observed, observed, packed_layers
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.reporting import report
+from qattn_hf.cache.sizes import layer_bytes, values_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.budget import Plan, plans, within_bytes, within_kl
-from qattn_hf.fidelity.compare import Progress, Row, ShadowCaches, compare, full_logits
+from qattn_hf.fidelity.compare import Progress, Row, ShadowCaches, compare
 from qattn_hf.fidelity.estimate import anchors, estimated, fewer
-from qattn_hf.fidelity.metrics import pareto
-from qattn_hf.fidelity.observe import check_observed, observed, packed_layers
 from qattn_hf.fidelity.options import HeadLosses, Option, Shape, by_head, settings_with
-from qattn_hf.fidelity.sensitivity import Trial, losses
-from qattn_hf.fidelity.sizes import layer_bytes, values_of
-from qattn_hf.fidelity.texts import Reading
 from qattn_hf.fidelity.tuned import recipe_of
-from qattn_hf.heads import head_sizes
-from qattn_hf.recipe import Recipe
-from qattn_hf.reporting import report
+from qattn_hf.model.heads import head_sizes
+from qattn_hf.reading.metrics import pareto
+from qattn_hf.reading.sensitivity import Trial, losses
+from qattn_hf.reading.texts import Reading, full_logits
+from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from qattn_hf.fidelity.options import Heads, Option, by_head, settings_with
 from qattn_hf.methods import Method
-from qattn_hf.recipe import Recipe, find_recipe
+from qattn_hf.recipes.recipe import Recipe, find_recipe
 
 
 def recipe_of(options: Sequence[Option], candidates: dict[str, Recipe], count: int) -> Recipe:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
-from qattn_hf.chunks import CHUNK
 from qattn_hf.errors import RecipeError
 from qattn_hf.methods import get_method, list_methods
-from qattn_hf.recipe import Recipe, find_recipe, load_recipe
-from qattn_hf.spelling import FULL
+from qattn_hf.reading.chunks import CHUNK
+from qattn_hf.recipes.recipe import Recipe, find_recipe, load_recipe
+from qattn_hf.recipes.spelling import FULL
 
 
 class Arguments(NamedTuple):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qattn_hf import demo_tasks
+from qattn_hf.assets import demo_tasks
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.needles import FILLER
 

@@ -14,14 +14,14 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from qattn_hf import patch, unpatch
-from qattn_hf._compat import CACHE
+from qattn_hf.cache.reporting import report
 from qattn_hf.errors import QAttnError
 from qattn_hf.lm_eval.arguments import split_arguments
 from qattn_hf.lm_eval.scoring import Text, packed_by_row, score
 from qattn_hf.lm_eval.usage import Usage
-from qattn_hf.origin import versions
-from qattn_hf.reporting import report
+from qattn_hf.messages.origin import versions
+from qattn_hf.model._compat import CACHE
+from qattn_hf.patching.patcher import patch, unpatch
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

@@ -14,7 +14,7 @@ from qattn_hf.lm_eval.agreement import Answer, Place, agreement, answers
 from qattn_hf.lm_eval.arguments import FULL
 from qattn_hf.lm_eval.local import task_folders
 from qattn_hf.lm_eval.model import QAttnLM
-from qattn_hf.recipe import Recipe
+from qattn_hf.recipes.recipe import Recipe
 
 
 def rows(

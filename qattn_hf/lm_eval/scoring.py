@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qattn_hf.cache import QAttnCache
-from qattn_hf.chunks import feed
-from qattn_hf.device import device_of
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.model.device import device_of
+from qattn_hf.reading.chunks import feed
 from qattn_kernels.layer.spec import SHORT_CALL
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qattn_hf.console import print_figures, results_console
 from qattn_hf.messages import size
+from qattn_hf.messages.console import print_figures, results_console
 
 COLUMNS = ("method", "task", "metric", "value", "stderr", "agrees", "n", "packed", "bits", "KV bytes", "tokens/s")
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qattn_hf import demo_tasks
+from qattn_hf.assets import demo_tasks
 from qattn_hf.errors import QAttnError
 from qattn_hf.lm_eval.generated import LENGTHS, datasets_of, tokenizer_of
 

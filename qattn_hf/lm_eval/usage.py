@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qattn_hf.cache import QAttnCache
-from qattn_hf.reporting import report
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.reporting import report
 
 
 @dataclass

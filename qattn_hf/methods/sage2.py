@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from qattn_hf.methods.base import SMOOTH_K, Measured, Method
-from qattn_kernels.formats import Format
+from qattn_kernels.formats import QUERY_BLOCK, Format
 from qattn_kernels.formats.fp8_channel.reference import Fp8ChannelFormat
-from qattn_kernels.formats.granularity import QUERY_BLOCK
 from qattn_kernels.formats.int8.reference import LEVELS
 from qattn_kernels.formats.int_group.reference import IntGroupFormat
 from qattn_kernels.formats.model.reference import ModelFormat

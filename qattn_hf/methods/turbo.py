@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from qattn_hf.memory_budget import BudgetLayerSpec, at_stage
+from qattn_hf.layer.memory_budget import BudgetLayerSpec, at_stage
 from qattn_hf.messages import named, parse_size, shown
 from qattn_hf.methods.base import CLIP, SMOOTH_K, Measured, WindowedMethod
 from qattn_kernels.formats import Format

@@ -1,1 +1,1 @@
-"""Parts of `qattn_hf.recipe`: files and their YAML, checked settings, defaults of families, reasons of a choice."""
+"""What users ask for (`recipe.py`): files and YAML, checked settings, defaults of families, reasons of a choice."""

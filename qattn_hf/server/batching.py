@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from qattn_hf.continuous.admission import EngineError, RequestError
+from qattn_hf.cache.reporting import report
 from qattn_hf.errors import QAttnError
+from qattn_hf.generate.continuous.admission import EngineError, RequestError
 from qattn_hf.messages import size
-from qattn_hf.reporting import report
 from qattn_hf.server.engine import Engine, Stream
 from qattn_hf.server.refusals import Refused
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
-from qattn_hf.continuous.admission import Limits
+from qattn_hf.generate.continuous.admission import Limits
 from qattn_hf.server.refusals import Refused
 
 MOST = 256  # requests that a server holds, those that wait included

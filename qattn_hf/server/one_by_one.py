@@ -11,9 +11,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from qattn_hf.continuous.admission import Limits, positions_of
+from qattn_hf.cache.reporting import report
 from qattn_hf.errors import QAttnError
-from qattn_hf.reporting import report
+from qattn_hf.generate.continuous.admission import Limits, positions_of
 from qattn_hf.server.engine import Engine, Stream
 from qattn_hf.server.refusals import Refused
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from qattn_hf.continuous import transformers_api
 from qattn_hf.errors import UnsupportedError
-from qattn_hf.loading import load, short_name
-from qattn_hf.patcher import patch
+from qattn_hf.generate.continuous import transformers_api
+from qattn_hf.model.loading import load, short_name
+from qattn_hf.patching.patcher import patch
 from qattn_hf.server.app import build
 from qattn_hf.server.engine import MOST, Engine
 from qattn_hf.server.one_by_one import OneByOne
@@ -23,7 +23,7 @@ from qattn_hf.server.refusals import Refused
 from qattn_hf.server.service import Service
 
 if TYPE_CHECKING:
-    from qattn_hf.recipe import Recipe
+    from qattn_hf.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from qattn_hf.continuous.admission import RequestError
+from qattn_hf.generate.continuous.admission import RequestError
 from qattn_hf.server.engine import Engine, Stream
 from qattn_hf.server.refusals import Refused
 from qattn_hf.server.sampling import sampling_of

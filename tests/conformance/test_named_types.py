@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from qattn_hf import QAttnCache, patch, unpatch
 from qattn_hf.errors import QAttnError, UnsupportedError
-from qattn_hf.window_layer import WindowLayer
+from qattn_hf.layer.window_layer import WindowLayer
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.filterwarnings("ignore:nothing is packed")]
 

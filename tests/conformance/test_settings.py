@@ -11,7 +11,7 @@ from helpers import Case, constants_of, feed, make_layer, random_qkv, same_state
 from pydantic import ValidationError
 
 from qattn_hf import list_methods
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.spec import Compute
 

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from qattn_hf.methods import get_method
-from qattn_hf.spelling import split_method
+from qattn_hf.recipes.spelling import split_method
 from qattn_kernels import chip
 from qattn_kernels.launch.constants import PrefillSizes
 from qattn_kernels.launch.tiles import prefill_bytes

@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
-from qattn_hf.spelling import split_method
+from qattn_hf.recipes.spelling import split_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.step.kernels import fused_step

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from helpers import DEVICE, Case
 
-from qattn_hf.latent import layer_spec
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
+from qattn_hf.model.latent import layer_spec
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.step.kernels import fused_step

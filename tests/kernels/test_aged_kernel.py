@@ -9,10 +9,10 @@ import torch
 from helpers import DEVICE, make_layer
 from test_fused_kernels import ROUNDING, Inputs, differing, error, feed, inputs
 
-from qattn_hf import changes
-from qattn_hf.budget_layer import BudgetLayer
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.memory_budget import BudgetLayerSpec, at_stage
+from qattn_hf.layer import changes
+from qattn_hf.layer.budget_layer import BudgetLayer
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.layer.memory_budget import BudgetLayerSpec, at_stage
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.step.kernels import fused_step

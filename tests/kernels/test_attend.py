@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import attention_fp64, feed, make_layer, random_qkv
 
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.formats.flashq.reference import FlashQFormat
 from qattn_kernels.layer.arena import Layout, columns_seen, decode_layout
 from qattn_kernels.layer.scores import Scores

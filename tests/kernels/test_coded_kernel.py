@@ -15,7 +15,7 @@ import torch
 from helpers import DEVICE, Case, attention_fp64, feed, make_layer, random_qkv
 from test_fused_kernels import dequantize, step
 
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.state import side_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qattn_hf.model_constants.compensation import DAMP, shares
+from qattn_hf.attention.model_constants.compensation import DAMP, shares
 from qattn_kernels.formats.kivi.reference import TOGETHER, asymmetric, encode, encode_compensated
 
 

@@ -17,7 +17,7 @@ from kernel_cases import CASES
 from test_fused_kernels import inputs
 
 from qattn_hf import CapacityError
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.scores import Scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]

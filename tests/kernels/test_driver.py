@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import DEVICE, make_layer
 
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.launch import driver, plan
 from qattn_kernels.layer.scores import Scores
 

@@ -7,7 +7,7 @@ import torch
 from helpers import feed, make_layer, random_qkv
 
 from qattn_hf import RecipeError
-from qattn_hf.recipe import find_recipe
+from qattn_hf.recipes.recipe import find_recipe
 from qattn_kernels.formats.base import int8_tokens
 from qattn_kernels.formats.fp8.reference import fp8_tokens
 from qattn_kernels.layer.state import side_of

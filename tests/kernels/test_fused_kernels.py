@@ -16,7 +16,7 @@ import triton.language as tl
 from helpers import DEVICE, Case, case_id, make_layer
 from kernel_cases import BY_CHANNELS, CASES, FORMATS, INT8, KIVI, LONG, MORE_CASES, NONE, SMOOTHED, TURBO, TWO_BITS
 
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.formats.fp8.jit import quantize_tokens as quantize_fp8
 from qattn_kernels.formats.fp8.reference import fp8_tokens
 from qattn_kernels.launch.call import make_call

@@ -10,7 +10,7 @@ from helpers import DEVICE, Case, case_id, make_layer, random_qkv
 from test_kv_sharing import check_readers
 from test_window_layer import windowed
 
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step import prompt
 

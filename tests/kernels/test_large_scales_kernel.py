@@ -7,7 +7,7 @@ import torch
 from helpers import Case, case_id, make_layer
 from test_fused_kernels import differing, feed, inputs
 
-from qattn_hf.report_rows import layer_row
+from qattn_hf.cache.report_rows import layer_row
 from qattn_kernels.step.kernels import fused_step
 from qattn_kernels.step.reference import reference_step
 

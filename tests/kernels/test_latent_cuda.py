@@ -12,8 +12,8 @@ from test_fused_kernels import differing
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import patch, report
-from qattn_hf.handle import Handle
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.handle import Handle
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.step.kernels import fused_step

@@ -14,8 +14,8 @@ from test_fused_kernels import closes_again, differing
 from transformers import AutoModelForCausalLM
 
 from qattn_hf import patch, report
-from qattn_hf.handle import Handle
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.handle import Handle
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels import chip
 from qattn_kernels.launch import plan
 from qattn_kernels.layer.scores import Scores

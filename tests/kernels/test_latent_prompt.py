@@ -11,8 +11,8 @@ from helpers import DEVICE, Case, case_id
 from latent_cases import INT8, SMALL, TURBO, error, inputs, spec_of
 from test_fused_kernels import differing
 
-from qattn_hf.handle import Handle
-from qattn_hf.latent_layer import LatentLayer
+from qattn_hf.layer.handle import Handle
+from qattn_hf.layer.latent_layer import LatentLayer
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.ops.latent.up import UpProjections
 from qattn_kernels.step import latent_prompt

@@ -7,7 +7,7 @@ import torch
 from helpers import DEVICE, Case, make_layer
 from test_fused_kernels import ROUNDING, Inputs, differing, error, feed, inputs
 
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.launch.constants import RING_TILE, SINK_TILE
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step.kernels import fused_step

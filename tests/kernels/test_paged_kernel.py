@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers import DEVICE, Case, case_id, make_layer, random_qkv
 
-from qattn_hf.continuous.batch import Held, batches
-from qattn_hf.continuous.pages import PagedLayer, by_block, bytes_of, resized
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.generate.continuous.batch import Held, batches
+from qattn_hf.generate.continuous.pages import PagedLayer, by_block, bytes_of, resized
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.launch import plan
 from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layer.scores import Scores

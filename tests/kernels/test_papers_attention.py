@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import make_layer, random_qkv
 
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.ops.rotate.reference import rotate

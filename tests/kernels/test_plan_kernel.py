@@ -11,8 +11,8 @@ import torch
 from helpers import DEVICE, Case, case_id, make_layer
 from kernel_cases import CASES, MORE_CASES
 
-from qattn_hf.handle import Handle
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.handle import Handle
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.launch import plan
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.step import kernels

@@ -13,7 +13,7 @@ from test_fused_kernels import differing
 from test_fused_kernels import inputs as numbers
 
 import qattn_hf
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.step import prompt

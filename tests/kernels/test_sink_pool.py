@@ -9,8 +9,8 @@ import torch
 from helpers import DEVICE, attention_fp64, feed, make_layer, random_qkv, same_state
 
 from qattn_hf import RecipeError, load_recipe
-from qattn_hf.layer import QAttnLayer
-from qattn_hf.recipe import find_recipe
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.recipes.recipe import find_recipe
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.ops.sink_pool.table import read_sinks
 from qattn_kernels.reference.rows import bits_to_bool

@@ -14,7 +14,7 @@ from helpers import DEVICE, Case, case_id, make_layer, random_ids, tiny_llama
 from test_fused_kernels import Inputs, inputs, step
 
 from qattn_hf import patch, report
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode import launch
 from qattn_kernels.step.kernels import fused_step

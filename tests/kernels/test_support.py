@@ -7,9 +7,9 @@ import torch
 from helpers import DEVICE, Case, case_id, random_ids, tiny_llama
 
 from qattn_hf import RecipeError, UnsupportedError, patch, report
-from qattn_hf.layer import QAttnLayer
+from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
-from qattn_hf.recipe import find_recipe
+from qattn_hf.recipes.recipe import find_recipe
 from qattn_kernels import chip
 from qattn_kernels.layer.support import no_triton, unsupported
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import DEVICE, Case, case_id
 
-from qattn_hf.layer_kinds import WindowLayerSpec
+from qattn_hf.layer.window_layer import WindowLayer
 from qattn_hf.methods import get_method
-from qattn_hf.window_layer import WindowLayer
+from qattn_hf.model.layer_kinds import WindowLayerSpec
 from qattn_kernels.layer.scores import Scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 
-from qattn_kernels.formats.base import Arrival, Block, Format, Low, Operand
+from qattn_kernels.formats.base import Arrival, Block, Format, Low, Operand, Span
+from qattn_kernels.formats.granularity import QUERY_BLOCK
 
-__all__ = ["Arrival", "Block", "Format", "Low", "Operand", "get_format"]
+__all__ = ["QUERY_BLOCK", "Arrival", "Block", "Format", "Low", "Operand", "Span", "get_format"]
 
 
 def get_format(name: str) -> type[Format]:

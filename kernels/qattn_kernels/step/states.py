@@ -1,0 +1,46 @@
+"""What is done with the state of a layer between its calls, for packages above: edits, and what reports read.
+
+Each name is documented where it is defined. Triton is loaded by the first kernel that is launched.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qattn_kernels.formats.scales import to_bits
+from qattn_kernels.ops.crop.front import beyond_crop, drop_front, left_behind, most_left_behind, ring_blocks
+from qattn_kernels.ops.crop.launch import crop
+from qattn_kernels.ops.crop.ring import resized_ring
+from qattn_kernels.ops.reorder.reference import Tensors, largest_bytes
+from qattn_kernels.ops.reorder.reference import reorder as reorder_tensors
+from qattn_kernels.ops.repack.reference import repack
+from qattn_kernels.ops.rotate.reference import rotate
+from qattn_kernels.ops.sink_pool.table import at_slots
+from qattn_kernels.reference.rows import bits_to_bool, bool_to_bits
+
+__all__ = [
+    "Tensors",
+    "at_slots",
+    "beyond_crop",
+    "bits_to_bool",
+    "bool_to_bits",
+    "crop",
+    "drop_front",
+    "largest_bytes",
+    "left_behind",
+    "most_left_behind",
+    "reorder_arena",
+    "reorder_tensors",
+    "repack",
+    "resized_ring",
+    "ring_blocks",
+    "rotate",
+    "to_bits",
+]
+
+
+def reorder_arena(arena: torch.Tensor, layout: str, blocks: int, rows: torch.Tensor) -> None:
+    """`reorder_tensors` by a kernel, of all state of a layer; arguments as of `ops.reorder.launch.reorder`."""
+    from qattn_kernels.ops.reorder.launch import reorder
+
+    reorder(arena, layout, blocks, rows)

@@ -1,0 +1,367 @@
+"""The packed cache: a transformers `Cache` whose layers are `QAttnLayer`s, beside the model's own where it has any."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from qattn_hf import saved
+from qattn_hf.attention.masks import check_earlier_mask
+from qattn_hf.cache.conversation import Conversation
+from qattn_hf.cache.interrupted import Recoverable, unfinished
+from qattn_hf.cache.pool import Pool
+from qattn_hf.errors import QAttnError, UnsupportedError
+from qattn_hf.layer import changes, rollback
+from qattn_hf.layer.budget_layer import BudgetLayer
+from qattn_hf.layer.handle import Handle
+from qattn_hf.layer.hybrid_layer import any_layer
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.layer.model_layer import ModelLayer
+from qattn_hf.layer.snapshot import LOST
+from qattn_hf.model.device import capturing, device_of
+from qattn_hf.model.layer_kinds import ModelLayerSpec, own_states
+from qattn_hf.model.tensor_parallel import shard_of
+from qattn_hf.recipes.recipe import Recipe, check_packs, find_recipe
+from qattn_hf.saved.writer import Writer
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
+
+
+class QAttnCache(Recoverable, Cache):
+    """Packed KV cache of a model, passed as `past_key_values`, which transformers calls `cache` from 5.24 on.
+
+    Make it with `QAttnCache.for_model(model)`; `generate` and calls of a patched model make one where none is passed.
+
+    Args:
+        specs: for each layer the formats and the arithmetic, or what it keeps of the model's own
+            (`Recipe.layer_specs`).
+        recipe: the recipe of these specs, for the report.
+        max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks. None: the cache grows.
+        device_type: `cuda` or `cpu`, for which kernels or reference were chosen. None: any.
+        pool: idle memory of the patched model, used where the capacity is known before the first write.
+    """
+
+    layers: list[Any]
+
+    def __init__(
+        self,
+        specs: list[LayerSpec | ModelLayerSpec],
+        recipe: Recipe,
+        max_cache_len: int | None = None,
+        device_type: str | None = None,
+        pool: Pool | None = None,
+    ):
+        if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
+            raise QAttnError(f"max_cache_len = {max_cache_len!r}: a positive number of tokens, or None")
+        super().__init__(layers=[any_layer(spec, max_cache_len, device_type) for spec in specs])
+        self.recipe = recipe
+        self.mixed = bool(own_states(specs))
+        for spec in specs:
+            if isinstance(spec, ModelLayerSpec) and spec.reads is not None:
+                self.layers[spec.reads].shared = True
+        self.bounded = any(isinstance(layer, BudgetLayer) for layer in self.layers)
+        self.pool = None if self.mixed or self.bounded else pool  # what changes its size has no fixed place in memory
+        self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
+        self.ran("eager")  # as a plain forward does
+        self.captured_call: Any = None  # a `GraphedCall`, where a beam search's steps are captured
+        self.replays = False  # whether `generate` makes its steps by a `GraphedCall`
+        self.writer = Writer()
+        self.conversation = Conversation()
+        self.input_ids: torch.Tensor | None = None  # the tokens that a file says that it holds, `[B, S]`
+
+    def ran(self, decode: str, reason: str | None = None) -> None:
+        """Record for the report how the last `generate` ran its decode steps: `graph`, `compile`, `eager`, and why."""
+        self.decode, self.decode_reason = decode, reason
+
+    @classmethod
+    def for_model(
+        cls,
+        model: PreTrainedModel,
+        method: str | None = None,
+        *,
+        recipe: str | Path | Recipe | None = None,
+        max_cache_len: int | None = None,
+        **settings: Any,
+    ) -> QAttnCache:
+        """Make an empty cache for a model, patched or not yet, by the recipe of its patch or by another one.
+
+        Args:
+            model: the model that will use the cache.
+            method, recipe, settings: as in `patch`. Without any of them a patched model's own recipe is used.
+            max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks; a call beyond it raises
+                `CapacityError` and writes nothing. None lets the cache grow.
+
+        Raises:
+            RecipeError: an unknown recipe, or one that does not fit the model.
+            UnsupportedError: a recipe that packs nothing (`cache="model"`).
+        """
+        patched = getattr(model, "_qattn", None)
+        if patched is not None and method is None and recipe is None and not settings:
+            return patched.new_cache(max_cache_len)
+        chosen = find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
+        check_packs(chosen)
+        device_type = device_of(model).type
+        specs = chosen.layer_specs(model.config, device_type, shard_of(model))
+        from qattn_hf.attention.model_constants import constants  # whose observer knows caches
+
+        return cls(specs, chosen, max_cache_len, device_type).with_constants(constants(model, specs))
+
+    def save(self, path: str | Path, input_ids: torch.Tensor | None = None) -> None:
+        """Write the cache to a safetensors file, from which `load` reads it: a prefix that many questions share.
+
+        Spare capacity is left out. The file is whole or not there: it is moved to its place when it is written.
+
+        Args:
+            path: the file; one that is there is replaced.
+            input_ids: int `[B, S]`, the tokens that the cache has read, padding included, to be kept with it.
+
+        Raises:
+            QAttnError: an empty cache, `input_ids` of another shape or dtype, or a cache whose model is not known: it
+                was freed, or the cache comes from a pickle. A path that cannot be written, a full disk.
+            UnsupportedError: a call with this cache was interrupted; the mask of an earlier step was wrong; other
+                weights, adapters or RoPE frequencies are in force than the cache was written under; blocks have fewer
+                bits since room ran out (`memory`); the model is split by tensor parallelism, or its weights are
+                offloaded.
+        """
+        saved.save(self, path, input_ids)
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel, verify: bool = True) -> QAttnCache:
+        """Read a cache that `save` wrote, for the same model, patched with the same recipe.
+
+        On a CPU the file stays mapped, and is not copied before the first write; on a GPU it is copied there once. A
+        `copy.deepcopy` of a loaded cache shares that memory until it is written, so one file serves many questions.
+        States of layers that are the model's own are copied at once. Tokens that were given to `save` are `input_ids`
+        of the cache, int64 on the CPU.
+
+        Args:
+            path: the file, which may not be altered while a cache maps it; replacing it by `save` is safe.
+            model: the patched model, on the device or devices where it runs.
+            verify: compare every tensor with its SHA-256, for which the whole file is read once.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            QAttnError: a file that is not whole, was altered, has another version, or holds sizes, lengths or places
+                that no call could have left.
+            UnsupportedError: another model, other weights, adapters, RoPE frequencies, dtype or recipe than the file's;
+                a model that is not patched, is split by tensor parallelism or offloads weights. Nothing was changed.
+        """
+        patched = getattr(model, "_qattn", None)
+        if patched is None:
+            raise UnsupportedError("the model is not patched: patch(model, ...) with the recipe of the file first")
+        check_packs(patched.recipe)
+        cache = cls(patched.specs, patched.recipe, None, patched.device_type, patched.pool)
+        saved.fill(cache.with_constants(patched.constants), path, model, verify)
+        return cache
+
+    def with_constants(self, constants: list[State]) -> QAttnCache:
+        """This cache, before its first call, with the state tensors that no call writes (`model_constants`)."""
+        for layer, own in zip(self.layers, constants, strict=True):
+            if own:
+                layer.constants = own
+        return self
+
+    @property
+    def packed(self) -> list[QAttnLayer]:
+        """The layers that are packed."""
+        return [layer for layer in self.layers if isinstance(layer, QAttnLayer)]
+
+    @property
+    def own(self) -> list[ModelLayer]:
+        """The layers that keep a state of the model's own."""
+        return [layer for layer in self.layers if isinstance(layer, ModelLayer)]
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the packed layers have their tensors, as after the first call."""
+        return next((layer.is_initialized for layer in self.layers if isinstance(layer, QAttnLayer)), True)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the cache's tensors; they exist after the first call."""
+        layer = next(layer for layer in self.layers if getattr(layer, "device", None) is not None)
+        return layer.device
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Record one layer's new keys and values; called by the model's attention.
+
+        Nothing is written yet: the attention function writes, quantizes and attends. The first call allocates.
+
+        Args:
+            key_states, value_states: `[B, Hkv, T, D]`. layer_idx: index of the layer.
+
+        Returns:
+            the same `Handle` twice, in place of keys and values; keys and values of a layer that is the model's own.
+        """
+        # compiled code must not read a count that changes with every call, which would compile it once more
+        if not torch.compiler.is_compiling() and self.pool is not None and not self.layers[layer_idx].edits:
+            self._allocate(layer_idx, *self.layers[layer_idx].stored(key_states, value_states))
+        key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if isinstance(key, Handle):
+            key.cache = self
+        return key, value
+
+    def allocate(self, like: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Allocate all layers of an empty cache before a call, which else happens layer by layer inside of it:
+        PyTorch's allocator would put layers between the call's activations, and find less room for the next ones.
+
+        Args:
+            like: for each layer tensors `[B, Hkv, 0, D]` as the call's keys and its values will be.
+        """
+        if self.pool is not None:
+            for i, (keys, values) in enumerate(like):
+                self._allocate(i, keys, values)
+
+    def _allocate(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Give a layer that has no tokens its tensors, out of the pool if that has some, unless it has fitting ones."""
+        assert self.pool is not None
+        if self.layers[0].planned and not self.allocated:
+            taken = self.pool.take(self.packed, key_states, value_states)
+            # a list of its own: `self.layers` may be held by others when this cache is gone
+            weakref.finalize(self, self.pool.put, [*taken]).atexit = False
+            own, rest = self.layers, iter(taken)
+            self.layers = [next(rest) if isinstance(layer, QAttnLayer) else layer for layer in own]
+        layer = self.layers[layer_idx]
+        if not layer.is_initialized or layer.geometry != layer.geometry_of(key_states, value_states):
+            self.pool.allocate(layer.lazy_initialization, key_states, value_states)
+
+    def count(self, tokens: int) -> None:
+        """Count on the host `tokens` columns that a replayed CUDA graph writes, for which `reserve` made room."""
+        for layer in self.packed:
+            layer.count(tokens)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` more columns in every layer, before any layer writes.
+
+        Nothing happens while a CUDA graph is captured: there, tokens without room are counted on the device.
+
+        Raises:
+            CapacityError: the capacity is fixed and too small; nothing was written.
+        """
+        if not capturing():
+            for layer in self.packed:
+                layer.reserve(tokens)
+
+    def plan(self, tokens: int) -> None:
+        """Make room for `tokens` columns in total, layer by layer, and fix the capacity there.
+
+        Raises:
+            CapacityError: the capacity was fixed before and is too small; nothing was changed.
+        """
+        for layer in self.packed:
+            layer.plan(tokens)
+
+    def raise_horizon(self, tokens: int) -> None:
+        """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` tokens bit for bit from here on."""
+        self._ready()
+        packed = [isinstance(layer, QAttnLayer) for layer in self.layers]
+        self._take([changes.with_horizon(x, tokens) if p else None for x, p in zip(self.layers, packed, strict=True)])
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows that `indices` (a tensor, list or tuple of numbers, a bool mask, a slice) selects, in order.
+
+        Raises:
+            QAttnError: a row that the cache does not have. After any exception the cache is unchanged.
+            UnsupportedError: an earlier call or edit was interrupted.
+        """
+        self._ready()
+        self._take([changes.selected(part, indices) for part in (*self.layers, self.conversation)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times in sequence, as for beams. After an exception nothing is changed."""
+        self._ready()
+        self._take([changes.repeated(part, repeats) for part in (*self.layers, self.conversation)])
+
+    def _take(self, part_changes: list[Any]) -> None:
+        """Apply a change to each layer, and to the conversation if the list has one more."""
+        with self._editing([layer.mark(bytes_too=False) for layer in self.layers]):
+            for part, change in zip((*self.layers, self.conversation), part_changes, strict=False):
+                part.take(change)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder rows for beam search, in place: row i becomes the old row `beam_idx[i]`, in every layer.
+
+        Args:
+            beam_idx: int `[B]`.
+
+        Raises:
+            QAttnError: not one valid row for each row of the cache; nothing was changed.
+            UnsupportedError: an earlier call or edit was interrupted. An interrupt while rows move leaves such a cache.
+        """
+        self._ready()
+        own: list[Any] = [*self.own, self.conversation]
+        for part in own:
+            changes.check_beams(part, beam_idx)
+        moved = [part.with_rows(beam_idx) for part in own]
+        packed = [layer for layer in self.packed if layer.is_initialized]
+        rows = [changes.rows_of(layer, beam_idx) for layer in packed]
+        largest = max(map(changes.room_to_reorder, packed), default=0)
+        room = torch.empty(largest, dtype=torch.uint8, device=self.device)
+        with self._editing([LOST] * len(self.layers)):
+            for layer, order in zip(packed, rows, strict=True):
+                changes.reorder(layer, order, room)
+            for part, change in zip(own, moved, strict=True):
+                part.take(change)
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Remove tokens from the end of every row.
+
+        Exact within `crop_horizon` tokens: the cache is then bit for bit as if it had never held them. Farther back the
+        remaining tokens keep their codes. After an exception the cache is as it was. A positive number that all layers
+        reach also repairs a cache whose layers an interrupted call left with different lengths.
+
+        Args:
+            tokens_to_remove: -n removes the last n columns, 0 none; n > 0 keeps the first n columns.
+
+        Raises:
+            UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own or
+                has a sliding window cannot be put back to where it was; nothing was changed. Or an earlier call or edit
+                was interrupted, and this crop does not repair the cache. Or the mask of an earlier step was wrong.
+        """
+        self._ready()
+        if (count := int(tokens_to_remove)) == 0:
+            return
+        check_earlier_mask(self, wait=True)
+        packed, alike = self.packed, len({layer.edits for layer in self.packed}) == 1
+        plans = rollback.plan_cache(self.layers, count, int(self.get_seq_length()) if self.mixed else 0)
+        left = {plan.left for layer, plan in zip(self.layers, plans, strict=True) if isinstance(layer, QAttnLayer)}
+        if not alike and count > 0 and len(left - {0}) > 1:
+            raise unfinished(packed)
+        marks = [LOST if plan.empties else x.mark(bytes_too=True) for x, plan in zip(self.layers, plans, strict=True)]
+        with self._editing(marks):
+            for layer, plan in zip(self.layers, plans, strict=True):
+                rollback.crop(layer, plan)
+            if all(plan.empties for plan in plans):
+                self.conversation.clear()
+            if not alike and len(left) == 1:
+                for layer in packed:
+                    layer.edits = packed[0].edits
+
+    def reset(self) -> None:
+        """Empty every layer. An interrupt leaves a cache that only another `reset` makes usable."""
+        with self._editing([LOST] * len(self.layers)):
+            super().reset()
+            self.conversation.clear()
+
+    def marks(self) -> list[tuple[int | None, int, bool]]:
+        """Host-side counts of every layer, to be restored by `recall`."""
+        return [(layer._used, layer.edits, layer.replayed_by_others) for layer in self.packed]
+
+    def recall(self, marks: list[tuple[int | None, int, bool]]) -> None:
+        """Restore host-side counts to `marks`, after calls that changed nothing on the device, such as a capture."""
+        for layer, (used, edits, by_others) in zip(self.packed, marks, strict=True):
+            layer._used, layer.edits, layer.replayed_by_others, layer.torn = used, edits, by_others, False
+
+    def state_tensors(self) -> dict[str, Any]:
+        """Every tensor of every layer, by layer and name, with its batch dimension: `{"0.k.codes4": (tensor, 0), ...}`.
+
+        The batch dimension is None for tensors that all rows share. Reports count these tensors' bytes.
+        """
+        return {f"{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.state_tensors().items()}

@@ -1,0 +1,170 @@
+"""Warnings that a patch gives once: of layers without kernels, steps that are not captured, codes that nobody reads."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers import PretrainedConfig
+
+from qattn_hf.messages import cut
+from qattn_hf.model.heads import head_sizes
+from qattn_hf.model.layer_kinds import ModelLayerSpec, of_method, window_of
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layer.support import no_triton, unsupported
+from qattn_kernels.step.prompt import sees_raw
+
+if TYPE_CHECKING:
+    from qattn_hf.cache.cache import QAttnCache
+    from qattn_hf.layer.layer import QAttnLayer
+
+NOT_THE_USER = {"qattn_hf", "qattn_kernels", "transformers", "torch", "accelerate", "peft", "contextlib"}
+SAFE_BITS = 4  # of codes in windows: with fewer a released checkpoint lost the text
+DROPPED = 2  # caches that were dropped unread one after another, before a third is made: one may be a trial
+
+
+def warn(text: str) -> None:
+    """Warn with the line of the user who called into this package, as far as the stack shows one."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _package(frame) in NOT_THE_USER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def _package(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0]
+
+
+def of_layers(
+    config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec], impl: str, device_type: str
+) -> None:
+    """Warn of layers without kernels and of packed windows in few bits; arguments as of `of_reference`."""
+    of_reference(config, specs, impl, device_type)
+    of_windows(config, specs)
+
+
+def of_reference(
+    config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec], impl: str, device_type: str
+) -> None:
+    """Warn of layers on a GPU for which there are no kernels, so that the reference computes them.
+
+    Args:
+        config: the model's config. specs: one for each layer. impl: the recipe's.
+    """
+    if impl != "auto" or device_type != "cuda":
+        return
+    layers: dict[str, list[int]] = {}
+    for i, spec in enumerate(specs):
+        if isinstance(spec, LayerSpec) and spec.impl == "reference":
+            sizes = head_sizes(config, i)
+            reason = no_triton(device_type) or unsupported(spec, sizes.kv, sizes.dim, sizes.v_dim)
+            layers.setdefault(reason or "the recipe asks for it", []).append(i)
+    for reason, found in layers.items():
+        where = "every layer" if len(found) == len(specs) else f"layers {cut(', '.join(map(str, found)), 60)}"
+        warn(
+            f"the plain PyTorch reference computes {where}, many times slower than kernels: {reason}. Change that "
+            "setting; or patch with impl='reference', which does not warn, or with impl='triton', which raises"
+        )
+
+
+def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec]) -> None:
+    """Warn of packed windows in fewer than `SAFE_BITS` bits, which lose the text.
+
+    Args:
+        config: the model's config. specs: one for each layer.
+    """
+    for i, spec in enumerate(specs):
+        if not isinstance(spec, LayerSpec) or window_of(spec) is None or not of_method(spec):
+            continue
+        heads = head_sizes(config, i).kv
+        if any(fmt.core.low_kind(heads) or 0 < fmt.core.kernel_bits(heads) < SAFE_BITS for fmt in (spec.k, spec.v)):
+            warn(
+                f"sliding windows are packed in fewer than {SAFE_BITS} bits, which lost the text on Gemma 3 270M. "
+                "Take sliding='lossless', the default, or 4 bits"
+            )
+            return
+
+
+def reads_no_code(spec: LayerSpec) -> bool:
+    """Whether a layer quantizes, and a prompt all the same attends to its keys and values as the model made them."""
+    quantizes = of_method(spec) and not (spec.k.core.in_model_precision and spec.v.core.in_model_precision)
+    return quantizes and spec.compute.prefill == "model" and sees_raw(spec)
+
+
+def written_once(layer: QAttnLayer) -> bool:
+    """Whether at most one call wrote to a layer, compiled and captured ones included."""
+    return layer.edits <= 1 and layer._used is not None and not layer.replayed_by_others
+
+
+class Notices:
+    """What a patch has warned of, and the caches that its calls made and nothing has read yet.
+
+    Copies and pickles of the model start without any.
+    """
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+        self._unread: list[weakref.ref[QAttnCache]] = []
+
+    def __deepcopy__(self, memo: Any) -> Notices:
+        return Notices()
+
+    def __reduce__(self) -> Any:
+        return Notices, ()
+
+    def once(self, kind: str, text: str) -> None:
+        """Warn, the first time for this kind of warning."""
+        if kind not in self._given:
+            self._given.add(kind)
+            warn(text)
+
+    def of_eager(self, reason: str) -> None:
+        """Warn that decode steps run eagerly which the recipe wanted captured."""
+        self.once(
+            "eager",
+            f"qattn_hf decodes eagerly, which takes the host longer than a CUDA graph: {reason}. "
+            "patch with decode='eager' does not warn, decode='graph' raises where a model cannot be captured",
+        )
+
+    def before_another(self) -> None:
+        """Forget caches that compiled steps have read, which say so on the host alone: the next call may free one."""
+        caches = [(ref, ref()) for ref in self._unread]
+        self._unread = [ref for ref, cache in caches if cache is None or all(map(written_once, cache.packed))]
+
+    def of_call(self, cache: QAttnCache, kwargs: dict[str, Any], tokens: int, made: bool, asked: bool | None) -> None:
+        """Warn where a call's result is full precision's because no token reads a code, and its caller may not know.
+
+        Args:
+            cache: of the call, before it. kwargs: of the call, `use_cache` as it is meant.
+            tokens: new ones of a row. made: nobody passed the cache.
+            asked: `use_cache` as it was given. Whoever asks for a cache goes on with it.
+        """
+        if "unread" in self._given:
+            return
+        if any(layer.edits for layer in cache.layers):
+            self._unread = [ref for ref in self._unread if ref() not in (None, cache)]
+            return
+        quantized = [layer.spec for layer in cache.packed if of_method(layer.spec)]
+        if not made or asked or not quantized or not all(map(reads_no_code, quantized)):
+            return
+        if tokens <= SHORT_CALL and any(tokens >= spec.window.block for spec in quantized):
+            return  # short calls read what they packed
+        if kwargs.get("labels") is not None:
+            why = "labels were given to a call that makes its own cache"
+        elif not kwargs["use_cache"]:
+            why = "use_cache=False makes a cache for each call and drops it"
+        elif sum(ref() is None for ref in self._unread) >= DROPPED:
+            why = "one call after another made a cache that nothing read"
+        else:
+            self._unread.append(weakref.ref(cache))
+            return
+        method = cache.recipe.method
+        self.once(
+            "unread",
+            f"{why}: prompts of {method} attend in the model's precision, so no token read a code, and the result is "
+            f"full precision's, whatever {method} loses. `qattn compare MODEL --method ...`, with the "
+            "method and settings of this patch, measures what the cache loses",
+        )

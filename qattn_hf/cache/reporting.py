@@ -1,0 +1,301 @@
+"""Reports of what a cache holds, counted from its tensors and not from its recipe."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from qattn_hf.attention.masks import check_earlier_mask
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.report_rows import OWN, layer_row, own_row
+from qattn_hf.errors import QAttnError
+from qattn_hf.layer.model_layer import ModelLayer
+from qattn_hf.messages import cut, size
+from qattn_hf.model.layer_kinds import WINDOWED
+from qattn_hf.recipes.recipe import Recipe
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+
+
+def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
+    """Report what a packed cache holds: tokens, bytes, bits, kernels, layer by layer; `print` it or take `to_dict()`.
+
+    Args:
+        model_or_cache: a `QAttnCache`, or a patched model, of whose last cache the report is. Before the model's first
+            call the report has no layers.
+
+    Raises:
+        QAttnError: a model that is not patched, or another kind of cache.
+        UnsupportedError: the mask of an earlier step was wrong, which a GPU may say late: what is held is too.
+    """
+    if isinstance(model_or_cache, QAttnCache):
+        cache = model_or_cache
+        check_earlier_mask(cache, wait=True)
+        rows = [
+            own_row(i, layer)
+            if isinstance(layer, ModelLayer)
+            else layer_row(i, layer, cache.recipe.method_of(i, layer.spec), cache.recipe.why_no_pool(i, layer.spec))
+            for i, layer in enumerate(cache.layers)
+        ]
+        specs = [layer.spec for layer in cache.packed]
+        return Report(cache.recipe, _impl(specs), cache.decode, cache.decode_reason, rows, cache.prefill_chunk_size)
+    patched = getattr(model_or_cache, "_qattn", None)
+    if patched is None:
+        raise QAttnError(f"report takes a patched model or a QAttnCache, not this {type(model_or_cache).__name__}")
+    if patched.last.cache is not None:
+        return replace(report(patched.last.cache), pages=patched.last.pages)
+    found = Report(patched.recipe, _impl(patched.packed), patched.decode, patched.decode_reason, [])
+    return replace(found, pages=patched.last.pages)
+
+
+def _impl(specs: list[LayerSpec]) -> str:
+    """What computes the packed layers: `triton`, `reference`, or both where they differ; `model` if there is none."""
+    return " and ".join(sorted({spec.impl for spec in specs})) or OWN
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a cache holds, as `report` counts it: `str()` is a table for people, `to_dict()` data for programs.
+
+    Attributes:
+        recipe: the cache's recipe.
+        impl: what computes its layers, `triton`, `reference`, or both.
+        decode, decode_reason: how decode steps ran, and why not otherwise; see `to_dict`.
+        layers: one row a layer.
+        prefill_chunk_size: tokens of the calls into which the last `generate` cut a longer prompt; None: one call.
+        pages: the pool of the model's last continuous batching; None where there was none.
+    """
+
+    recipe: Recipe
+    impl: str
+    decode: str
+    decode_reason: str | None
+    layers: list[dict[str, Any]]
+    prefill_chunk_size: int | None = None
+    pages: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, which JSON can hold.
+
+        - `method`, `recipe`, `recipe_origin`: name and all settings of the method, and where they come from.
+        - `recipe_layers`: layers with other settings. `recipe_family`: settings from the model's family with their
+          reason. `chosen`: why the model chose the recipe (`qattn_hf.recipes.chosen.Chosen`). None: neither was so.
+        - `impl`: what computes, `triton`, `reference`, or both.
+        - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or would run them if
+          there was none. `decode_reason`: why not as a graph, or None. Over transformers' own caches `decode` is
+          `stock`, bytes and tokens are 0 and `layers` is empty.
+        - `prefill_chunk_size`: tokens of the calls in which the last `generate` fed its prompt; None: it was one call.
+        - `packed_tokens`, `open_tokens`: tokens of all rows, quantized or still open, in the packed layer that packed
+          least; sliding windows are left out where other layers are packed.
+        - `kv_bytes`: bytes of all tensors of all layers, spare capacity and ring included. `kv_bytes_full_precision`:
+          the same tokens in the model's precision. What the model's own layers keep is in both.
+        - `effective_bits`: bits of a value in closed blocks, mean over packed layers. `effective_bits_total`:
+          `kv_bytes` in bits over all cached values, those of the model's own layers included; of a sliding window
+          those that a query sees.
+        - `skip_rate`, `dropped_mass`: of sparse V, over all decode steps and as a mean over layers: the share of
+          visible values that were not read, and the share of a query's attention weights that they had.
+          `dropped_worst`: the largest such share of any query. None where sparse V is off.
+        - `unread`: whether no token has read a code so far, so that outputs are full precision's: one call filled the
+          cache and attended in the model's precision, or nothing is packed. None where nothing is quantized.
+        - `continuous_batching`: of the last pool of packed pages, or None: tokens of a page, blocks (a page of each
+          layer), requests that it holds at once, bytes of a block, of a request beside its blocks and of all, whether
+          requests share prefixes, and the most requests and blocks that were held.
+        - `layers`: one row a layer, with these figures and the formats of keys and values. A layer that is the model's
+          own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
+          window is not packed. A packed one has the tokens of its `window`, or None, whether it is `quantized` (not
+          with the method `none`, and not where windows are unquantized), and `tokens_by_bits`: of a side whose blocks
+          differ, as `memory` makes them, the packed tokens by the bits of their codes. `clamped_scales`: scales and
+          zero points in fp16 at the end of its range (65,504), to which keys or values beyond it are clamped.
+        """
+        total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
+        counted = [row for row in self.layers if "own" not in row]
+        counted = [row for row in counted if row["window"] is None] or counted
+        values = sum(row.get("values", 0) for row in self.layers)
+        packed, left = min(((row["packed_tokens"], row["open_tokens"]) for row in counted), default=(0, 0))
+        return {
+            "method": self.recipe.method,
+            "recipe": self.recipe.settings.model_dump(),
+            "recipe_layers": {choice.where: choice.given for choice in self.recipe.choices},
+            "recipe_origin": self.recipe.origin,
+            "recipe_family": None if self.recipe.family is None else self.recipe.family.to_dict(),
+            "chosen": None if self.recipe.chosen is None else self.recipe.chosen.to_dict(),
+            "impl": self.impl,
+            "decode": self.decode,
+            "decode_reason": self.decode_reason,
+            "prefill_chunk_size": self.prefill_chunk_size,
+            "packed_tokens": packed,
+            "open_tokens": left,
+            "kv_bytes": total,
+            "kv_bytes_full_precision": full,
+            "effective_bits_total": 8 * total / values if values else None,
+            **{key: self._mean(key) for key in MEANS},
+            "dropped_worst": max((row["dropped_worst"] for row in self.layers if "dropped_worst" in row), default=None),
+            "unread": self._unread(),
+            "continuous_batching": self.pages,
+            "layers": self.layers,
+        }
+
+    def _unread(self) -> bool | None:
+        """Whether no layer's codes were read; None where no layer quantizes."""
+        unread = [row["unread"] for row in self.layers if row.get("unread") is not None]
+        return all(unread) if unread else None
+
+    def _mean(self, key: str) -> float | None:
+        """Mean of a figure over the layers that have it; None if none has."""
+        values = [row[key] for row in self.layers if row.get(key) is not None]
+        return sum(values) / len(values) if values else None
+
+    def __str__(self) -> str:
+        data = self.to_dict()
+        # in a notebook rich would show the lines there and leave the text empty
+        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
+        own = [row for row in self.layers if "own" in row and row["kind"] != "dummy"]
+        why = f" ({data['decode_reason']})" if data["decode_reason"] else ""
+        methods = " and ".join(dict.fromkeys([data["method"], *(r["method"] for r in self.layers if "own" not in r)]))
+        console.print(
+            f"{methods} ({data['recipe_origin']}), computed by: {data['impl']}, decode: {data['decode']}{why}"
+        )
+        if family := self._family_text():
+            console.print(f"the model's family: {family}")
+        if self.recipe.chosen is not None:
+            console.print(str(self.recipe.chosen))
+        if not self.recipe.settings.packs():
+            console.print(
+                "nothing is packed: keys and values are in transformers' own cache, and calls of more than "
+                f"{SHORT_CALL} tokens quantize them for the duration of the call"
+            )
+        elif not data["kv_bytes"]:
+            console.print(in_words(self.pages) if self.pages else "nothing cached yet: run the model first")
+        else:
+            console.print(
+                f"{size(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
+                f"a {'packed ' if own else ''}layer; in model precision {size(data['kv_bytes_full_precision'])}"
+            )
+            console.print(
+                f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
+                f"{_number(data['effective_bits_total'])} with ring and spare capacity"
+                f"{' and the layers that are not packed' if own else ''}"
+            )
+            if data["unread"]:
+                console.print(
+                    "no token has read a code yet: outputs so far are full precision's. `qattn compare` with this "
+                    "method measures what it loses"
+                )
+            if own:
+                console.print(
+                    f"{len(own)} of {len(self.layers)} layers are not packed: they keep what is the model's own, "
+                    f"{size(sum(row['bytes'] for row in own))} in its precision"
+                )
+            if data["skip_rate"] is not None:
+                console.print(
+                    f"sparse V: {data['skip_rate']:.1%} of values skipped, which had {data['dropped_mass']:.1e} of a "
+                    f"query's weight, {data['dropped_worst']:.1e} at most"
+                )
+            console.print(self._table())
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def _family_text(self) -> str:
+        """Settings from the model's family, their reason, and its advice; empty where there is neither."""
+        if self.recipe.family is None:
+            return ""
+        section, changed = self.recipe.family.section, self.recipe.from_family()
+        settings = ", ".join(f"{key}={value!r}" for key, value in changed.items())
+        return " ".join([*([f"{settings}. {section.why}"] if changed else []), *filter(None, [section.advice])])
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        several = len({row["method"] for row in self.layers}) > 1
+        for name in ("layers", *(["method"] if several else []), "K", "V", "packed", "open", "bytes", "bits", "notes"):
+            table.add_column(name, justify="left" if name in ("method", "K", "V", "notes") else "right")
+        for layers, row in _grouped(self.layers):
+            table.add_row(
+                cut(layers, 30),
+                *([row["method"]] if several else []),
+                _format(row, "k"),
+                _format(row, "v"),
+                str(row["packed_tokens"]),
+                str(row["open_tokens"]),
+                size(row["bytes"]),
+                _number(row.get("effective_bits")),
+                _notes(row),
+            )
+        return table
+
+
+def _grouped(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Rows that are equal but for `PER_LAYER` fields, once each, with the layers that they are of: `0-4,6-10`."""
+    groups: list[tuple[list[list[int]], dict[str, Any]]] = []
+    for row in rows:
+        runs = next((runs for runs, other in groups if _alike(row, other)), None)
+        if runs is None:
+            groups.append(([[row["layer"], row["layer"]]], row))
+        elif runs[-1][1] == row["layer"] - 1:
+            runs[-1][1] = row["layer"]
+        else:
+            runs.append([row["layer"], row["layer"]])
+    return [(",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs), row) for runs, row in groups]
+
+
+def _alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(other.get(key) == value for key, value in row.items() if key not in PER_LAYER)
+
+
+def _format(row: dict[str, Any], side: str) -> str:
+    """Format and bits: `flashq 4`, head by head `flashq 4422`, `flashq 8 and 4` where blocks differ, or `row by row`
+    where rows of the batch do."""
+    if tokens := row.get("tokens_by_bits", {}).get(side, {}):
+        return f"{row[side + '_format']} {' and '.join(str(bits) for bits in sorted(tokens, reverse=True))}"
+    bits = row.get("bits_per_head", {}).get(side, [])
+    if len(bits) != 1:
+        return f"{row[side + '_format']} {'row by row' if bits else ''}".strip()
+    distinct = set(bits[0])
+    return f"{row[side + '_format']} " + (str(bits[0][0]) if len(distinct) == 1 else "".join(str(b) for b in bits[0]))
+
+
+def _by_bits(side: str, tokens: dict[int, int]) -> str:
+    """`V: 4 bits of 4096 tokens, 8 of 512`."""
+    (first, count), *others = sorted(tokens.items())
+    return f"{side.upper()}: {first} bits of {count} tokens" + "".join(f", {bits} of {n}" for bits, n in others)
+
+
+def _notes(row: dict[str, Any]) -> str:
+    unquantized = "" if row.get("quantized", True) else ", unquantized"
+    notes = [row["own"] if row["kind"] == "dummy" else f"the model's own: {row['own']}"] if "own" in row else []
+    notes += [f"not packed: {row['why']}"] if row.get("why") else []
+    notes += [f"{WINDOWED[row['kind']]} of {row['window']}{unquantized}"] if row.get("window") else []
+    notes += [f"{row[key]} {text}" for key, text in NOTES.items() if row.get(key)]
+    notes += [_by_bits(side, tokens) for side, tokens in row.get("tokens_by_bits", {}).items() if len(tokens) > 1]
+    notes += ["sinks kept out"] if row.get("sinks") else []
+    notes += [f"sinks: none ({row['no_sinks']})"] if row.get("no_sinks") else []
+    notes += ["latent attention: V holds the latents, K the RoPE parts"] if row.get("latent") else []
+    notes += [f"no kernels: {row['no_kernels']}"] if row.get("no_kernels") else []
+    if row.get("skip_rate"):
+        notes.append(f"{row['skip_rate']:.1%} of V skipped, weight {row['dropped_mass']:.1e}")
+    return ", ".join(notes)
+
+
+MEANS = ("effective_bits", "skip_rate", "dropped_mass")
+PER_LAYER = ("layer", "sinks")  # fields of a row in which layers of one line may differ
+NOTES = {
+    "short_blocks": "short blocks",
+    "nonfinite": "tokens not finite, masked",
+    "clamped": "values clamped",
+    "clamped_scales": "scales at the end of fp16, which clamps larger ones",
+    "lost": "tokens beyond the capacity, lost",
+}
+
+
+def in_words(figures: dict[str, Any]) -> str:
+    """What a report says of a pool with these `figures` (of a `PagedCache`)."""
+    held = "continuous batching: {blocks} blocks of {page_tokens} tokens and {requests} requests in {total}, "
+    return (held + "of which {most_blocks} and {most_requests} were held at once").format(
+        total=size(figures["bytes"]), **figures
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,1 @@
+"""How a patched model runs: `generate`, long prompts, captured steps, continuous batching."""

@@ -1,0 +1,197 @@
+"""Blocks of a pool and rows of requests: which request has which, and what is copied between two forwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qattn_hf.generate.continuous.batch import Held, row_of
+from qattn_hf.generate.continuous.pages import PagedLayer, by_block, bytes_of, mean_page_bytes, resized, shares_pages
+from qattn_hf.generate.continuous.prefixes import Prefixes
+from qattn_hf.generate.continuous.transformers_api import FullAttentionCacheAllocator
+from qattn_kernels.layer.arena import Layout
+from qattn_kernels.layout import State
+
+log = logging.getLogger(__name__)
+
+
+class PackedAllocator(FullAttentionCacheAllocator):
+    """Blocks of packed pages, one page a layer, and a row for each request.
+
+    Args:
+        layouts: of all layers. constants: of each, the state tensors that no call writes, by name.
+        slots: requests that may hold blocks at once. kept: rows behind theirs, for prefixes. blocks: of a request, at
+            most; None is all. kwargs: as transformers gives them to its own allocators.
+    """
+
+    supports_block_table = False
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        constants: Sequence[State],
+        slots: int,
+        kept: int,
+        blocks: int | None,
+        device: torch.device,
+        **kwargs: Any,
+    ):
+        self.layouts, self.constants, self.slots, self.device = layouts, constants, slots, device
+        self.blocks_of_row = blocks
+        self.prefixes = Prefixes(range(slots, slots + kept), kwargs["page_size"])
+        self.supports_block_sharing = all(map(shares_pages, layouts))
+        self._before_cache_tensor_init(
+            index=kwargs["index"],
+            layer_indices=kwargs["layer_indices"],
+            tokens_per_page=kwargs["page_size"],
+            bytes_per_page=mean_page_bytes(layouts),
+            allow_block_sharing=kwargs["allow_block_sharing"],
+        )
+        self.held: dict[str, int] = {}  # row of each request
+        self.new: set[str] = set()  # requests whose row nothing has been written to
+        self.to_copy: list[tuple[int, int]] = []  # rows of forked requests
+        self.to_begin: list[tuple[int, int]] = []  # rows of kept prefixes, and of requests that begin with them
+        self.to_keep: list[tuple[str, Held, int]] = []  # prefixes, requests that have read them, tokens to take back
+        self.ended: set[int] = set()  # rows of requests that are gone: steps of others would still read their blocks
+        self.returned: set[int] = set()  # blocks that came back to the pool, with the masks of whom they were of
+
+    def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any) -> None:
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        give_back = pool.free_blocks
+
+        def noted(index: int, blocks: list[int]) -> None:
+            give_back(index, blocks)
+            self.returned.update(blocks)
+
+        pool.free_blocks = noted
+        # Blocks are numbered behind two sectors that transformers leaves free. Of those one is a page of nobody's here,
+        # and the memory of the other pays for the boundaries between tensors.
+        pages, begin = self.num_blocks + self.blocks_per_sector, 0
+        self.layers, rows = {}, self.slots + len(self.prefixes.rows)
+        for index, layout, given in zip(self.layer_indices, self.layouts, self.constants, strict=True):
+            end = begin + bytes_of(by_block(resized(layout, 1, pages)))
+            self.layers[index] = PagedLayer(layout, cache_tensor[begin:end], pages, rows, given, self.blocks_of_row)
+            begin = end
+
+    def pages_of(self, request_id: str) -> list[int]:
+        """Pages of a request, in order."""
+        return [block - self.blocks_per_sector for block in self.block_table[request_id]]
+
+    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
+        super().allocate_cache_to_request(request_id, past_length, query_length)
+        if request_id not in self.held:
+            self.held[request_id] = self.free_slots()[0]
+            self.new.add(request_id)
+
+    def free_slots(self) -> list[int]:
+        """Rows that no request holds."""
+        return sorted(set(range(self.slots)) - set(self.held.values()))
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        super().free_blocks(request_id, no_cache)
+        if request_id in self.held:
+            slot = self.held.pop(request_id)
+            self.ended.add(slot)
+            self.to_begin = [pair for pair in self.to_begin if pair[1] != slot]
+        self.new.discard(request_id)
+
+    def free_all_requests(self) -> None:
+        super().free_all_requests()
+        self.ended.update(self.held.values())
+        self.held.clear()
+        self.new.clear()
+        self.to_copy.clear()
+        self.to_begin.clear()
+        self.to_keep.clear()
+        self.prefixes.clear()
+
+    def begin_with(self, request_id: str, name: str) -> None:
+        """Let a request begin with a kept prefix: a copy of its row, and its pages."""
+        self.held[request_id] = slot = self.free_slots()[0]
+        self.to_begin.append((self.prefixes.kept[name], slot))
+        self.block_table[request_id] = list(self.block_table[name])
+        for block in self.block_table[name]:
+            self.ledger.acquire(block)
+
+    def keep(self, name: str, request_id: str, past: int, drop: int) -> None:
+        """Keep what a request has stored, without its last `drop` tokens: at once its pages, its row by `keep_rows`."""
+        row, leaves = self.prefixes.room({source for source, _ in self.to_begin})
+        if name in self.prefixes.kept or row is None:
+            return
+        if leaves is not None:
+            self.forget(leaves)
+        self.block_table[name] = self.block_table[request_id][: (past - drop) // self.tokens_per_page]
+        for block in self.block_table[name]:
+            self.ledger.acquire(block)
+        self.prefixes.kept[name] = row
+        held = Held(self.held[request_id], past, 0, self.pages_of(request_id), False)
+        self.to_keep.append((name, held, drop))
+
+    def forget(self, name: str) -> None:
+        """Stop keeping a prefix. Requests that began with it keep its pages."""
+        del self.prefixes.kept[name]
+        self.to_keep = [one for one in self.to_keep if one[0] != name]
+        self.free_blocks(name)
+
+    def keep_rows(self) -> None:
+        """Copy the rows of prefixes that are to be kept, before anything is written to the rows that they are of."""
+        while self.to_keep:
+            name, held, drop = self.to_keep.pop()
+            try:
+                for layer in self.layers.values():
+                    layer.keep_row(row_of(held, layer.layout.spec, self.device), self.prefixes.kept[name], drop)
+            except (RuntimeError, MemoryError) as error:  # no request needs it
+                log.warning("a prefix is not kept for requests that begin alike: %s", error)
+                self.forget(name)
+
+    def fork_blocks(self, source_request_id: str, dest_request_id: str, past_length: int) -> Any:
+        slot = self.held[dest_request_id] = self.free_slots()[0]
+        self.to_copy.append((self.held[source_request_id], slot))
+        return super().fork_blocks(source_request_id, dest_request_id, past_length)
+
+    def unfinished_forks(self) -> list[str]:
+        """Requests that were forked and whose rows were not copied; nothing copies them any more."""
+        slots = {slot for _, slot in self.to_copy}
+        self.to_copy.clear()
+        return [request_id for request_id, slot in self.held.items() if slot in slots]
+
+    def clear_pages(self) -> None:
+        """Unset the masks of blocks that came back to the pool, on the stream of the forward and before anything is
+        written to them: a step that begins a block sets the bits of tokens that are not finite, and no others."""
+        if self.returned:
+            pages = torch.tensor(sorted(self.returned), device=self.device) - self.blocks_per_sector
+            for layer in self.layers.values():
+                layer.clear_pages(pages)
+            self.returned.clear()
+
+    def clear_rows(self) -> None:
+        """Clear returned blocks, empty the rows of requests that ended and fill those that begin with a prefix, on the
+        stream of the forward."""
+        self.clear_pages()
+        if self.ended:
+            slots = torch.tensor(sorted(self.ended), device=self.device)
+            for layer in self.layers.values():
+                layer.clear_rows(slots)
+            self.ended.clear()
+        for source, target in self.to_begin:
+            for layer in self.layers.values():
+                layer.copy_row(source, target)
+        self.to_begin.clear()
+
+    def copy_rows(self) -> None:
+        """Copy the rows of requests that were forked, on the stream of the forward."""
+        self.keep_rows()
+        self.clear_rows()
+        for source, target in self.to_copy:
+            for layer in self.layers.values():
+                layer.copy_row(source, target)
+        self.to_copy.clear()
+
+    def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+        self.clear_pages()
+        ids = torch.tensor([source_block_ids, dest_block_ids], device=self.device) - self.blocks_per_sector
+        for layer in self.layers.values():
+            layer.copy_pages(*ids)

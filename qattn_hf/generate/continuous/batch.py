@@ -1,0 +1,112 @@
+"""The requests of one forward, sorted into calls of a layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from qattn_hf.generate.continuous.pages import RESERVED, Rows, Steps
+from qattn_hf.layer.changes import with_room
+from qattn_kernels.layer.spec import LayerSpec
+
+ROWS_STEP = 8  # rows of a call over pages: fewer sizes, so that launch plans serve more calls
+
+
+class Held(NamedTuple):
+    """A request of a forward.
+
+    Attributes:
+        slot: its row. past: tokens that it has stored. tokens: of this forward. pages: of its blocks, in order.
+        new: nothing was written to its row yet; `past` are then tokens of a shared prefix.
+    """
+
+    slot: int
+    past: int
+    tokens: int
+    pages: list[int]
+    new: bool
+
+
+class _Placed(NamedTuple):
+    """A request and the first column of its tokens."""
+
+    column: int
+    held: Held
+
+
+def batches(
+    requests: Sequence[Held], specs: Sequence[LayerSpec], device: torch.device, slots: int, in_place: bool = False
+) -> list[Steps]:
+    """Calls that serve these requests: those with one token together; each other one alone, and none without tokens.
+
+    Args:
+        specs: of all layers, whose blocks have one size. slots: rows that these have.
+        in_place: pages are read where they lie. Where they are copied into an arena, calls are by powers of two of the
+            requests' blocks, so that arenas are at most twice their pages.
+    """
+    reach = max(spec.window.span + spec.window.residual for spec in specs)
+    decoding: defaultdict[int, list[_Placed]] = defaultdict(list)
+    calls: list[list[_Placed]] = []
+    column = 0
+    for held in requests:
+        if held.tokens == 1 and not held.new:
+            decoding[0 if in_place else len(held.pages).bit_length()].append(_Placed(column, held))
+        elif held.tokens:
+            calls.append([_Placed(column, held)])
+        column += held.tokens
+    found = [_steps(call, slots, column, device) for call in decoding.values()] if in_place else []
+    calls += [] if in_place else decoding.values()
+    return [*found, *(_rows(call, specs[0].window.block, reach, device) for call in calls)]
+
+
+def _steps(call: list[_Placed], slots: int, columns: int, device: torch.device) -> Steps:
+    """A call of one token a request over the pages where they lie, of a forward with so many columns."""
+    last = max(one.held.slot for one in call)
+    count = min(slots, -(-(last + 1) // ROWS_STEP) * ROWS_STEP)
+    blocks = with_room(max(len(one.held.pages) for one in call))
+    placed = {one.held.slot: one for one in call}
+    idle = _Placed(0, Held(0, 0, 0, [], False))
+    found = [placed.get(slot, idle) for slot in range(count)]
+    return Steps(
+        columns=torch.tensor([[column] for column, _ in found], device=device),
+        targets=torch.tensor([[column if held.tokens else columns] for column, held in found], device=device),
+        span=torch.tensor([(0, held.tokens) for _, held in found], dtype=torch.int32, device=device),
+        table=_table((held for _, held in found), blocks, device),
+    )
+
+
+def _table(requests: Iterable[Held], blocks: int, device: torch.device) -> torch.Tensor:
+    nobody = RESERVED - 1
+    table = [held.pages + [nobody] * (blocks - len(held.pages)) for held in requests]
+    return torch.tensor(table, dtype=torch.int32, device=device)
+
+
+def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> Rows:
+    """One call, over blocks of `block` tokens, of which it changes those of the last `reach` tokens and its own."""
+    tokens, requests = call[0].held.tokens, [one.held for one in call]
+    blocks = with_room(max(len(held.pages) for held in requests))
+    written = [
+        (row, index, held.pages[index])
+        for row, held in enumerate(requests)
+        for index in range(max(0, held.past - reach) // block, -(-(held.past + held.tokens) // block))
+    ]
+    columns = torch.tensor([range(column, column + tokens) for column, _ in call], device=device)
+    return Rows(
+        columns=columns,
+        targets=columns,
+        span=torch.tensor([(0, tokens)] * len(call), dtype=torch.int32, device=device),
+        table=_table(requests, blocks, device),
+        slots=torch.tensor([held.slot for held in requests], device=device),
+        written=torch.tensor(written, device=device).view(-1, 3).T,
+        first=written[0][1] if len(call) == 1 and written else None,
+        past=max(-(-held.past // block) for held in requests),
+        begins=requests[0].past if requests[0].new else None,
+    )
+
+
+def row_of(held: Held, spec: LayerSpec, device: torch.device) -> Rows:
+    """One request without new tokens, to read its row and pages."""
+    return _rows([_Placed(0, held)], spec.window.block, 0, device)

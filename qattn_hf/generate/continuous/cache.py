@@ -1,0 +1,236 @@
+"""transformers' paged cache with packed pages: its scheduler hands out blocks, and attention reads and writes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from qattn_hf.generate.continuous.admission import positions_of
+from qattn_hf.generate.continuous.allocator import PackedAllocator
+from qattn_hf.generate.continuous.batch import Held, batches
+from qattn_hf.generate.continuous.pages import Steps, mean_page_bytes
+from qattn_hf.generate.continuous.pool import rows_of
+from qattn_hf.generate.continuous.prefixes import KEPT
+from qattn_hf.generate.continuous.transformers_api import (
+    FULL_ATTENTION,
+    PagedAttentionCache,
+    PagedAttentionMemoryHandler,
+    with_names,
+)
+from qattn_kernels.layer.arena import Layout
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layout import State
+
+
+class PackedMemory(PagedAttentionMemoryHandler):
+    """How many pages fit: no masks are built, and attention needs one layer's share of a batch beside the cache."""
+
+    def __init__(self, rows: int, layers: int, **kwargs: Any):
+        self.rows, self.layers = rows, layers
+        super().__init__(**kwargs)
+        self.num_attention_masks = 0
+
+    def get_available_memory(self) -> int:
+        return int(super().get_available_memory()) - self.rows
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        indices: int = self.io_multiplier * self.num_groups * 8
+        return indices + math.ceil(2 * self.bytes_per_sector / self.tokens_per_sector / self.layers)
+
+
+class PagedCache(PagedAttentionCache):
+    """transformers' `PagedAttentionCache` with packed pages.
+
+    Args:
+        layouts: of all layers. constants: of each, the state tensors that no call writes, by name.
+        slots: requests that may hold blocks at once, at most; fewer where their rows would take more than a quarter of
+            the memory.
+        kwargs: of `PagedAttentionCache`.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, **kwargs: Any):
+        config, positions = kwargs["continuous_batching_config"], positions_of(kwargs["config"])
+        rows = rows_of(layouts, config, positions, slots, available(config))
+        self.layouts, self.slots = layouts, rows.requests
+        device = torch.device(kwargs["device"])
+        allocator = partial(PackedAllocator, layouts, constants, rows.requests, rows.kept, rows.blocks, device)
+        handler = partial(PackedMemory, rows.bytes, len(layouts))
+        with_names(
+            PagedAttentionCache.__init__,
+            ATTN_TYPE_TO_ALLOCATOR={FULL_ATTENTION: allocator},
+            FullAttentionCacheAllocator=SimpleNamespace(get_bytes_per_page=lambda *args: mean_page_bytes(layouts)),
+            PagedAttentionMemoryHandler=handler,
+            group_layers_by_attn_type=lambda config: {FULL_ATTENTION: list(range(len(layouts)))},
+        )(self, **kwargs)
+        self.requests: list[Held] = []
+        self.use_prefix_sharing: bool = bool(rows.kept) or self.allocator.use_block_sharing
+        self.parts: dict[str, int] = {}  # tokens of a request's prompt with which another one began, to be kept
+        self.horizon = min(layout.spec.window.horizon for layout in layouts)
+        self.figures = self._figures()
+
+    def _figures(self) -> dict[str, Any]:
+        """What the pool is made of and has held, for the report: bytes counted from its tensors."""
+        allocator = self.allocator
+        rows = sum(x.nbytes for layer in allocator.layers.values() for x in layer.rows.values())
+        return {
+            "page_tokens": allocator.tokens_per_page,
+            "blocks": allocator.num_blocks,
+            "bytes_per_block": allocator.bytes_per_block,
+            "requests": self.slots,
+            "bytes_per_request": rows // (self.slots + len(allocator.prefixes.rows)),
+            "bytes": self.cache_tensor.nbytes + rows,
+            "shares_prefixes": bool(self.use_prefix_sharing),
+            "most_requests": 0,
+            "most_blocks": 0,
+        }
+
+    @property
+    def allocator(self) -> PackedAllocator:
+        """The one allocator of all layers."""
+        found: PackedAllocator = self.cache_allocators[FULL_ATTENTION]
+        return found
+
+    def held_now(self) -> dict[str, int]:
+        """Blocks and bytes in use; may be called while the loop runs."""
+        allocator = self.allocator
+        free = self.pool.num_free_sectors * allocator.blocks_per_sector + self.pool.count_free_blocks(allocator.index)
+        cached = len(allocator.ledger.cached_blocks) + self._blocks_of(True) - self._blocks_of(False)
+        used = max(0, allocator.num_blocks - free - cached)
+        packed = used * allocator.bytes_per_block + len(allocator.held) * int(self.figures["bytes_per_request"])
+        return {"blocks_used": used, "blocks_cached": cached, "bytes_packed": packed}
+
+    def _blocks_of(self, prefixes: bool) -> int:
+        """Blocks that requests hold, with or without the blocks of kept prefixes."""
+        table = list(self.allocator.block_table.items())
+        return len({page for name, pages in table if prefixes or not name.startswith(KEPT) for page in pages})
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        allocator = self.allocator
+        if not allocator.prefixes.rows:
+            return int(super().search_prefix_match(request_id, prompt_ids))
+        found = allocator.prefixes.match(prompt_ids)
+        if found.seen > found.tokens:
+            self.parts[request_id] = found.seen
+        if found.name is None or not allocator.free_slots():
+            return 0
+        allocator.begin_with(request_id, found.name)
+        return found.tokens
+
+    def until_part(self, state: Any) -> int | None:
+        """Tokens that a request has to read until its prompt parts from another one, where that prefix is to be kept;
+        None where there is nothing to keep."""
+        part = self.parts.get(state.request_id, 0) - state.position_offset
+        return part if part > 0 else None
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        allocator = self.allocator
+        if not allocator.prefixes.rows:
+            super().mark_complete_blocks(state, complete_blocks)
+            return
+        past, block = state.position_offset, allocator.tokens_per_page
+        done = not state.remaining_prefill_tokens
+        if state.generated_len() > 1 or not (done or past == self.parts.get(state.request_id)):
+            return
+        name, drop = allocator.prefixes.remember(state.initial_tokens[:past]), past % block
+        if name is not None and drop <= self.horizon:
+            allocator.keep(name, state.request_id, past, drop)
+
+    def evict_cached_blocks(self) -> bool:
+        kept = list(self.allocator.prefixes.kept)
+        for name in kept:
+            self.allocator.forget(name)
+        return bool(super().evict_cached_blocks()) or bool(kept)
+
+    def reset(self) -> None:
+        self.free_all_requests()
+        self.evict_cached_blocks()  # transformers would only forget them, and their masks would stay
+        super().reset()
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        super().free_blocks(request_id, no_cache)
+        self.parts.pop(request_id, None)
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        allocator = self.allocator
+        if state.request_id not in allocator.held and not allocator.free_slots():
+            return False
+        return bool(super().can_store_request_tokens(state, request_len, dry_run))
+
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
+        fits = dst_req_ids[: len(self.allocator.free_slots())]
+        forked: list[str] = super().prepare_fork_request(src_state, fits, copy_src_and_dst)
+        return forked
+
+    def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
+        super().perform_cache_copy(copy_src_and_dst)
+        self.allocator.copy_rows()
+
+    def extend_read_and_write_indices(self, *args: Any) -> None:
+        """Nothing: pages are read and written by block, not by token."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
+        """Keys and values as they are, and the cache among the attention's arguments, which writes them; models of
+        transformers before 5.24 never call it, and put the cache there themselves."""
+        kwargs["cache"] = self
+        return key, value
+
+    def begin(self, requests: Sequence[Any]) -> None:
+        """Note what the next forward serves, before its inputs are prepared.
+
+        Args:
+            requests: transformers' `FutureRequestState`s, in the order of the forward's columns.
+        """
+        allocator = self.allocator
+        self.requests = [
+            Held(
+                allocator.held[one.state.request_id],
+                one.state.position_offset,
+                one.query_length,
+                allocator.pages_of(one.state.request_id),
+                one.state.request_id in allocator.new,
+            )
+            for one in requests
+        ]
+        allocator.new.difference_update(one.state.request_id for one in requests if one.query_length)
+        for key, now in (("most_requests", len(allocator.held)), ("most_blocks", self._blocks_of(False))):
+            self.figures[key] = max(self.figures[key], now)
+        self.__dict__.pop("batch", None)
+
+    @cached_property
+    def batch(self) -> list[Steps]:
+        """The requests of this forward in calls of layers; made in the forward, on its stream."""
+        self.allocator.clear_rows()
+        in_place = all(layer.in_place for layer in self.allocator.layers.values())
+        return batches(self.requests, [layout.spec for layout in self.layouts], self.device, self.slots, in_place)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """Write the forward's keys and values into a layer's pages, and attend request by request.
+
+        Args:
+            query: `[1, Hq, N, D]`. key, value: `[1, Hkv, N, D]`; the N columns are the requests' tokens in order.
+
+        Returns:
+            `[1, N, Hq, Dv]`.
+        """
+        columns = query.shape[2]
+        out = query.new_zeros(1, columns + 1, query.shape[1], value.shape[-1])  # the last is of rows without a token
+        paged = self.allocator.layers[layer]
+        for rows in self.batch:
+            q, k, v = (x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in (query, key, value))
+            out[0, rows.targets] = paged.attend(rows, q, k, v, scores).transpose(1, 2)
+        return out[:, :columns]
+
+
+def available(config: Any) -> float:
+    """Bytes that transformers would take for a cache: free memory times `max_memory_percent`."""
+    names = {"self": None, "cb_config": config}
+    measured: float = PagedAttentionMemoryHandler.get_available_memory(SimpleNamespace(**names))
+    return measured

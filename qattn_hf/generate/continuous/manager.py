@@ -1,0 +1,337 @@
+"""transformers' manager of continuous batching for a patched model."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from qattn_hf.errors import QAttnError, UnsupportedError
+from qattn_hf.generate.continuous.admission import (
+    EngineError,
+    Limits,
+    RequestError,
+    positions_of,
+    sampling_of,
+    stop_tokens,
+)
+from qattn_hf.generate.continuous.cache import PagedCache
+from qattn_hf.generate.continuous.pool import PoolSize, size_of
+from qattn_hf.generate.continuous.processor import SCHEDULERS, PackedProcessor
+from qattn_hf.generate.continuous.resolve import layouts, resolved
+from qattn_hf.generate.continuous.router import Router
+from qattn_hf.generate.continuous.sampling import CHILD, Sampling, taken
+from qattn_hf.generate.continuous.transformers_api import (
+    ContinuousBatchingLogitsProcessorList,
+    ContinuousBatchingManager,
+    RequestState,
+    check_version,
+    with_names,
+)
+from qattn_hf.generate.patched import patch_of
+from qattn_hf.messages import shown
+
+QUEUE_SECONDS = 10  # that a request waits where `max_queue_size` bounds the queue, as in transformers
+
+
+class PackedBatchingManager(ContinuousBatchingManager):
+    """A `ContinuousBatchingManager` whose pool holds packed pages of a patched model, and whose requests end alone.
+
+    Attributes:
+        pool: the pool's size; None until `prepare`, `start` or the first request makes the pool.
+        limits: what a request may ask of the pool and the model; None as long.
+    """
+
+    batch_processor: Any
+    logit_processor: Any
+
+    def __init__(self, model: PreTrainedModel, generation_config: GenerationConfig, **kwargs: Any):
+        for name, value in (("stop_strings", None), ("num_beams", 1)):
+            if getattr(generation_config, name, None) not in (None, value):
+                raise UnsupportedError(
+                    f"{name}={getattr(generation_config, name)!r}: continuous batching has no {name}; leave it out, or "
+                    "call generate"
+                )
+        self.page_layouts = layouts(model)
+        self.pool: PoolSize | None = None
+        self.limits: Limits | None = None
+        self._making, self._admitting, self._open = threading.Lock(), threading.Lock(), True
+        with_names(
+            ContinuousBatchingManager.__init__,
+            resolve_continuous_batching_config=partial(resolved, self.page_layouts),
+            OutputRouter=lambda: Router(self.cancel_request),
+        )(self, model=model, generation_config=generation_config, **kwargs)
+        self.sampling, rest = taken(self.logit_processor.logits_processor, bool(generation_config.do_sample))
+        self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList(rest))
+        self.logit_processor.supported_keys["sampling"] = Sampling
+
+    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
+        """Nothing: the attention that `patch` selected serves these calls too."""
+
+    def _create_batch_processor(self) -> Any:
+        slots = self.continuous_batching_config.max_requests_per_batch
+        create = with_names(
+            ContinuousBatchingManager._create_batch_processor,
+            PagedAttentionCache=partial(PagedCache, self.page_layouts, patch_of(self.model).constants, slots),
+            ContinuousBatchProcessor=PackedProcessor,
+            SCHEDULER_MAPPING=SCHEDULERS,
+        )
+        if self.batch_processor is not None:
+            return create(self)
+        try:
+            made = create(self)
+        except QAttnError:
+            raise
+        except (MemoryError, ValueError, RuntimeError) as error:
+            raise QAttnError(
+                f"the pool of continuous batching could not be made: {error}. Ask for fewer blocks (num_blocks of "
+                "ContinuousBatchingConfig, `qattn serve --blocks`) or fewer max_batch_tokens"
+            ) from error
+        patch_of(self.model).last.pages = made.cache.figures
+        self.pool = size_of(made.cache.figures)
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        self.limits = Limits(vocabulary, self.pool.tokens, positions_of(self.model.config))
+        return made
+
+    def prepare(self) -> PoolSize:
+        """Make the pool, if there is none.
+
+        Raises:
+            QAttnError: the memory does not hold it.
+        """
+        with self._making:
+            if self.batch_processor is None:
+                self.batch_processor = self._create_batch_processor()
+        assert self.pool is not None
+        return self.pool
+
+    def start(self) -> None:
+        """Start the loop, again after it `failed`; the pool is then empty.
+
+        Raises:
+            QAttnError: the memory does not hold the pool.
+            RuntimeError: the device does not answer any more.
+        """
+        if not self.is_running():
+            if self.failed is not None and self.batch_processor is not None:
+                if self.model.device.type == "cuda":
+                    torch.cuda.synchronize(self.model.device)
+                self.batch_processor.cache.reset()
+            self.prepare()
+            self._open = True
+        super().start()
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What ended the loop; None while it runs, and where it was stopped."""
+        error: BaseException | None = self.background_thread_status.fatal_error
+        return error
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its answer may have together. Makes the pool, if there is none."""
+        return self._limits().longest
+
+    def room(self, prompt_tokens: int) -> int:
+        """New tokens that a prompt of so many tokens may ask for. Makes the pool, if there is none."""
+        return self.longest - prompt_tokens
+
+    def _limits(self) -> Limits:
+        if self.limits is None:
+            self.prepare()
+        assert self.limits is not None
+        return self.limits
+
+    def metrics(self) -> dict[str, int]:
+        """What the pool holds and how requests ended; may be called from any thread.
+
+        Returns:
+            `blocks`, `blocks_used`, `blocks_cached` (of ended requests, for shared prefixes), `block_tokens`, `bytes`
+            of the pool, `bytes_packed` of them in use, `requests_running`, `requests_waiting`, `requests_finished`,
+            `requests_failed`, `requests_cancelled`, `forwards_failed`.
+        """
+        processor, counts = self.batch_processor, self.output_router.counts
+        ended = {name: counts[name] for name in ("requests_finished", "requests_failed", "requests_cancelled")}
+        if processor is None or self.pool is None:
+            return ended
+        scheduler = processor.scheduler
+        return {
+            "blocks": self.pool.blocks,
+            "block_tokens": self.pool.block_tokens,
+            "bytes": self.pool.bytes,
+            **processor.cache.held_now(),
+            "requests_running": len(scheduler.active_requests),
+            "requests_waiting": len(scheduler.waiting_requests) + self.input_queue.qsize(),
+            **ended,
+            "forwards_failed": processor.failures,
+        }
+
+    def add_request(
+        self,
+        input_ids: Any,
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **settings: Any,
+    ) -> str:
+        """Queue a request.
+
+        Args:
+            input_ids: ints, the prompt. request_id: None makes one. max_new_tokens: None is the generation config's,
+                and without one there all that there is room for. settings: `Sampling`'s, of this request; None is the
+                generation config's.
+
+        Returns:
+            the request's id.
+
+        Raises:
+            RequestError: a request that cannot be served; no other request notices.
+            EngineError: the loop has ended or is ending, or the queue is full.
+            QAttnError: the memory does not hold the pool, which the first request makes.
+        """
+        self._check_open()
+        request_id = self._new_id() if request_id is None else request_id
+        state = self._state(input_ids, request_id, max_new_tokens, eos_token_id, settings, streaming, record_timestamps)
+        self._queue(state)
+        return request_id
+
+    def add_requests(
+        self,
+        inputs: Sequence[Any],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **settings: Any,
+    ) -> list[str]:
+        """Queue requests, as `add_request` does; one that cannot be served gets an output with an error.
+
+        Returns:
+            their ids, in the order of `inputs`.
+        """
+        eos = self.generation_config.eos_token_id
+        eos = self.model.config.eos_token_id if eos is None else eos
+        ids, states, refused = [self._new_id() for _ in inputs], [], {}
+        for request_id, given in zip(ids, inputs, strict=True):
+            try:
+                states.append(
+                    self._state(given, request_id, max_new_tokens, eos, settings, streaming, record_timestamps)
+                )
+            except RequestError as error:
+                refused[request_id] = str(error)
+        if self._use_prefix_sharing:  # one that begins with another's blocks comes after it
+            states.sort(key=lambda state: state.initial_tokens, reverse=True)
+        for state in states:
+            try:
+                self._queue(state)
+            except QAttnError as error:
+                refused[state.request_id] = str(error)
+        for request_id, text in refused.items():
+            answers = self._answers(request_id)
+            self.output_router.begin(answers)
+            self.output_router.fail(answers, text)
+        return ids
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request, at any time; of an id that no request has, nothing.
+
+        Raises:
+            RequestError: an id that is no text.
+        """
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request id is a text, this is {shown(request_id)}")
+        super().cancel_request(request_id)
+
+    def drop_result_handler(self, request_id: str) -> None:
+        """Forget a handler of `register_result_handler`, as of a request that was refused."""
+        self.output_router.drop_handler(request_id)
+
+    def _new_id(self) -> str:
+        with self._request_lock:
+            while f"req_{self._request_counter}" in self.output_router.live:
+                self._request_counter += 1
+            self._request_counter += 1
+            return f"req_{self._request_counter - 1}"
+
+    def _answers(self, request_id: str) -> list[str]:
+        return [request_id, *(f"{request_id}{CHILD}{index}" for index in range(self.num_return_sequences - 1))]
+
+    def _state(
+        self,
+        input_ids: Any,
+        request_id: str,
+        max_new_tokens: int | None,
+        eos: Any,
+        settings: dict[str, Any],
+        streaming: bool,
+        record_timestamps: bool,
+    ) -> Any:
+        """transformers' state of a request, checked."""
+        if not isinstance(request_id, str) or CHILD in request_id:
+            raise RequestError(f"a request id is a text without {CHILD!r}, this is {shown(request_id)}")
+        limits = self._limits()
+        ids = limits.ids(input_ids)
+        config = self.generation_config
+        return RequestState(
+            request_id=request_id,
+            initial_tokens=ids,
+            num_children=self.num_return_sequences - 1,
+            record_timestamps=bool(record_timestamps),
+            max_new_tokens=limits.new_tokens(
+                len(ids), config.max_new_tokens if max_new_tokens is None else max_new_tokens
+            ),
+            eos_token_id=stop_tokens(config.eos_token_id if eos is None else eos),
+            streaming=bool(streaming),
+            logit_processor_kwargs={"sampling": sampling_of(self.sampling, settings)},
+        )
+
+    def _queue(self, state: Any) -> None:
+        answers = self._answers(state.request_id)
+        with self._admitting:
+            self._check_open()
+            self.output_router.begin(answers)
+            try:
+                self.input_queue.put(state, block=True, timeout=QUEUE_SECONDS)
+            except queue.Full:
+                self.output_router.forget(answers)
+                raise EngineError("too many requests wait: send this one again later") from None
+        self._wake_up_loop.set()
+
+    def _check_open(self) -> None:
+        reason = self.background_thread_status.can_accept_new_requests()
+        if reason is not None or not self._open:
+            raise EngineError(f"no request is taken any more: {reason or 'the loop has ended'} Start the manager again")
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        try:
+            return bool(super()._generation_loop_body(batch_processor, bootstrapping))
+        except Exception as error:
+            batch_processor.recover(error)
+            return True
+        except BaseException as error:  # transformers' loop would end on it without a word to anybody
+            raise EngineError(f"{type(error).__name__} ended the loop of continuous batching") from error
+
+    def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
+        with self._admitting:  # what is queued from here on would be served by nobody
+            self._open = False
+        ended = EngineError(f"continuous batching ended before this request did: {type(error).__name__}: {error}")
+        super()._fail_all_remaining_requests(ended, batch_processor)
+        self.output_router.fail(sorted(self.output_router.live), str(ended))
+
+
+def init_continuous_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Override of `init_continuous_batching`, through which `generate_batch` and `transformers serve` go.
+
+    Raises:
+        UnsupportedError: transformers is too old, or the model, its recipe or the `ContinuousBatchingConfig` asks for
+            what packed pages do not have.
+    """
+    check_version()
+    made = with_names(type(model).init_continuous_batching, ContinuousBatchingManager=PackedBatchingManager)
+    return made(model, *args, **kwargs)

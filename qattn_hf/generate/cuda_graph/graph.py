@@ -1,0 +1,225 @@
+"""Decode steps as CUDA graphs: the whole step of `generate`, eager or compiled, captured once and then replayed."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from transformers import PreTrainedModel
+
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.pool import Pool
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.generate.cuda_graph.capture import SyncWatch, fingerprint, record, refusal
+from qattn_hf.model._compat import CACHE
+from qattn_kernels.layer.spec import SHORT_CALL
+
+BEFORE, BEFORE_DRAFTS = 1, 3  # steps of a kind that run as they are before one is captured
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass
+class Step:
+    """One captured decode step.
+
+    Attributes:
+        inputs: tensors that the graph reads, in the order of `tensors_of`.
+        replay: replays the graph.
+        outputs: leaves of the model's output, tensors in the graph's memory; `CACHE` in place of the cache, since the
+            next call has another cache object over the same arenas.
+        spec: tree structure of the leaves.
+    """
+
+    inputs: list[torch.Tensor]
+    replay: Callable[[], None]
+    outputs: list[Any]
+    spec: TreeSpec
+
+    def run(self, tensors: list[torch.Tensor], cache: QAttnCache) -> Any:
+        """Replay the step on `tensors` (in the order of `inputs`); the output is copied out of the graph's memory."""
+        for static, tensor in zip(self.inputs, tensors, strict=True):
+            static.copy_(tensor)
+        self.replay()
+        leaves = [x.clone() if isinstance(x, torch.Tensor) else cache if x is CACHE else x for x in self.outputs]
+        return tree_unflatten(leaves, self.spec)
+
+
+class GraphedCall:
+    """Callable in place of the model in `generate`: decode steps, and drafts to be verified, as CUDA graphs; other
+    calls eagerly.
+
+    The first step with new arenas or another signature of inputs runs as it is, which compiles and loads kernels; the
+    second is captured, and later ones are replayed. Of drafts, which have many lengths, the fourth of one length is:
+    to capture one takes as long as several run. Each `generate` makes one; captured steps stay in the pool.
+
+    Args:
+        model: a patched model.
+        pool: the pool of that model.
+        strict: raise if the model cannot be captured, instead of running it as it is (`decode="graph"`).
+        compiled: the model's call by `torch.compile`, which is then captured in place of the eager one; it must make no
+            CUDA graphs of its own.
+    """
+
+    def __init__(self, model: PreTrainedModel, pool: Pool, strict: bool, compiled: Callable[..., Any] | None = None):
+        # weak, since a cache keeps its beam search's and the model its last cache
+        self._model, self._compiled = weakref.ref(model), compiled
+        self.pool, self.strict = pool, strict
+        self.captured, self.uncaptured = ("graph", "eager") if compiled is None else ("compile", "compile")
+        pool.serve(fingerprint(model))
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # what is copied or pickled with it captures nothing
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The patched model, which whoever calls this holds."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        """What runs a step and is captured."""
+        return self.model if self._compiled is None else self._compiled
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Output of the model for `inputs`, with the cache among them.
+
+        Raises:
+            CapacityError: no room for the token; nothing was written.
+            UnsupportedError: the model cannot be captured, and `strict`.
+        """
+        cache, ids = inputs[CACHE], inputs.get("input_ids")
+        if ids is None or ids.shape[1] > SHORT_CALL or not cache.layers[0].is_initialized:
+            return self.model(**inputs)
+        tensors, tokens = list(tensors_of(inputs)), ids.shape[1]
+        reason = self.pool.refused or _unfit(inputs, tensors, cache)
+        if reason:
+            cache.ran(self.uncaptured, reason)
+            if not self.pool.refused:  # which was said when it was
+                self.model._qattn.notices.of_eager(reason)
+            return self.step(**inputs)
+        self.pool.allocate(cache.reserve, tokens)  # before steps are looked up, since it may replace tensors
+        steps, signature = self.pool.steps_of(cache.packed), _signature(inputs)
+        known = steps.get(signature, 0)
+        if not isinstance(known, Step) and known < (BEFORE if tokens == 1 else BEFORE_DRAFTS):
+            if self._compiled is None or self.pool.watched:
+                steps[signature] = known + 1
+            return self._warm_up(inputs, cache, tokens) if self.pool.watched else self._watched(inputs, cache)
+        with self.pool.lock:  # steps share memory: another thread's step would overwrite this one's results
+            step = steps[signature]
+            if isinstance(step, Step):
+                cache.count(tokens)
+            else:
+                step = self._capture(inputs, cache, tokens)
+                steps[signature] = known if step is None else step
+            if step is not None:
+                cache.ran(self.captured)
+                return step.run(tensors, cache)
+        return self.step(**inputs)
+
+    def _watched(self, inputs: dict[str, Any], cache: QAttnCache) -> Any:
+        """Run the model's first step, eagerly, under `SyncWatch`."""
+        self.pool.watched = True
+        with SyncWatch(cache.device) as watch:
+            out = self.model(**inputs)
+        if watch.waiting_op:
+            self._refuse(f"its forward waits for the device ({watch.waiting_op})", cache)
+        return out
+
+    def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> Any:
+        """Run a step on inputs laid out as those of the capture, inside which nothing can be compiled any more."""
+        if self._compiled is None:
+            return self.model(**inputs)
+        marks = cache.marks()  # compiled code counts nothing on the host
+        out = self.step(**_static(inputs))
+        cache.recall(marks)
+        cache.count(tokens)
+        return out
+
+    def _capture(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> Step | None:
+        """Capture a step and count it on the host for its first replay; None if it cannot be captured."""
+        marks, static = cache.marks(), _static(inputs)
+        try:
+            run = functools.partial(self.step, **static)
+            replay, out = self.pool.allocate(record, run, cache.device, self.pool.graphs)
+        except RuntimeError as error:
+            cache.recall(marks)
+            self._refuse(f"capturing it failed ({_first_line(error)})", cache, error)
+            return None
+        cache.recall(marks)
+        cache.count(tokens)
+        leaves, spec = tree_flatten(out)
+        leaves = [CACHE if x is cache else x for x in leaves]
+        return Step(list(tensors_of(static)), replay, leaves, spec)
+
+    def _refuse(self, reason: str, cache: QAttnCache, cause: Exception | None = None) -> None:
+        if self.strict:
+            raise UnsupportedError(refusal(reason)) from cause
+        self.pool.refused = reason
+        cache.ran(self.uncaptured, reason)
+        how = "eagerly" if self.uncaptured == "eager" else "without a CUDA graph"
+        warnings.warn(f"qattn_hf decodes {how}: this model cannot be captured, {reason}", stacklevel=4)
+
+
+def tensors_of(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Tensors among a model's inputs, in order, those in dicts included (masks by layer type)."""
+    for value in inputs.values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from tensors_of(value)
+
+
+def _static(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs with contiguous tensors of their own."""
+    with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+        return _map_tensors(inputs, lambda x: x.clone(memory_format=torch.contiguous_format))
+
+
+def _map_tensors(inputs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _map_tensors(value, change)
+        return change(value) if isinstance(value, torch.Tensor) else value
+
+    return {name: changed(value) for name, value in inputs.items()}
+
+
+def _signature(inputs: dict[str, Any]) -> Hashable:
+    """Key of calls that one captured step can serve: names, shapes and dtypes of tensors, and plain values."""
+
+    def kind(value: Any) -> Hashable:
+        if isinstance(value, dict):
+            return _signature(value)
+        return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+    return tuple([(name, kind(value)) for name, value in inputs.items() if name != CACHE])
+
+
+def _unfit(inputs: dict[str, Any], tensors: list[torch.Tensor], cache: QAttnCache) -> str | None:
+    """Reason why these inputs cannot be captured with any model; None if they can."""
+    for name, value in inputs.items():
+        if name != CACHE and not isinstance(value, (*PLAIN, torch.Tensor, dict)):
+            return f"its input {name} is a {type(value).__name__}"
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return "its attention mask has two dimensions and grows with each step"
+    if any(x.device != cache.device for x in tensors):
+        return "an input is on another device"
+    if torch.is_autocast_enabled(cache.device.type):  # its copies of weights die with it
+        return "autocast is on"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    """First line of the first error in a chain; a failed capture raises more errors as it ends."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

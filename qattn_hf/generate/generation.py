@@ -1,0 +1,324 @@
+"""What a patched model does in `generate` in place of transformers' own methods: caches, masks, decode steps.
+
+All are module-level functions, so that a patched model can be copied and pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.masking_utils import create_masks_for_generate
+
+from qattn_hf.attention.attention import is_span, mask
+from qattn_hf.attention.masks import check_earlier_mask, check_prompt_mask
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.generate.cuda_graph.capture import python_hook
+from qattn_hf.generate.cuda_graph.graph import GraphedCall
+from qattn_hf.generate.long_prompts import prefill_chunk
+from qattn_hf.generate.patched import Patched, patch_of
+from qattn_hf.generate.soft_prompts import check_soft_prompt, soft_prompt
+from qattn_hf.generate.window import check_reach
+from qattn_hf.model._compat import CACHE
+from qattn_hf.model.bound_method import BoundMethod
+from qattn_hf.model.layer_kinds import HybridLayerSpec, ModelLayerSpec
+from qattn_hf.model.selection import restore
+from qattn_kernels.layer.state import needs_constants
+
+
+def check_cache(cache: Any, layers: int) -> None:
+    """Refuse a cache that a patched model with so many layers cannot use.
+
+    Raises:
+        UnsupportedError: no `QAttnCache`, or one with another number of layers.
+    """
+    if not isinstance(cache, QAttnCache):
+        raise UnsupportedError(
+            f"a patched model needs its own cache, not a {type(cache).__name__}: pass QAttnCache.for_model(model), "
+            f"or no {CACHE}, or unpatch(model)"
+        )
+    if len(cache.layers) != layers:
+        raise UnsupportedError(
+            f"the cache has {len(cache.layers)} layers and the model {layers}: pass QAttnCache.for_model(model)"
+        )
+
+
+def check_given(cache: QAttnCache) -> None:
+    """Refuse an empty cache in which keys would silently be neither equalized nor their errors compensated.
+
+    Raises:
+        UnsupportedError: it was not made for a model, whose queries say how (`model_constants.constants`).
+    """
+    if any(needs_constants(layer.spec) and layer.constants is None for layer in cache.packed):
+        raise UnsupportedError(
+            "compensate_k and equalize_k: this cache was made without a model: pass QAttnCache.for_model(model)"
+        )
+
+
+def prepare_cache(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+    *args: Any,
+) -> None:
+    """Override of `_prepare_cache_for_generation`: a packed cache of the capacity that `generate` will need.
+
+    Raises:
+        UnsupportedError: another kind of cache is asked for; the checkpoint says that there is none; a prompt mask that
+            is not left padding; more tokens than a sliding window shows.
+    """
+    _check_asked(model, generation_config, model_kwargs)
+    generation_config.cache_implementation = None  # of this call: what the checkpoint has is for stock caches
+    drafted = _drafted(generation_config, generation_mode)
+    if drafted:
+        _check_rolls_back(model._qattn)
+    if model._qattn.window is not None:
+        check_reach(model._qattn.window, max_cache_length + drafted)
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 2:
+        check_prompt_mask(mask, generation_config)
+    if generation_config.use_cache is False:
+        return  # each call makes a cache of its own and drops it
+    cache, last = model_kwargs.get(CACHE), model._qattn.last
+    last.skip_next(False)
+    if cache is None:
+        cache = model_kwargs[CACHE] = model._qattn.new_cache()
+    else:
+        check_cache(cache, len(model._qattn.specs))
+        check_earlier_mask(cache, wait=True)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
+        cache.check_whole(layers)
+        cache._is_user_defined = True
+        last.record(cache)
+    last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
+    cache.replays = False
+    _run_eagerly(model._qattn, generation_mode, cache)
+    if generation_config.prefill_chunk_size is None:  # of this call, too
+        generation_config.prefill_chunk_size = prefill_chunk(
+            model, generation_config, model_kwargs, generation_mode, cache, max_cache_length
+        )
+    cache.prefill_chunk_size = generation_config.prefill_chunk_size
+    _capture_calls(model, generation_config, generation_mode, cache)
+    if drafted:
+        cache.raise_horizon(drafted)
+        if model._qattn.decode == "compile":  # transformers from 5.24 on would ask for a call of each draft's length
+            generation_config.disable_compile = (
+                generation_config.disable_compile or generation_config.compile_config is None
+            )
+    if not generation_config.is_assistant:
+        model._qattn.pool.allocate(cache.plan, max_cache_length + drafted)
+    elif _whole_model(model) and not all(
+        layer.planned and layer.capacity >= max_cache_length for layer in cache.packed
+    ):
+        # many short calls, one after the other, of which few should find another capacity and capture anew
+        model._qattn.pool.allocate(cache.plan, max_cache_length + max_cache_length // 4 + DRAFTED)
+
+
+def _whole_model(model: PreTrainedModel) -> bool:
+    """Whether a model computes all its layers. What it computes where it exits early, to draft for itself, must not be
+    captured: a whole step over the same tensors would be taken for it."""
+    return model.config.get_text_config(decoder=True).num_hidden_layers == len(model._qattn.specs)
+
+
+def _check_asked(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse another kind of cache, a learned prompt that needs one, and a checkpoint that says there is none: its user
+    would wait without a reason."""
+    check_soft_prompt(model, model_kwargs.get("attention_mask"))
+    implementation, default = generation_config.cache_implementation, model.generation_config.cache_implementation
+    if implementation is not None and implementation != default:
+        raise UnsupportedError(
+            f"cache_implementation={implementation!r} asks for another cache than the patched model's: leave it out, "
+            "or unpatch(model)"
+        )
+    if generation_config.use_cache is False and model.generation_config.use_cache is False:
+        raise UnsupportedError(
+            "this checkpoint's generation_config has use_cache=False, as is usual after training: pass use_cache=True "
+            "to generate through the packed cache, or set model.generation_config.use_cache = None to call "
+            "generate(use_cache=False)"
+        )
+
+
+def prepare_stock_cache(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+    *args: Any,
+) -> Any:
+    """Override of `_prepare_cache_for_generation` over transformers' own caches: refuse texts beyond the window.
+
+    Raises:
+        UnsupportedError: more tokens than the model's sliding window shows.
+    """
+    check_reach(model._qattn.window, max_cache_length + _drafted(generation_config, generation_mode))
+    return type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
+    )
+
+
+def _drafted(generation_config: GenerationConfig, generation_mode: GenerationMode) -> int:
+    """Tokens by which drafts may exceed the longest length, before verification rolls them back; 0 without drafts."""
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        return 0
+    return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
+
+
+def candidate_generator(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Override of `_get_candidate_generator`: layers that predict several tokens (`use_mtp=True`) attend as before the
+    patch, since transformers builds them from the patched model's config, over a cache of their own."""
+    made = type(model)._get_candidate_generator(model, *args, **kwargs)
+    if (drafting := getattr(made, "mtp_model", None)) is not None:
+        restore([(drafting.config, patch_of(model).attention_before(model.config))])
+    return made
+
+
+def _check_rolls_back(patched: Patched) -> None:
+    """Refuse drafts where a layer's state cannot be put back to before them."""
+    for spec in patched.specs:
+        if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)) and not spec.rolls_back:
+            raise UnsupportedError(
+                f"assisted generation rolls drafted tokens back, which layers of {spec} cannot: generate without an "
+                "assistant and prompt_lookup_num_tokens"
+            )
+
+
+def _run_eagerly(patched: Patched, generation_mode: GenerationMode, cache: QAttnCache) -> None:
+    """Record that steps are eager until a call is captured; warn where none will be, on a GPU, unasked."""
+    reason = _why_eager(patched, generation_mode)
+    cache.ran("eager", reason)
+    if reason not in (None, NOT_ASKED) and patched.device_type == "cuda":
+        patched.notices.of_eager(str(reason))
+
+
+def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
+    """Reason, for the report, why this `generate` runs eagerly if it never asks for the compiled call."""
+    if patched.decode == "eager":
+        return patched.decode_reason
+    mode = generation_mode.value.replace("_", " ")
+    if generation_mode in CALLING and patched.decode == "compile":
+        return f"{mode} does not ask for compiled calls; decode='graph' captures its steps"
+    if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *CALLING):
+        return f"{mode} is not captured"
+    return NOT_ASKED
+
+
+NOT_ASKED = "transformers did not ask for a compiled call"
+
+DRAFTED = 256  # tokens that a draft model's cache has room for at least, beyond those that it holds
+# What calls the model itself, where other modes ask for a compiled call
+CALLING = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.ASSISTED_GENERATION)
+
+
+def _capture_calls(
+    model: PreTrainedModel, generation_config: GenerationConfig, generation_mode: GenerationMode, cache: QAttnCache
+) -> None:
+    """Let the model's calls in beam search and assisted generation be captured as steps of other modes are."""
+    cache.captured_call, call = None, model.__dict__.get("_compiled_call_impl")
+    if isinstance(call, BoundMethod):
+        del model._compiled_call_impl
+    elif call is not None:  # by `model.compile()`
+        return
+    asks = generation_mode in CALLING and not (generation_config.disable_compile or generation_config.compile_config)
+    if not asks or model._qattn.decode != "graph":
+        return
+    found = compiled_call(model, None)
+    if isinstance(found, GraphedCall):
+        cache.captured_call = found
+        model._compiled_call_impl = BoundMethod(captured_call, model)  # what a module is called by, its hooks included
+
+
+def captured_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Override of a model's call during beam search and assisted generation, which replays captured steps. All other
+    calls are as they were, those with masks that `generate` did not make among them."""
+    cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
+    made = isinstance(mask, dict) or (mask is not None and is_span(mask))
+    if args or not made or not isinstance(cache, QAttnCache) or torch.compiler.is_compiling():
+        return model._call_impl(*args, **kwargs)
+    if (call := cache.captured_call) is None:
+        return model._call_impl(*args, **kwargs)
+    cache.captured_call = None  # what is not replayed calls the model, and comes here again
+    try:
+        return call(**kwargs)
+    finally:
+        cache.captured_call = call
+
+
+def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) -> Callable:
+    """Override of `get_compiled_call`: the callable that runs decode steps, by the recipe's `decode`.
+
+    A CUDA graph of the eager step or of the compiled one (`GraphedCall`); the eager model; or transformers' own
+    compiled call, where the caller gives a `compile_config` or a compiled step cannot be captured.
+
+    Without this, `generate` on a GPU would compile by itself, since the capacity is fixed.
+
+    Raises:
+        UnsupportedError: compiled steps that are not captured, over a cache with `memory`.
+    """
+    patched = patch_of(model)
+    cache, strict = patched.last.cache, patched.recipe.settings.decode == "graph"
+    how, why, captures = patched.decode, patched.decode_reason, patched.decode_reason is None
+    if not _whole_model(model):
+        how, why = "eager", "it exits early, to draft for itself"
+    elif compile_config is not None:
+        how, why, captures = "compile", None, False
+    elif captures and how != "eager" and not strict and (hook := python_hook(model)) is not None:
+        why, captures = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does", False
+        how = "eager" if how == "graph" else how
+        patched.notices.of_eager(why)
+    if cache is not None:
+        cache.captured_call = None  # who asks for this calls it
+        # a graph says so when it runs
+        waiting = "eager" if how == "graph" else how, "no two decode steps had the same kind of inputs"
+        cache.ran(*waiting if captures and how != "eager" else (how, why))
+    if how == "eager":
+        return model.__call__
+    if not captures:
+        if cache is not None and cache.bounded:
+            raise UnsupportedError(
+                "compiled steps alone make no room, and a cache with memory= needs some in time: leave compile_config "
+                "out, and take decode='graph' or 'eager'"
+            )
+        return type(model).get_compiled_call(model, compile_config)
+    compiled = None
+    if how == "compile":  # in a mode without CUDA graphs, which Inductor would not make over a cache that it writes
+        compiled = type(model).get_compiled_call(model, CompileConfig(mode="default"))
+    if cache is not None:
+        cache.replays = True
+    return GraphedCall(model, patched.pool, strict, compiled)
+
+
+def generate_masks(
+    kinds: tuple[str, ...],
+    model: PreTrainedModel,
+    *,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> Any:
+    """Override of `create_masks_for_generate`: the mask of a step of one token, built directly.
+
+    transformers' own function has the same result and takes 0.2 ms a token of host time, while the device waits.
+    A prompt that peft learned lengthens the user's 2-D mask, so peft gets that mask.
+
+    Args:
+        kinds: the layer types by which the model looks its mask up; empty if it takes the mask as it is.
+        inputs_embeds: `[B, T, hidden]`. attention_mask: int64 `[B, S]`, cached tokens included, or None.
+        kwargs: the cache as `CACHE`, and what only transformers' function reads.
+    """
+    if soft_prompt(model) is not None:
+        return attention_mask
+    cache = kwargs.get(CACHE)
+    if inputs_embeds.shape[1] == 1 and isinstance(cache, QAttnCache):
+        offset = cache.get_seq_length().to(inputs_embeds.device)
+        step_mask = mask(inputs_embeds.shape[0], 1, 0, offset, attention_mask, inputs_embeds.device)
+        return dict.fromkeys(kinds, step_mask) if kinds else step_mask
+    return create_masks_for_generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)

@@ -1,0 +1,117 @@
+"""What a patched model carries: its recipe and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from qattn_hf.attention import attention, model_attention, stock_cache
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.cache.last_cache import LastCache
+from qattn_hf.cache.notices import Notices
+from qattn_hf.cache.pool import Pool
+from qattn_hf.model.heads import HeadSizes
+from qattn_hf.model.layer_kinds import ModelLayerSpec, WindowLayerSpec
+from qattn_hf.recipes.recipe import Recipe, check_packs
+from qattn_kernels.layer.arena import zeroed_together
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
+
+
+@dataclass
+class Patched:
+    """State that `patch` attaches to a model and its decoder as `_qattn`: recipe, layer specs, how to undo the patch.
+
+    Attributes:
+        specs: one `LayerSpec` a packed layer, one `ModelLayerSpec` for each that is the model's own.
+        beside: the attention implementation of the layers that are the model's own; None where all are packed.
+        device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
+        attn_implementations: each config of the model and the attention that it named before.
+        decode, decode_reason: how `generate` runs its decode steps, and why not as a CUDA graph (`resolve_decode`).
+        window: tokens that the model's narrowest sliding window shows, none of which hides a position (`window.py`).
+        sizes: heads of each layer, where all are packed and lie on one device; else None.
+        hook_ids: ids of the forward hooks, of both modules.
+        marked: how many modules carry this state: 2, the model and its decoder, or 1 where they are the same.
+        constants: of each layer the state tensors that no call writes (`model_constants.constants`).
+        holders: names of the modules that keep an offset of positions (`offsets.py`).
+        last, pool: the last cache, and memory kept for the next one.
+        notices: what this patch has warned of.
+    """
+
+    recipe: Recipe
+    specs: list[LayerSpec | ModelLayerSpec]
+    beside: str | None
+    device_type: str
+    attn_implementations: list[tuple[PretrainedConfig, str | None]]
+    decode: str
+    decode_reason: str | None
+    window: int | None = None
+    sizes: list[HeadSizes] | None = None
+    hook_ids: list[int] = field(default_factory=list)
+    marked: int = 0
+    constants: list[State] = field(default_factory=list)
+    holders: tuple[str, ...] = ()
+    last: LastCache = field(default_factory=LastCache)
+    pool: Pool = field(default_factory=Pool)
+    notices: Notices = field(default_factory=Notices)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore from a pickle, and register the attention: nothing may be patched yet in this process."""
+        self.__dict__.update(state)
+        self.register()
+
+    def register(self) -> str:
+        """Register this patch's attention and mask functions with transformers and return their name."""
+        if not self.recipe.settings.packs():
+            return stock_cache.register(self.packed[0])
+        windows = any(isinstance(spec, WindowLayerSpec) for spec in self.specs)
+        return attention.register(windows) if self.beside is None else model_attention.register(self.beside, windows)
+
+    def attention_before(self, config: PretrainedConfig) -> str | None:
+        """The attention that the decoder of a model with this config named before the patch."""
+        text = config.get_text_config(decoder=True)
+        return next((name for one, name in self.attn_implementations if one is text), None)
+
+    @property
+    def packed(self) -> list[LayerSpec]:
+        """Specs of the packed layers."""
+        return [spec for spec in self.specs if isinstance(spec, LayerSpec)]
+
+    def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
+        """A new, empty cache by this patch's recipe, recorded as the model's last one.
+
+        Args:
+            max_cache_len: fixed capacity in tokens a row; None lets the cache grow.
+
+        Raises:
+            UnsupportedError: the recipe packs nothing (`cache="model"`).
+        """
+        check_packs(self.recipe)
+        cache = QAttnCache(self.specs, self.recipe, max_cache_len, self.device_type, self.pool)
+        cache.with_constants(self.constants)
+        self.last.record(cache)
+        return cache
+
+    def allocate(self, cache: QAttnCache, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate an empty cache for so many rows before a call, where sizes are known (`QAttnCache.allocate`)."""
+        if self.sizes is not None and not torch.is_autocast_enabled(device.type):
+            shapes = [((rows, size.kv, 0, size.dim), (rows, size.kv, 0, size.v_dim)) for size in self.sizes]
+            made = {shape: torch.empty(shape, dtype=dtype, device=device) for pair in shapes for shape in pair}
+            with zeroed_together():
+                cache.allocate([(made[k], made[v]) for k, v in shapes])
+
+    def release(self) -> None:
+        """Free the memory kept for later calls: the last cache, idle arenas and captured decode steps."""
+        self.last.clear()
+        self.pool.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def patch_of(module: torch.nn.Module) -> Patched:
+    """The state that `patch` attached to this module."""
+    patched: Any = module._qattn
+    return patched

@@ -1,0 +1,90 @@
+"""Tokens taken back from the end of a layer, as after a rejected draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.layer.contract import Packed
+from qattn_hf.layer.model_layer import ModelLayer
+
+
+def columns(layer: Packed) -> tuple[int, int]:
+    """Columns that a layer was fed, padding included, and those up to the last padding; waits for the device."""
+    seen, padded = torch.stack([layer.state["columns_seen"], layer.state["padded"]]).tolist()
+    return seen, padded
+
+
+class Crop(NamedTuple):
+    """Columns that a crop removes from a layer, and columns that are left."""
+
+    drop: int
+    left: int
+
+    @property
+    def empties(self) -> bool:
+        """Whether the crop removes all columns of a layer that has some."""
+        return self.drop > 0 == self.left
+
+
+def plan_layer(layer: Packed, count: int, held: tuple[int, int] | None = None) -> Crop:
+    """Plan a crop of a packed layer: -n removes the last n columns of every row; n > 0 all but the first n columns.
+
+    Args:
+        held: the layer's `columns`, where the caller knows them.
+
+    Raises:
+        UnsupportedError: a removed column belongs to a call that had padding; the layer cannot be put back to where it
+            was; or an earlier edit was interrupted. Nothing is changed in any case.
+    """
+    layer.check_ended()
+    if not layer.is_initialized:
+        return Crop(0, 0)
+    seen, padded = columns(layer) if held is None else held
+    plan = _plan(seen, count)
+    if plan.drop and plan.left:
+        if plan.left < padded:
+            raise UnsupportedError(
+                f"cannot crop {plan.drop} columns: some are padding or stand before padding, where columns do not map "
+                "to tokens of a row. Crop less, or start from a fresh cache"
+            )
+        layer.check_crop(plan.drop)
+    return plan
+
+
+def plan_cache(layers: Sequence[Packed | ModelLayer], count: int, seen: int) -> list[Crop]:
+    """Plan a crop of all layers of a cache, as `plan_layer` does for one.
+
+    Args:
+        seen: columns that the cache was fed, read only for layers of the model's own.
+    """
+    packed = [layer for layer in layers if not isinstance(layer, ModelLayer)]
+    held = columns(packed[0]) if len({layer.edits for layer in packed}) == 1 and packed[0].is_initialized else None
+    plans = []
+    for layer in layers:
+        if isinstance(layer, ModelLayer):
+            plan = _plan(seen, count)
+            if plan.drop and plan.left:
+                layer.check_crop(plan.drop)
+        else:
+            plan = plan_layer(layer, count, held)
+        plans.append(plan)
+    return plans
+
+
+def _plan(seen: int, count: int) -> Crop:
+    drop = min(-count, seen) if count < 0 else max(0, seen - count)
+    return Crop(drop, seen - drop)
+
+
+def crop(layer: Packed | ModelLayer, plan: Crop) -> None:
+    """Remove the columns of a plan from a layer."""
+    if plan.empties:
+        layer.reset()
+    elif isinstance(layer, ModelLayer):
+        layer.crop(-plan.drop)
+    elif plan.drop:
+        layer.remove(plan.drop)

@@ -1,0 +1,187 @@
+"""A packed layer with a sliding window: blocks that the window has left behind make room for new ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from qattn_hf.errors import CapacityError, UnsupportedError
+from qattn_hf.layer import changes
+from qattn_hf.layer.budget_layer import BudgetLayer
+from qattn_hf.layer.handle import Handle, Written
+from qattn_hf.layer.latent_layer import LatentLayer
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.layer.memory_budget import BudgetLayerSpec
+from qattn_hf.model.device import capturing
+from qattn_hf.model.layer_kinds import WINDOWED, WindowLayerSpec, kind_of
+from qattn_kernels.layer.arena import Layout, columns_seen, rewritten_bytes, views
+from qattn_kernels.layer.scores import Scores
+from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
+from qattn_kernels.layer.state import layer_tensors
+from qattn_kernels.step.operator import attend, beginning
+from qattn_kernels.step.states import beyond_crop, drop_front, left_behind, most_left_behind, ring_blocks
+
+
+class WindowLayer(QAttnLayer):
+    """`QAttnLayer` of a layer whose queries see the last `spec.sliding_window` tokens, or those of their chunk of as
+    many, of a capacity to match.
+
+    When it is full, blocks move to the front in place, between calls: addresses stay, and kernels and captured steps
+    are those of any packed layer. A longer call, as of a prompt, runs over a larger copy, whose last blocks are kept.
+    Codes are those that the same tokens have without a window.
+    """
+
+    spec: WindowLayerSpec
+
+    def __init__(self, spec: WindowLayerSpec, max_cache_len: int | None = None, device_type: str | None = None):
+        super().__init__(spec, max_cache_len, device_type)
+        self.blocks = min(self.blocks, self.most)
+
+    @property
+    def most(self) -> int:
+        """Blocks that the layer never needs more of, however long its rows are."""
+        return ring_blocks(self.spec.window, self.spec.sliding_window)
+
+    @property
+    def limit(self) -> int:
+        """Blocks up to which the layer grows: `most`, or fewer where `max_cache_len` is less."""
+        return self.most if self.max_cache_len is None else min(self._blocks_for(self.max_cache_len), self.most)
+
+    def get_seq_length(self) -> torch.Tensor:
+        if torch.compiler.is_compiling() and self.arena is not None:
+            return columns_seen(beginning(self.arena, 8))
+        return super().get_seq_length()
+
+    def reserve(self, tokens: int) -> int:
+        """Make room for `tokens` more columns; as in `QAttnLayer`, but a call for which the whole capacity is too small
+        is left to `attend`."""
+        self.own()
+        used = self._used
+        if used is None or self.replayed_by_others or (used and used + tokens > self.capacity):
+            used = self._used = self._slots_used()
+        if used + tokens > self.capacity and self.blocks < self.limit:
+            self._grow(min(changes.with_room(self._blocks_for(used + tokens)), self.limit))
+        if used + tokens > self.capacity and self.is_initialized and self._behind(used):
+            used = self._drop_front()
+        if used + tokens <= self.capacity:
+            return used
+        if self.limit < self.most:
+            raise CapacityError(
+                f"the cache holds {self.capacity} tokens a row, {used} are taken and {tokens} more came; "
+                "nothing was written. Use a larger max_cache_len, or none so that the cache grows"
+            )
+        if tokens <= SHORT_CALL:  # crops farther than the horizon left short blocks
+            self._grow(self._blocks_for(used + tokens))
+        return used
+
+    def plan(self, tokens: int) -> None:
+        """Grow to `tokens` columns in total, or to what the window needs, and fix the capacity there.
+
+        Raises:
+            CapacityError: the capacity was fixed before and is too small; nothing was changed.
+        """
+        if self.max_cache_len is not None:
+            self._grow(max(self.blocks, self.limit))  # a larger horizon may have raised it
+        if self._blocks_for(tokens) < self.most or self.limit < self.most:
+            return super().plan(tokens)
+        self._grow(max(self.blocks, self.most))
+        self.planned = True
+
+    def attend(
+        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write the handle's tokens and attend to the window; arguments and results as in `QAttnLayer`."""
+        scores, tokens = scores._replace(window=self.spec.local), query.shape[2]
+        if handle.written is not None:
+            return super().attend(query, handle, span, scores, unpadded)
+        if torch.compiler.is_compiling():
+            if tokens > SHORT_CALL:
+                raise UnsupportedError(
+                    f"a compiled call of {tokens} tokens is not supported with a packed sliding window, whose ring "
+                    f"takes {SHORT_CALL}: compile decode steps alone, or use sliding='model'"
+                )
+        elif not capturing() and self.reserve(tokens) + tokens > self.capacity:
+            return self._attend_long(query, handle, span, scores, unpadded)
+        return super().attend(query, handle, span, scores, unpadded)
+
+    def check_crop(self, count: int) -> None:
+        """Check that the window of every row still holds what comes back without its last `count` tokens.
+
+        Raises:
+            UnsupportedError: it does not; the message says how many tokens can be removed.
+        """
+        spec = self.spec
+        if self.is_initialized and bool(beyond_crop(self.state, spec.window, spec.sliding_window, count).any()):
+            raise UnsupportedError(
+                f"cannot crop {count} columns: a packed layer has {WINDOWED[kind_of(spec)]} of {spec.sliding_window}, "
+                f"and what it showed then is gone; {spec.window.horizon} can be removed (crop_horizon). Crop less, or "
+                "start from a fresh cache"
+            )
+
+    # Inside
+
+    def _drop_front(self) -> int:
+        """Move the blocks that are still needed to the front; returns the slots then used, for which it waits. If that
+        fails, all are where they were."""
+        assert self.arena is not None
+        self.check_ended()
+        count = left_behind(self.state, self.spec.window, self.spec.sliding_window)
+        before = self.mark(bytes_too=False)._replace(kept=self.arena.clone())
+        self.torn = True
+        try:
+            drop_front(self.state, self.tensor_specs(), count)
+            self._used = used = self._slots_used()
+            self.torn = False
+        except BaseException:
+            before.put_back(self)
+            raise
+        return used
+
+    def _behind(self, tokens: int) -> int:
+        return most_left_behind(self.spec.window, self.spec.sliding_window, tokens)
+
+    def _attend_long(
+        self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`attend` over a copy with room for all new tokens, of which the last blocks come back.
+
+        What they are the device knows; of the first call, without padding, the host does too, and need not wait."""
+        self._check_call(query, handle)
+        assert self._used is not None
+        tokens, past = query.shape[2], self._blocks_for(self._used)
+        first = unpadded and self._used == 0
+        behind = self._behind(tokens) if first else 0
+        blocks = max(self._blocks_for(self._used + tokens), behind + self.blocks)
+        layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
+        arena: Any = self.empty(layout, self.device) if first else changes.with_blocks(self, blocks).arena
+        where = arena, self._layout, blocks
+        if self.shared:  # a copy more, since blocks of this one are going to move
+            before = arena[: rewritten_bytes(layout)].clone()
+            handle.written = Written(arena.clone(), blocks, past, before)
+        result = attend(query, handle.key, handle.value, span, *where, *scores, past)
+        state = views(arena, layout)
+        if first:
+            used = tokens - behind * self.spec.window.block
+            state["closed"].sub_(behind)
+        else:
+            drop_front(state, layer_tensors(*layout), left_behind(state, self.spec.window, self.spec.sliding_window))
+            used = int((state["closed"] * self.spec.window.block + state["length"] - state["open_start"]).max())
+            self._grow(max(self.blocks, self._blocks_for(used)))
+        self.torn = True
+        for name, spec in self.tensor_specs().items():
+            new, dim = state[name], spec.block_dim
+            self.state[name].copy_(new if dim is None else new.narrow(dim, behind, self.blocks))
+        self._used = used
+        self.count(0)
+        self.prompt_by = self.spec.impl
+        return result
+
+
+def packed_layer(spec: LayerSpec, max_cache_len: int | None = None, device_type: str | None = None) -> QAttnLayer:
+    """An empty packed layer of this spec; arguments as of `QAttnLayer`."""
+    kinds: Any = {WindowLayerSpec: WindowLayer, BudgetLayerSpec: BudgetLayer}
+    kind = LatentLayer if spec.latent else kinds.get(type(spec), QAttnLayer)
+    layer: QAttnLayer = kind(spec, max_cache_len, device_type)
+    return layer

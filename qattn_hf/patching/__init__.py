@@ -1,0 +1,1 @@
+"""`patch` and `unpatch`, and the hooks that they put on a model."""

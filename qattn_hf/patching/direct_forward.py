@@ -1,0 +1,59 @@
+"""Calls of a patched model's `forward` itself, as of sentence-transformers: they run the hooks of a call too."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.generate.continuous.cache import PagedCache
+from qattn_hf.model._compat import CACHE
+from qattn_hf.model.bound_method import BoundMethod
+
+
+class Forward(BoundMethod):
+    """Override of `forward`, with the signature of the model's own."""
+
+    def __init__(self, model: Any):
+        super().__init__(forward, model)
+        self.__signature__ = inspect.signature(type(model).forward.__get__(model))
+
+    @property
+    def __code__(self) -> Any:
+        """Code of the model's own `forward`: `torch.export` asks for it before its first call."""
+        model: Any = self._model()
+        return type(model).forward.__code__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        model = self._model()
+        return Forward(memo.get(id(model), model))
+
+    def __reduce__(self) -> Any:
+        return Forward, (self._model(),)
+
+
+def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The model's own `forward` inside of a call, whose hooks have run; else a call."""
+    if torch.compiler.is_compiling() or not hasattr(model, "_qattn") or _inside_call(kwargs):
+        return type(model).forward(model, *args, **kwargs)
+    return model(*args, **kwargs)
+
+
+def _inside_call(kwargs: dict[str, Any]) -> bool:
+    """Whether a call's hooks have seen these arguments: they begin the call of a packed cache."""
+    cache = kwargs.get(CACHE)
+    return isinstance(kwargs.get("cache"), PagedCache) or (isinstance(cache, QAttnCache) and cache.calling)
+
+
+def install(module: torch.nn.Module) -> None:
+    """Put the override on a module, but where another library's stands, as accelerate's for offloaded weights."""
+    if "forward" not in module.__dict__:
+        module.forward = Forward(module)
+
+
+def uninstall(module: torch.nn.Module) -> None:
+    """Take the override off; where accelerate has wrapped it since, it stays and does what the model's own does."""
+    if isinstance(module.__dict__.get("forward"), Forward):
+        del module.forward

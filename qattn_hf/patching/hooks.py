@@ -1,0 +1,305 @@
+"""What `patch` puts on a model and its decoder, and takes off again: forward hooks and overrides of methods.
+
+All are module-level callables, so that a patched model can be copied and pickled.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from qattn_hf.attention import attention
+from qattn_hf.attention.masks import check_earlier_mask, check_mask, check_mask_later
+from qattn_hf.cache.cache import QAttnCache
+from qattn_hf.errors import UnsupportedError
+from qattn_hf.generate import offsets
+from qattn_hf.generate.continuous.cache import PagedCache
+from qattn_hf.generate.continuous.manager import init_continuous_batching
+from qattn_hf.generate.generation import (
+    candidate_generator,
+    check_cache,
+    check_given,
+    compiled_call,
+    generate_masks,
+    prepare_cache,
+    prepare_stock_cache,
+)
+from qattn_hf.generate.patched import Patched, patch_of
+from qattn_hf.generate.stop_check import defer_stop_checks
+from qattn_hf.generate.window import check_call, check_compiled, check_reach
+from qattn_hf.model import latent
+from qattn_hf.model._compat import CACHE, by_cache_name, exporting
+from qattn_hf.model.bound_method import BoundMethod
+from qattn_hf.model.decoder import decoder_of
+from qattn_hf.model.device import device_of
+from qattn_hf.patching import direct_forward
+from qattn_hf.recipes.recipe_files import RECIPE_FILE
+from qattn_hf.saved.writer import check_writer
+
+
+def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> tuple:
+    """Pre-forward hook of a patched model and of its decoder: pass a packed cache, refuse what cannot be served.
+
+    Args:
+        names: positional parameters of the module's forward, by which `args` become keywords.
+
+    Returns:
+        no positional arguments, and the keywords with the cache and `use_cache` set.
+
+    Raises:
+        UnsupportedError: training, attention weights as output, a cache of another kind or model, a mask with holes,
+            packed sequences, tokens beyond a sliding window, an export.
+    """
+    if exporting():
+        _refuse_export()
+    patched = patch_of(module)
+    kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
+    _check_call(module, kwargs)
+    if isinstance(kwargs.get("cache"), PagedCache):
+        return (), {**kwargs, "attention_mask": UNREAD}
+    use_cache = kwargs.get("use_cache")
+    decoder: Any = module
+    cache: Any = kwargs.get(CACHE)
+    made = cache is None
+    if made:
+        _check_positions(kwargs)
+        cache = kwargs[CACHE] = _new_cache(patched)
+    check_cache(cache, len(patched.specs))
+    # attention reads through our cache in any case; `after_forward` keeps it out of the output where none was wanted
+    wanted = decoder.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
+    kwargs["use_cache"] = bool(wanted)
+    if not torch.compiler.is_compiling():
+        _begin(decoder, cache, kwargs)
+        patched.notices.of_call(cache, kwargs, _shape(kwargs)[1], made, use_cache)
+    elif cache.allocated:
+        check_compiled(patched.window, cache)
+    else:
+        _begin_compiled(decoder, cache, kwargs)
+    return (), kwargs
+
+
+# Of continuous batching, which needs no mask: transformers builds none where a model is given one of four dimensions.
+UNREAD = torch.empty(0, 0, 0, 0, device="cpu")
+
+NOT_COMPILED = f"a compiled call cannot make its cache: pass {CACHE}=, a cache that an uncompiled call wrote to"
+
+
+@torch.compiler.disable(reason=NOT_COMPILED)
+def _new_cache(patched: Patched) -> QAttnCache:
+    patched.notices.before_another()
+    return patched.new_cache()
+
+
+NOT_EXPORTED = "a patched model cannot be exported (torch.export, ExecuTorch, ONNX): call unpatch(model) before"
+
+
+@torch.compiler.disable(reason=NOT_EXPORTED)
+def _refuse_export() -> None:
+    """Raise `UnsupportedError`. A strict export does not run this: its error names the reason given to `disable`."""
+    raise UnsupportedError(NOT_EXPORTED)
+
+
+@torch.compiler.disable(reason=NOT_COMPILED)
+def _begin_compiled(module: Any, cache: QAttnCache, kwargs: dict[str, Any]) -> None:
+    _begin(module, cache, kwargs, compiled=True)
+
+
+def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: bool = False) -> None:
+    """Check a call against its cache, and make room in that. What a `compiled` call writes cannot be taken back."""
+    patched, (rows, tokens) = patch_of(module), _shape(kwargs)
+    within = cache.within_call(module, tokens)
+    if not within:
+        check_earlier_mask(cache, wait=tokens > 1)
+        check_writer(cache, module, tokens)
+        cache.check_whole(module.config.get_text_config(decoder=True).num_hidden_layers)
+    _check_new_mask(kwargs.get("attention_mask"), cache, tokens)
+    if not within:
+        patched.pool.allocate(cache.reserve, tokens)
+    if rows and not cache.allocated:
+        check_given(cache)
+        patched.allocate(cache, rows, module.dtype, device_of(module))
+    check_call(patched.window, cache, tokens)
+    if not within and not compiled:
+        cache.begin(module, tokens)
+    cache.writer.note(module)
+
+
+def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook: note that the call has ended, and remove the cache from the output where `use_cache` is false.
+
+    A stock model's output has none there. A call that an exception ended has no output: its cache is put back.
+    """
+    if isinstance(kwargs.get("cache"), PagedCache):
+        return output
+    cache: Any = kwargs.get(CACHE)
+    if output is None:
+        if isinstance(cache, QAttnCache):
+            cache.take_back()
+        return None
+    if not torch.compiler.is_compiling():
+        cache.end(module)
+    if kwargs["use_cache"]:
+        return output
+    if isinstance(output, tuple):
+        return tuple(x for x in output if x is not cache)
+    return type(output)(**{name: x for name, x in output.items() if x is not cache})
+
+
+def _shape(kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Rows of a call and new tokens of each."""
+    for name in ("input_ids", "inputs_embeds"):
+        if (inputs := kwargs.get(name)) is not None:
+            return inputs.shape[0], inputs.shape[1]
+    return 0, 0
+
+
+def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Pre-forward hook over transformers' own caches (`cache="model"`): refuse what cannot be served, change nothing.
+
+    Raises:
+        UnsupportedError: training, attention weights as output, another device than at `patch`, tokens beyond a
+            sliding window, an export without a cache.
+    """
+    kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
+    if exporting() and kwargs.get(CACHE) is None:  # transformers' masks then are not causal ones
+        _refuse_export()
+    _check_call(module, kwargs)
+    patched, device = patch_of(module), next(module.parameters()).device
+    if patched.device_type != device.type and patched.device_type != (device := device_of(module)).type:
+        raise UnsupportedError(
+            f"the model was patched for {patched.device_type} and runs on {device.type}; patch it again"
+        )
+    if patched.window is not None and not torch.compiler.is_compiling():
+        cache = kwargs.get(CACHE)
+        check_reach(patched.window, _shape(kwargs)[1] + (0 if cache is None else int(cache.get_seq_length())))
+
+
+def _check_call(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    if module.training:
+        raise UnsupportedError("a patched model does not train: call model.eval(), or unpatch(model) first")
+    if _requested(module, kwargs, "output_attentions"):
+        raise UnsupportedError(
+            "output_attentions is not supported: this attention never builds the weights; unpatch(model)"
+        )
+    if not torch.compiler.is_compiling() and not (selected := _selected(module.config)).startswith(attention.NAME):
+        raise UnsupportedError(
+            f"set_attn_implementation chose {selected!r} after patch, in place of the patched attention: patch the "
+            "model again, or unpatch(model) first"
+        )
+
+
+def _selected(config: PretrainedConfig) -> str:
+    """Name of the decoder's attention implementation; of a composite config, that of its text config."""
+    own = config._attn_implementation or ""
+    return own if own.startswith(attention.NAME) else config.get_text_config(decoder=True)._attn_implementation or ""
+
+
+def _check_new_mask(mask: Any, cache: QAttnCache, tokens: int) -> None:
+    """Check a user's 2-D mask; a 4-D one is either ours, from `generate`, or refused by the attention function."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() == 4:
+        return
+    if mask.dim() != 2:
+        raise UnsupportedError(f"a mask of {mask.dim()} dimensions is not supported; pass a 2-D attention_mask")
+    if tokens > 1:
+        check_mask(mask, cache.get_seq_length(), tokens)
+    else:  # on a GPU a step of one token must not wait for the device
+        check_mask_later(mask, cache, tokens)
+
+
+def _requested(module: torch.nn.Module, kwargs: dict[str, Any], name: str) -> bool:
+    value = kwargs.get(name)
+    return bool(getattr(module.config, name, False) if value is None else value)
+
+
+def _check_positions(kwargs: dict[str, Any]) -> None:
+    """Positions that start anew inside a row mean packed sequences, which transformers detects without a cache only."""
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None or torch.compiler.is_compiling():
+        return
+    if positions.dim() == 2 and bool((positions.diff(dim=-1) != 1).any()):
+        raise UnsupportedError(
+            "position_ids that restart mean packed sequences, which are not supported: one row a sequence"
+        )
+
+
+def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+    """Override of `save_pretrained`: save the stock model, and the recipe as `qattn.yaml` in the same folder.
+
+    `patch(model)` of a model that is loaded from this folder uses that recipe.
+
+    Raises:
+        UnsupportedError: with `push_to_hub=True`, which sends only what transformers itself wrote.
+    """
+    if kwargs.get("push_to_hub"):
+        raise UnsupportedError(
+            f"save_pretrained(push_to_hub=True) would leave {RECIPE_FILE} behind: call model.push_to_hub(repo_id)"
+        )
+    saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if args[0] if args else kwargs.get("is_main_process", True):
+        text = patch_of(model).recipe.as_yaml()
+        (Path(save_directory) / RECIPE_FILE).write_text(text, encoding="utf-8")
+    return saved
+
+
+def install(model: PreTrainedModel, patched: Patched) -> None:
+    """Put hooks on the model and its decoder, and overrides of methods on the model instance."""
+    packs = patched.recipe.settings.packs()
+    for module in dict.fromkeys((model, decoder_of(model))):
+        module._qattn = patched
+        patched.marked += 1
+        hook = functools.partial(before_forward if packs else before_forward_stock, names=_positional(module))
+        patched.hook_ids.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).id)
+        if packs:
+            ended = module.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
+            patched.hook_ids.append(ended.id)
+            direct_forward.install(module)
+    model.save_pretrained = BoundMethod(save_pretrained, model)
+    model.init_continuous_batching = BoundMethod(init_continuous_batching, model)
+    if not packs:
+        if patched.window is not None:
+            model._prepare_cache_for_generation = BoundMethod(prepare_stock_cache, model)
+        return
+    latent.install(model)
+    offsets.install(model, patched)
+    defer_stop_checks()
+    model._prepare_cache_for_generation = BoundMethod(prepare_cache, model)
+    model.get_compiled_call = BoundMethod(compiled_call, model)
+    model._get_candidate_generator = BoundMethod(candidate_generator, model)
+    if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # else masks of other kinds
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+        masks = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
+        model.create_masks_for_generate = BoundMethod(masks, model)
+
+
+def _positional(module: torch.nn.Module) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds)
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Remove the hooks and overrides that `install` put there, and what transformers compiled for the model."""
+    patched: Patched = model._qattn
+    for module in dict.fromkeys((model, decoder_of(model))):
+        for hook_id in patched.hook_ids:
+            for when in ("forward_pre_hooks", "forward_hooks"):
+                getattr(module, f"_{when}").pop(hook_id, None)
+                getattr(module, f"_{when}_with_kwargs").pop(hook_id, None)
+            module._forward_hooks_always_called.pop(hook_id, None)
+        direct_forward.uninstall(module)
+        del module._qattn
+    latent.uninstall(model)
+    offsets.uninstall(model)
+    if isinstance(model.__dict__.get("_compiled_call_impl"), BoundMethod):
+        del model._compiled_call_impl
+    overrides = (
+        "_prepare_cache_for_generation", "get_compiled_call", "create_masks_for_generate", "save_pretrained",
+        "init_continuous_batching", "_get_candidate_generator",
+    )  # fmt: skip
+    for name in (*overrides, "_compiled_call", "_last_compile_config"):
+        model.__dict__.pop(name, None)

@@ -1,0 +1,212 @@
+"""`patch` and `unpatch`: select packed attention on one model instance, and put everything back."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from qattn_hf.attention import model_constants
+from qattn_hf.attention.stock_cache import STEPS
+from qattn_hf.cache import notices
+from qattn_hf.errors import QAttnError
+from qattn_hf.generate.cuda_graph.capture import resolve_decode
+from qattn_hf.generate.patched import Patched, patch_of
+from qattn_hf.generate.window import narrowest
+from qattn_hf.model import _compat
+from qattn_hf.model.device import device_of
+from qattn_hf.model.heads import HeadSizes, head_sizes
+from qattn_hf.model.layer_kinds import ModelLayerSpec, of_method, own_states
+from qattn_hf.model.selection import own_config, restore, select, selected
+from qattn_hf.model.supported_models import check_full, check_model, check_parts, check_selected
+from qattn_hf.model.tensor_parallel import shard_of
+from qattn_hf.patching import hooks, warm
+from qattn_hf.recipes.recipe import Recipe, find_recipe
+from qattn_hf.recipes.recipe_settings import SHARED
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import State
+
+log = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def patch(
+    model: Model, method: str | None = None, *, recipe: str | Path | Recipe | None = None, **settings: Any
+) -> Model:
+    """Patch a model in place: it then generates, scores and chats with a packed KV cache.
+
+    With `sage2` and `cache="model"` it keeps transformers' own caches and replaces the attention of long calls.
+    Only this instance is changed, not its class, nor other models built from the same config. A second patch replaces
+    the first; `unpatch` restores the model.
+
+    Args:
+        model: a decoder of transformers, on the device where it will run. It must be in eval mode when it runs. With
+            `compensate_k` or `equalize_k` it runs here, once, over random tokens.
+        method: a method's name (`list_methods()`) or a recipe's, with settings or without: `turbo_sink`, `turbo:bits=2`
+            (see `qattn_hf.recipes.spelling`).
+        recipe: a YAML file, the name of a recipe of this package, a folder or a hub repository with `qattn.yaml`, or a
+            `Recipe`. Without both: what the model chooses within `bits` or `kl`; else `qattn.yaml` in the model's
+            folder, as `save_pretrained` writes it; else `turbo`.
+        settings: settings of the method, by the names of the recipe's YAML keys; they win over the recipe's. Also
+            `layers`, other settings for some layers (see `qattn_hf.recipes.recipe`), and `family=False`, which leaves
+            out the defaults of the model's family. Without both `bits=3.5` asks for the least loss in so many bits a
+            value of closed blocks, `kl=0.01` for the fewest bits that lose no more: `qattn_hf.choosing.choose`.
+
+    Returns:
+        the same object.
+
+    Raises:
+        RecipeError: an unknown method, recipe or setting, or an invalid value.
+        UnsupportedError: a model that is not supported, with the reason and what to do instead.
+            After either error the model is as it was.
+    """
+    check_model(model)
+    _compat.warn_if_untested()
+    chosen = _recipe(model, method, recipe, settings)
+    device_type = device_of(model).type
+    specs = chosen.layer_specs(model.config, device_type, shard_of(model))
+    own = own_states(specs)
+    if not chosen.settings.packs():
+        check_full(model)
+    decode = resolve_decode(model, chosen.settings.decode, own) if chosen.settings.packs() else ("stock", STEPS)
+    beside, sizes = (_implementation(model), None) if own else (None, _sizes(model, specs))
+    window = narrowest(model.config.get_text_config(decoder=True))
+    patched = Patched(chosen, specs, beside, device_type, [], *decode, window, sizes)
+    name = patched.register()
+    patched.constants = _unpatched_constants(model, specs)
+    own_config(model)
+    before = patched.attn_implementations = selected(model)
+    try:
+        select(model, name)
+        check_selected(model, name)
+    except Exception:  # whatever it is, the model must be as it was; it is raised again
+        restore(before)
+        raise
+    hooks.install(model, patched)
+    notices.of_layers(model.config, specs, chosen.settings.impl, device_type)
+    if chosen.settings.packs():
+        warm.begin_for(model, specs, shard_of(model).size)
+        _note_unused(model)
+    _warn_of_nothing(specs)
+    return model
+
+
+def _warn_of_nothing(specs: list[LayerSpec | ModelLayerSpec]) -> None:
+    """Warn where no layer is packed by the method."""
+    if not any(map(of_method, specs)):
+        where = "unquantized" if any(isinstance(spec, LayerSpec) for spec in specs) else "the model's own"
+        warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=3)
+
+
+def _recipe(model: PreTrainedModel, method: str | None, recipe: Any, settings: dict[str, Any]) -> Recipe:
+    """The recipe that the model chooses within a budget; else the one that is named, with the family's defaults."""
+    if method is None and recipe is None and _has_budget(settings):
+        return _chosen(model, settings)
+    return find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
+
+
+def _has_budget(settings: dict[str, Any]) -> bool:
+    """Whether settings without a method ask for a choice. What only turbo takes (`bits="mixed"`, `bits=2` with `n_h`)
+    means turbo."""
+    bits = settings.get("bits")
+    number = isinstance(bits, (int, float)) and not isinstance(bits, bool)
+    return "kl" in settings or (number and (bits not in (2, 4) or settings.keys() <= {*SHARED, "bits"}))
+
+
+def _chosen(model: PreTrainedModel, settings: dict[str, Any]) -> Recipe:
+    """The recipe that a model chooses within `bits` or `kl`; an earlier patch is undone for the probe and put back."""
+    from qattn_hf.choosing.choose import check_budget, choose, warn_of_whole_bits  # which patches models
+
+    bits, kl, shared = check_budget(settings)
+    warn_of_whole_bits(bits, stacklevel=5)
+    if not hasattr(model, "_qattn"):
+        return choose(model, bits, kl, shared)
+    earlier = patch_of(model).recipe
+    unpatch(model)
+    try:
+        return choose(model, bits, kl, shared)
+    finally:
+        patch(model, recipe=earlier)
+
+
+def _unpatched_constants(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[State]:
+    """`constants` of a model whose earlier patch is undone for them, and made anew if there are none."""
+    earlier = model._qattn.recipe if hasattr(model, "_qattn") else None
+    if earlier is not None:
+        unpatch(model)
+    try:
+        return model_constants.constants(model, specs)
+    except Exception:  # whatever it is, the model must be as it was; it is raised again
+        if earlier is not None:
+            patch(model, recipe=earlier)
+        raise
+
+
+def _note_unused(model: PreTrainedModel) -> None:
+    """Say that the cache which a model's generation_config names is not used."""
+    named = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
+    if named is not None:
+        log.warning("cache_implementation=%r in the model's generation_config is not used: the packed cache is", named)
+
+
+def _sizes(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[HeadSizes] | None:
+    """Heads of each layer of a model on one device; None for a model on several, or split over processes, or where a
+    layer is not packed."""
+    if shard_of(model).size > 1 or len({parameter.device for parameter in model.parameters()}) > 1:
+        return None
+    if not all(isinstance(spec, LayerSpec) for spec in specs):
+        return None
+    text = model.config.get_text_config(decoder=True)
+    return [head_sizes(model.config, i) for i in range(text.num_hidden_layers)]
+
+
+def unpatch(model: Model) -> Model:
+    """Undo `patch`: the model computes bit for bit what it did before.
+
+    Its configs stay copies of their own, which no other model shares.
+
+    Args:
+        model: a patched model.
+
+    Returns:
+        the same object.
+
+    Raises:
+        QAttnError: the model is not patched.
+        UnsupportedError: it is only a part of the model that was patched.
+    """
+    release(model)
+    before = model._qattn.attn_implementations
+    hooks.uninstall(model)
+    restore(before)
+    return model
+
+
+def release(model: PreTrainedModel) -> None:
+    """Free the memory that a patched model keeps for its next call; the model stays patched.
+
+    That is its last cache (unless you hold a reference to it), memory of earlier caches, and captured decode steps. The
+    next call allocates and captures again.
+
+    Args:
+        model: a patched model.
+
+    Raises:
+        QAttnError: the model is not patched.
+        UnsupportedError: it is only a part of the model that was patched.
+    """
+    if isinstance(model, PreTrainedModel):
+        check_parts(model)
+    if not hasattr(model, "_qattn"):
+        raise QAttnError("this model is not patched")
+    patch_of(model).release()
+
+
+def _implementation(model: PreTrainedModel) -> str | None:
+    """The attention implementation of the model's decoder as it is, or was before it was patched."""
+    text = model.config.get_text_config(decoder=True)
+    before = patch_of(model).attention_before(model.config) if hasattr(model, "_qattn") else None
+    return text._attn_implementation if before is None else before

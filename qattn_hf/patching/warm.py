@@ -1,0 +1,73 @@
+"""Kernels compiled side by side before a call needs them: by `patch` in threads, or ahead by `qattn warm`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from qattn_hf.layer.memory_budget import BudgetLayerSpec, all_stages
+from qattn_hf.model.heads import head_sizes
+from qattn_hf.model.layer_kinds import ModelLayerSpec, local_window
+from qattn_kernels.layer.spec import LayerSpec
+
+log = logging.getLogger(__name__)
+
+
+def begin(
+    config: PretrainedConfig,
+    specs: list[LayerSpec | ModelLayerSpec],
+    dtype: torch.dtype,
+    devices: Iterable[torch.device],
+    shards: int = 1,
+) -> list[Future]:
+    """Begin to compile, in threads, the kernels that `generate` needs; calls wait for those that they launch.
+
+    Args:
+        specs: what `Recipe.layer_specs` says of each layer; those of the reference and those that are the model's own
+            need no kernels. dtype: of keys and values.
+        devices: GPUs on which layers run. shards: processes among which the heads are split.
+
+    Returns:
+        a future for each kernel function. A call does not mind one that failed: it compiles the kernel itself and
+        says why it cannot.
+    """
+    fused = dict.fromkeys(
+        (one, head_sizes(config, i))
+        for i, spec in enumerate(specs)
+        if isinstance(spec, LayerSpec) and spec.impl == "triton"
+        for one in (all_stages(spec) if isinstance(spec, BudgetLayerSpec) else (spec,))
+    )
+    if not fused:
+        return []
+    from qattn_kernels.step.warm import LayerShape, warm  # which loads Triton
+
+    capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
+    return warm(
+        LayerShape(
+            spec,
+            heads.query // shards,
+            heads.kv // shards,
+            heads.dim,
+            dtype,
+            device,
+            capped,
+            local_window(spec),
+            heads.v_dim,
+        )
+        for spec, heads in fused
+        for device in devices
+    )
+
+
+def begin_for(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec], shards: int) -> list[Future]:
+    """`begin` for a model on its GPUs; nothing for a model elsewhere. It cannot fail: calls compile what is missing."""
+    devices = dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda")
+    try:
+        return begin(model.config, specs, model.dtype, devices, shards) if devices else []
+    except Exception as error:  # whatever it is, the model is patched, and its first call meets it again
+        log.warning("kernels are not compiled ahead: %s", error)
+        return []

@@ -1,0 +1,59 @@
+"""Bytes of tensors that are alive at once, counted while code runs: on any device, the meta device too."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qattn_hf.planning.caching_allocator import ROUNDING, Block, CachingAllocator
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts what operations allocate inside of this context, and what of it is freed again.
+
+    What existed before is not counted, nor what one operation allocates and frees by itself.
+
+    Args:
+        allocator: follows what is allocated and freed, as PyTorch's does on a GPU.
+
+    Attributes:
+        now: bytes alive. peak: the most there were at once.
+    """
+
+    def __init__(self, allocator: CachingAllocator | None = None) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._allocator = allocator
+        self._alive: dict[int, tuple[int, Block | None]] = {}  # bytes of each storage, by its address in C++
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before:
+                self._count(x.untyped_storage())
+        return out
+
+    def hold(self, n_bytes: int) -> Block | None:
+        """Count a tensor of so many bytes that is never freed."""
+        self.now += -(-n_bytes // ROUNDING) * ROUNDING
+        self.peak = max(self.peak, self.now)
+        return None if self._allocator is None else self._allocator.allocate(n_bytes)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address not in self._alive:
+            before = self.now
+            block = self.hold(storage.nbytes())
+            self._alive[address] = self.now - before, block
+            weakref.finalize(storage, self._freed, address).atexit = False
+
+    def _freed(self, address: int) -> None:
+        n_bytes, block = self._alive.pop(address)
+        self.now -= n_bytes
+        if self._allocator is not None and block is not None:
+            self._allocator.free(block)

@@ -1,0 +1,288 @@
+"""Memory of a model with each way to cache, and the contexts and batches that fit; users import it by `plan.py`.
+
+Weights and cache are counted exactly, as they are allocated; activations by running the model's forward on the meta
+device (`activations`). All of these go through PyTorch's rules for taking memory from CUDA (`caching_allocator`). What
+PyTorch does not tell beforehand stands here as constants.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from qattn_hf.errors import QAttnError, UnsupportedError
+from qattn_hf.generate.long_prompts import chunk_of
+from qattn_hf.layer.memory_budget import BudgetLayerSpec
+from qattn_hf.layer.window_layer import packed_layer
+from qattn_hf.model import latent
+from qattn_hf.model.heads import head_sizes
+from qattn_hf.model.layer_kinds import ModelLayerSpec, model_layers, own_states, window_of
+from qattn_hf.model.selection import attending
+from qattn_hf.planning import activations
+from qattn_hf.planning.caching_allocator import ROUNDING, CachingAllocator
+from qattn_hf.planning.check import quantization_of, without_weights
+from qattn_hf.planning.live_memory import LiveMemory
+from qattn_hf.recipes.recipe import Recipe, check_packs, find_recipe
+from qattn_kernels.layer.arena import rewritten_bytes
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layout import Geometry
+
+__all__ = ["Memory", "Planner", "Way"]
+
+CONTEXT = 640 * 2**20  # bytes of CUDA's context and loaded kernels, which PyTorch's allocator does not see
+WORKSPACE = 96 * 2**20  # of cuBLAS, for the streams of `generate` and of captured steps, and the captured step's own
+TOKEN_BYTES = 5 * 8  # of a token's id, mask and position in `generate`, with copies; int64
+STEP = 64  # tokens; contexts are searched in these
+MOST = 2**31  # no search goes beyond it
+
+
+@dataclass(frozen=True)
+class Way:
+    """How keys and values are cached.
+
+    Attributes:
+        name: a method with its settings, or `full`, transformers' own `DynamicCache`.
+        origin: the recipe, as a report names it.
+        specs: one a layer, None for one that reads the keys and values of an earlier layer; None for `full`.
+    """
+
+    name: str
+    origin: str
+    specs: list[LayerSpec | None] | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU while `generate` runs, at the moment when they are most.
+
+    Attributes:
+        weights: parameters and buffers. cache: all tensors of the cache. activations: what else the model's calls
+            allocate. fixed: what does not depend on lengths, and what lies free between tensors.
+    """
+
+    weights: int
+    cache: int
+    activations: int
+    fixed: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return self.weights + self.cache + self.activations + self.fixed
+
+
+class Planner:
+    """Predicts the memory of `generate` for a model of this config on a GPU.
+
+    The whole context counts as prompt. Rows are unpadded and equally long. Weights are on one GPU. Layers are packed,
+    those with a window by the recipe's `sliding`.
+
+    Args:
+        model: folder or hub name whose config is read, or a config.
+        dtype: of weights and activations. None: the config's, else bf16.
+        weight_bytes: bytes of the weights; needed for quantized checkpoints.
+        prefill_chunk_size: tokens of a row in a call of a packed cache's prompt. None: as `generate` cuts it
+            (`long_prompts.chunk_of`). `full` takes a prompt as one call.
+        fixed: bytes that do not depend on lengths; `WORKSPACE` alone where PyTorch's allocator is what is limited.
+
+    Raises:
+        UnsupportedError: a model that `patch` refuses, or of latent attention.
+        QAttnError: a quantized checkpoint without `weight_bytes`, whose config does not say what they take.
+        OSError: there is no such config.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PretrainedConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        weight_bytes: int | None = None,
+        prefill_chunk_size: int | None = None,
+        fixed: int = CONTEXT + WORKSPACE,
+    ):
+        config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
+        self.config = copy.deepcopy(config)
+        self.config.dtype = self.dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+        self.prefill_chunk_size, self.fixed = prefill_chunk_size, fixed
+        if weight_bytes is None and (how := quantization_of(self.config)) is not None:
+            raise QAttnError(
+                f"the weights are quantized ({how}), and a config does not say how many bytes they take: give them, "
+                "Planner(..., weight_bytes=N), or qattn plan MODEL --weights 16GiB"
+            )
+        self._model = without_weights(self.config)
+        latent.check_stock(self._model)
+        own = [*self._model.parameters(), *self._model.buffers()]  # tied ones once
+        self._weights = [x.nbytes for x in own] if weight_bytes is None else [weight_bytes]
+        self.weight_bytes = sum(-(-n_bytes // ROUNDING) * ROUNDING for n_bytes in self._weights)
+        with self._counted():
+            pass  # entering checks that the model can be patched
+
+    def way(self, method: str | Recipe) -> Way:
+        """A way to cache: `full`, a method with settings such as `turbo:bits=2`, a recipe's name or file, or a recipe.
+
+        Raises:
+            RecipeError: an unknown method, recipe or setting, or one that does not fit the model.
+            UnsupportedError: settings that no kernel computes, or that pack nothing; layers that keep something of the
+                model's own, such as windows without `sliding=packed`.
+        """
+        if method == "full":
+            self._check_packed(model_layers(self.config), "full attention")
+            return Way("full", "transformers' DynamicCache", None)
+        recipe = method if isinstance(method, Recipe) else find_recipe(method, None, {})
+        recipe = recipe.for_model(self.config)
+        specs = recipe.layer_specs(self.config, "cuda")
+        self._check_packed(specs, "packed layers")
+        if any(isinstance(spec, BudgetLayerSpec) for spec in specs):
+            raise UnsupportedError("memory= says itself what the cache takes: plan the fewest bits without it")
+        check_packs(recipe)
+        packed = [spec if isinstance(spec, LayerSpec) else None for spec in specs]
+        if any(spec is not None and spec.impl != "triton" for spec in packed):
+            raise UnsupportedError(
+                "the reference computes some of its layers, and only the memory of kernels is predicted; qattn check "
+                "says why"
+            )
+        return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, packed)
+
+    def _check_packed(self, specs: Sequence[LayerSpec | ModelLayerSpec | None], what: str) -> None:
+        """Refuse layers that keep something of the model's own. `what`: which ones are planned, for the message."""
+        own = own_states(specs)
+        if own:
+            packs = (
+                "; sliding='packed' packs windows, where it can" if any(getattr(x, "why", None) for x in own) else ""
+            )
+            raise UnsupportedError(
+                f"{len(own)} layers of {self.config.model_type} have {own[0]}, which is the model's own, and only the "
+                f"memory of {what} is planned{packs}; qattn check counts the bytes of any cache"
+            )
+
+    def memory(self, way: Way, batch: int, context: int) -> Memory:
+        """Memory of `generate` with `batch` rows that reach `context` tokens each, where nothing limits it."""
+        live, allocator, cache = self._followed(way, batch, context)
+        return Memory(self.weight_bytes, cache, live.peak - self.weight_bytes - cache,
+                      self.fixed + allocator.peak - live.peak)  # fmt: skip
+
+    def fits(self, memory: int, way: Way, batch: int, context: int) -> bool:
+        """Whether `generate` with `batch` rows that reach `context` tokens each runs in `memory` bytes."""
+        return not self._followed(way, batch, context, memory - self.fixed)[1].failed
+
+    def longest(self, memory: int, way: Way, batch: int = 1) -> int:
+        """Longest context, in tokens of each of `batch` rows, that fits `memory` bytes, to 0.8 %; 0 if none does."""
+        return STEP * self._largest(memory, lambda n: (way, batch, n * STEP), parts=128)
+
+    def largest(self, memory: int, way: Way, context: int) -> int:
+        """Largest number of rows of `context` tokens each that fits `memory` bytes; 0 if not even one does."""
+        return self._largest(memory, lambda n: (way, n, context))
+
+    def _largest(self, memory: int, case: Callable[[int], tuple[Way, int, int]], parts: int | None = None) -> int:
+        """Largest n whose case fits: none has room whose tensors alone have not, and those are counted faster."""
+
+        def alive(n: int) -> int:
+            parts = self.memory(*case(n))
+            return parts.weights + parts.cache + parts.activations + self.fixed
+
+        return _last(lambda n: self.fits(memory, *case(n)), _largest(alive, memory, parts), parts)
+
+    def _followed(
+        self, way: Way, batch: int, context: int, limit: int | None = None
+    ) -> tuple[LiveMemory, CachingAllocator, int]:
+        """Every allocation of a `generate`, of as many calls as differ, and the bytes of its full cache."""
+        allocator = CachingAllocator(limit)
+        live = LiveMemory(allocator)
+        for n_bytes in (*self._weights, batch * context * TOKEN_BYTES):
+            live.hold(n_bytes)
+        geometries = self._geometries(way, batch, context)
+        specs: list[LayerSpec | None] = [None] * len(geometries) if way.specs is None else [*way.specs]
+        plans: dict[Hashable, activations.Planned | None] = {}
+        read = {spec.reads for spec in model_layers(self.config) if spec is not None}
+        layers = [
+            activations.CountedLayer(*layer, plans, i in read)
+            for i, layer in enumerate(zip(geometries, specs, strict=True))
+        ]
+        cache, rewritten = 0, list[int]()
+        for layer in layers:
+            if layer.spec is not None:
+                n_bytes = layer.arena.nbytes
+                # a call may move the blocks of a window
+                rewritten.append(rewritten_bytes(layer.layout) if window_of(layer.spec) is None else n_bytes)
+                cache += -(-n_bytes // ROUNDING) * ROUNDING
+                live.hold(n_bytes)
+        with self._counted() as model:
+            for tokens, past in self._calls(way, context):
+                with live:  # what the call keeps of the layers while it runs (`cache/interrupted.py`)
+                    kept = [torch.empty(n, dtype=torch.uint8, device="meta") for n in rewritten if past and tokens > 1]
+                activations.run(model, layers, tokens, past, live)
+                del kept
+        held = sum(tensor.nbytes for layer in layers for tensor in layer.held.values())
+        return live, allocator, cache or held
+
+    @contextmanager
+    def _counted(self) -> Iterator[PreTrainedModel]:
+        with attending(self._model, activations.register(), full=False):
+            yield self._model
+
+    def _geometries(self, way: Way, batch: int, context: int) -> list[Geometry]:
+        layers = self.config.get_text_config(decoder=True).num_hidden_layers
+        sizes = [head_sizes(self.config, i) for i in range(layers)]
+        geometries = [Geometry(batch, size.kv, size.dim, size.v_dim, 1, self.dtype) for size in sizes]
+        if way.specs is None:
+            return geometries
+        blocks = [1 if spec is None else packed_layer(spec, context).blocks for spec in way.specs]
+        return [replace(geometry, blocks=n) for geometry, n in zip(geometries, blocks, strict=True)]
+
+    def _calls(self, way: Way, context: int) -> Iterator[tuple[int, int]]:
+        """Tokens and tokens before them of the calls that differ: the first and the last whole chunk of the prompt, the
+        rest behind it, and the last decode step."""
+        own = None if way.specs is None else self.prefill_chunk_size or chunk_of(filter(None, way.specs))
+        chunk = min(own or context, context)
+        whole, rest = divmod(context - 1 or 1, chunk)
+        if whole:
+            yield chunk, 0
+        if whole > 1:
+            yield chunk, (whole - 1) * chunk
+        if rest:
+            yield rest, whole * chunk
+        yield 1, context - 1
+
+
+def _last(fits: Callable[[int], bool], most: int, parts: int | None) -> int:
+    """Largest n up to `most` that fits, as far as a larger one fits only where smaller ones do; 0 if none does.
+
+    Args:
+        parts: the result may be smaller by a part of so many.
+    """
+    if most == 0 or fits(most):
+        return most
+    low, high, step = 0, most, max(1, most // 32)  # what lies between tensors is a tenth or less, as a rule
+    while high - low > (max(1, high // parts) if parts else 1):
+        guess = (low + high) // 2 if low else max(1, high - step)
+        low, high, step = (guess, high, step) if fits(guess) else (low, guess, 2 * step)
+    return low
+
+
+def _largest(total: Callable[[int], int], memory: int, parts: int | None = None) -> int:
+    """Largest n with `total(n) <= memory`; 0 if even `total(1)` is more.
+
+    Args:
+        total: grows with n, nearly by the same amount each time, so that most guesses between two figures are good.
+        parts: the result may be smaller by a part of so many.
+    """
+    low, high, below, above = 0, 1, 0, total(1)
+    while above <= memory and high < MOST:
+        low, below, high = high, above, 8 * high
+        above = total(high)
+    while low and high - low > (step := max(1, low // parts if parts else 1)):
+        guess = low + (high - low) * (memory - below) // max(1, above - below)
+        for n in (guess - step // 2, guess - step // 2 + step, (low + high) // 2):
+            if low < n < high:
+                bytes_there = total(n)
+                if bytes_there <= memory:
+                    low, below = n, bytes_there
+                else:
+                    high, above = n, bytes_there
+    return low

@@ -1,0 +1,1 @@
+"""Text read through a model: its chunks, the tokens that are scored, and what packed layers lose of them."""

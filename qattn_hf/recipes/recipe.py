@@ -1,0 +1,328 @@
+"""Recipes: which method with which settings, from a name, a YAML file or keywords, checked before anything changes.
+
+A recipe may choose otherwise for some layers, under the key `layers`:
+
+    method: turbo
+    v_bits: 2
+    layers:
+      0-1,7: {v_bits: 4}
+      2: {method: kivi, bits: 4}
+
+An entry of `layers` inherits the recipe's settings. With another method it inherits those that every method has, and
+that method's defaults for the rest. Settings that all layers must share (`recipe_settings.SHARED`: `decode`, `impl`,
+`crop_horizon`, `sliding`, `memory`) belong to the recipe itself. Lists of heads, such as `k_low_heads`, are always
+lists for all layers.
+
+Precedence, lowest first: the method's defaults, those of the model's family, the recipe, keywords of `patch`, an entry
+of `layers`. The higher one wins, also where it sets both sides (`bits`) and the lower one only one (`k_bits`):
+`Method.not_overridden`. Keywords do not change entries of `layers`; `layers={}` removes them all.
+
+The defaults of a model's family (`qattn_hf.recipes.families`) apply where no recipe is named; `family: false` leaves
+them out. A recipe that is named uses its own settings alone, unless it says `family: true`. Another method in `layers`
+has no family defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PretrainedConfig
+
+from qattn_hf.errors import RecipeError, UnsupportedError
+from qattn_hf.layer.memory_budget import shared
+from qattn_hf.messages import cut, named, shown
+from qattn_hf.methods import Method, get_method, list_methods
+from qattn_hf.model import latent
+from qattn_hf.model.heads import head_sizes
+from qattn_hf.model.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers, of_method
+from qattn_hf.model.tensor_parallel import ALL, Shard, shard_spec
+from qattn_hf.recipes import recipe_files
+from qattn_hf.recipes.chosen import Chosen
+from qattn_hf.recipes.families import FamilyDefaults, find_family
+from qattn_hf.recipes.recipe_files import check_name, recipe_file
+from qattn_hf.recipes.recipe_files import list_recipes as list_recipes  # a name of this module for its users
+from qattn_hf.recipes.recipe_settings import LayerChoice, checked_settings, find_method, layer_choices
+from qattn_hf.recipes.sliding import decide
+from qattn_hf.recipes.spelling import split_method, split_methods
+from qattn_hf.recipes.yaml_reader import read_yaml
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.support import no_triton, unsupported
+
+DEFAULT_METHOD = "turbo"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A method with its settings, checked. `load_recipe` reads one; `patch` and every command take one.
+
+    Attributes:
+        settings: the method's class with the values of its settings.
+        origin: where they come from, for messages and reports: a file, or the defaults of a method.
+        choices: the layers that have other settings.
+        by_family: whether `for_model` adds the defaults of the model's family.
+        family: the family's defaults that are in use, once `for_model` added them; else None.
+        chosen: why the model chose it, where `patch` was given a budget and no method; else None.
+    """
+
+    settings: Method
+    origin: str
+    choices: tuple[LayerChoice, ...] = ()
+    by_family: bool = False
+    family: FamilyDefaults | None = None
+    chosen: Chosen | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+        return self.settings.name()
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were given explicitly, `layers` included, as keywords of `patch`."""
+        layers = {choice.where: choice.given for choice in self.choices}
+        return {**self.settings.model_dump(exclude_unset=True), **({"layers": layers} if layers else {})}
+
+    def from_family(self) -> dict[str, Any]:
+        """The settings in use that come from the model's family; empty without."""
+        return {} if self.family is None else self.family.section.settings
+
+    def settings_of(self, layer: int) -> Method:
+        """The settings of one layer, by its index."""
+        return next((choice.settings for choice in self.choices if layer in choice.layers), self.settings)
+
+    def for_model(self, config: PretrainedConfig) -> Recipe:
+        """This recipe with the defaults that the model's family has for its method, if `by_family`.
+
+        Args:
+            config: the model's config, whose text config names the `model_type`.
+
+        Raises:
+            RecipeError: they contradict a setting that was given; the message says how to leave them out.
+        """
+        defaults = find_family(config.get_text_config(decoder=True).model_type, self.method) if self.by_family else None
+        if defaults is None:
+            return self
+        defaults = defaults.below(type(self.settings), self.given())
+        origin = f"{self.origin} for {defaults}"
+        try:
+            recipe = _build(self.method, {**defaults.section.settings, **self.given()}, origin)
+        except RecipeError as error:
+            settings = ", ".join(f"{k}={v!r}" for k, v in defaults.section.settings.items())
+            raise RecipeError(f"{error} ({settings} is the family's: give it yourself, or family=False)") from None
+        return dataclasses.replace(recipe, by_family=False, family=defaults)
+
+    def _unquantized(self) -> Method:
+        """Settings of windows with `sliding="unquantized"`: those of the method `none`."""
+        horizon: dict[str, Any] = {"crop_horizon": self.settings.crop_horizon}
+        return get_method("none")(**horizon)
+
+    def method_of(self, layer: int, spec: LayerSpec) -> str:
+        """Name of the method of a packed layer."""
+        return (self.settings_of(layer) if of_method(spec) else self._unquantized()).name()
+
+    def why_no_pool(self, layer: int, spec: LayerSpec) -> str | None:
+        """Why a packed layer goes without the pool of sinks that the method's defaults ask for, or None."""
+        return self.settings_of(layer).why_no_pool(spec) if of_method(spec) else None
+
+    def as_yaml(self) -> str:
+        """YAML text from which `load_recipe` reads the same recipe again."""
+        content = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
+        return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
+
+    def layer_specs(
+        self, config: PretrainedConfig, device_type: str = "cpu", shard: Shard = ALL
+    ) -> list[LayerSpec | ModelLayerSpec]:
+        """One `LayerSpec` for each packed layer of a model: formats, window, arithmetic, and kernels or reference.
+
+        A layer that is not packed has a `ModelLayerSpec`.
+
+        Args:
+            config: the model's config.
+            device_type: `cuda` or `cpu`, where it will run.
+            shard: the KV heads of this process, for a model split by tensor parallelism.
+
+        Raises:
+            RecipeError: a setting that does not fit the model, such as a list of heads of another length, settings for
+                layers of which none is packed, `impl="triton"` where no kernel can run, or a method that does not
+                take latent attention.
+            UnsupportedError: a layer type that is neither packed nor left to the model.
+        """
+        own, states = model_layers(config), hybrid_states(config)
+        layers = len(own)
+
+        def packed(i: int, settings: Method | None = None) -> LayerSpec:
+            _, heads, dim, v_dim, is_latent = head_sizes(config, i)
+            settings = settings or self.settings_of(i)
+            spec = settings.layer_spec(i, layers, heads)
+            spec = settings.without_default_pool(spec) if is_latent or own[i] else spec
+            spec = latent.layer_spec(spec, settings.name()) if is_latent else spec
+            spec = shard_spec(spec, heads, shard)
+            reason = no_triton(device_type) or unsupported(spec, heads, dim, v_dim)
+            spec = dataclasses.replace(spec, impl=self.settings.chosen_impl(device_type, reason))
+            of_layer = {field.name: getattr(spec, field.name) for field in dataclasses.fields(LayerSpec)}
+            return HybridLayerSpec(**of_layer, states=states[i]) if states[i] else spec
+
+        for choice in self.choices:
+            where = named(choice.where)
+            if max(choice.layers) >= layers:
+                raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
+        try:
+            unquantized = partial(packed, settings=self._unquantized())
+            kept = decide(own, config, self.settings, device_type, packed, unquantized)
+            specs = shared([packed(i) if spec is None else spec for i, spec in enumerate(kept)])
+        except UnsupportedError:
+            raise
+        except ValueError as error:
+            raise RecipeError(f"{self.origin}: {error}") from None
+        for choice in self.choices:
+            if not any(of_method(specs[i]) for i in choice.layers):
+                why = f"they have {specs[min(choice.layers)]}"
+                raise RecipeError(f"{self.origin}: layers {named(choice.where)} are not packed: {why}")
+        one: dict[Any, Any] = {}  # layers of one spec share the object: to compare equal ones takes the host longer
+        return [one.setdefault(spec, spec) for spec in specs]
+
+
+def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
+    """Read a recipe from a YAML file and check it.
+
+    Args:
+        source: path of a YAML file, the name of a recipe that comes with the package (`turbo_sink`), a folder with a
+            `qattn.yaml`, or a hub repository that has one (`org/repo`). Settings may follow a colon, as in
+            `turbo_sink:bits=2` (see `qattn_hf.recipes.spelling`).
+        overrides: settings that win over the file's, by the names of the YAML keys; also `layers` and `family` (see
+            `qattn_hf.recipes.recipe`).
+
+    Returns:
+        a `Recipe`, for `patch(model, recipe=...)`.
+
+    Raises:
+        RecipeError: no such file, or the hub cannot be reached; an unknown key; a wrong type or value; settings that
+            contradict one another. The message names the key, the file and what is allowed.
+    """
+    if not isinstance(source, (str, Path)):
+        raise RecipeError(f"recipe = {shown(source)}: give the path of a YAML file, a folder, or a name")
+    if isinstance(source, str) and not os.path.exists(source):
+        source, inline = split_method(source)
+        overrides = _given_once(inline, overrides)
+    path = recipe_file(source)
+    where = named(str(path), 300)
+    content = read_yaml(path)
+    if not isinstance(content, dict) or not isinstance(content.get("method"), str):
+        raise RecipeError(f"{where} must be a mapping with the key `method`, one of {', '.join(list_methods())}")
+    if other := [key for key in content if not isinstance(key, str)]:
+        raise RecipeError(f"{where}: keys are names, not {shown(other[0])}")
+    name = content.pop("method")
+    settings = find_method(name, where).not_overridden(content, overrides)
+    return _build(name, {"family": False, **settings, **overrides}, where + _suffix(overrides))
+
+
+def find_recipe(
+    method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any], checkpoint: str | None = None
+) -> Recipe:
+    """The recipe for the arguments of `patch` or the options of a command, checked.
+
+    Args:
+        method: a method's or recipe's name or a YAML file, with settings or without (`turbo:bits=2`, see
+            `qattn_hf.recipes.spelling`). None: the recipe's method, or `turbo`.
+        recipe: a name, file, folder or repository as `load_recipe` takes it, or a `Recipe`.
+        settings: settings that win over both.
+        checkpoint: folder that the model was loaded from; its `qattn.yaml` is used without method and recipe.
+
+    Raises:
+        RecipeError: an unknown method or recipe, with the nearest name; an invalid setting; a setting given twice; a
+            method that is not the recipe's.
+    """
+    name = method
+    if isinstance(method, str):
+        name, inline = split_method(method)
+        settings = _given_once(inline, settings)
+    if name is None and recipe is None:
+        recipe = recipe_files.checkpoint_recipe(checkpoint)
+    if recipe is None:
+        return _by_name(DEFAULT_METHOD if name is None else name, settings)
+    if isinstance(recipe, Recipe):
+        chosen = _changed(recipe, settings)
+    else:
+        chosen = load_recipe(recipe, **settings)
+    if name is not None and name != chosen.method:
+        raise RecipeError(
+            f"method={shown(method)} clashes with {chosen.origin}, whose method is {chosen.method!r}; give one of them"
+        )
+    return chosen
+
+
+def find_recipes(texts: Iterable[str]) -> dict[str, Recipe]:
+    """Several recipes by their spelling, for comparisons.
+
+    Args:
+        texts: each a method with settings (`turbo:bits=2`), or several of them with commas between.
+
+    Raises:
+        RecipeError: an unknown method, recipe or setting, or an invalid value.
+        UnsupportedError: a recipe that packs nothing (`cache="model"`).
+    """
+    recipes = {text: find_recipe(text, None, {}) for text in split_methods(texts)}
+    for recipe in recipes.values():
+        check_packs(recipe)
+    return recipes
+
+
+def _by_name(name: Any, settings: dict[str, Any]) -> Recipe:
+    """The defaults of the method of this name, or, if there is none, the recipe of this name."""
+    if not isinstance(name, str) or name in list_methods():
+        return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
+    check_name(name)
+    return load_recipe(name, **settings)
+
+
+def _changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    """A recipe with `settings` that win over its own."""
+    if not settings:
+        return recipe
+    kind = type(recipe.settings)
+    given = {"family": recipe.by_family, **kind.not_overridden(recipe.given(), settings), **settings}
+    changed = _build(recipe.method, given, recipe.origin + _suffix(settings))
+    return dataclasses.replace(changed, family=recipe.family and recipe.family.below(kind, settings))
+
+
+def _given_once(inline: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings written behind a method's colon, and those given as keywords; refuse one that is given twice."""
+    if twice := [key for key in inline if key in settings]:
+        raise RecipeError(f"{named(twice[0])} is given twice, behind the method's name and beside it; keep one of them")
+    return {**inline, **settings}
+
+
+def check_packs(recipe: Recipe) -> None:
+    """Refuse a recipe that packs nothing, but leaves keys and values to transformers' own caches.
+
+    Raises:
+        UnsupportedError: with what to do instead.
+    """
+    if not recipe.settings.packs():
+        raise UnsupportedError(
+            f"{recipe.origin} packs nothing (cache='model'): transformers' own caches hold keys and values; take "
+            "cache='quantized', or patch a model and pass it a DynamicCache, a StaticCache or none"
+        )
+
+
+def _suffix(overrides: dict[str, Any]) -> str:
+    """Overrides as text for an origin; of `layers` only which layers."""
+    parts = [f"{named(k)}={shown(v)}" for k, v in overrides.items() if k != "layers"]
+    if isinstance(layers := overrides.get("layers"), dict):
+        parts.append(f"others in layers {', '.join(map(named, layers))}")
+    return cut(" with " + ", ".join(parts), 400) if parts else ""
+
+
+def _build(name: str, settings: dict[str, Any], origin: str) -> Recipe:
+    by_family = settings.get("family", True)
+    if not isinstance(by_family, bool):
+        raise RecipeError(f"{origin}: family = {shown(by_family)}: give true or false")
+    own = {key: value for key, value in settings.items() if key not in ("layers", "family")}
+    base = checked_settings(find_method(name, origin), own, origin)
+    return Recipe(base, origin, layer_choices(base, settings.get("layers"), origin), by_family)

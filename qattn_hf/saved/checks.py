@@ -1,0 +1,205 @@
+"""What is checked of a saved cache before a layer takes it: kernels would believe its numbers.
+
+Digests say that a file is as it was saved, not who saved it. So nothing of a file is believed that says where in memory
+something lies: sizes are compared with the model and with the tensors, lengths and places with the sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from qattn_hf._version import __version__
+from qattn_hf.errors import LONGEST_MESSAGE, QAttnError, RecipeError, UnsupportedError
+from qattn_hf.layer.hybrid_layer import HybridLayer
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_hf.layer.model_layer import STATE, ModelLayer, host_state
+from qattn_hf.messages import cut
+from qattn_hf.model.heads import HeadSizes, head_sizes
+from qattn_hf.recipes.yaml_reader import parse_yaml
+from qattn_hf.saved.header import DTYPES, Tensors, unusable
+from qattn_kernels.layer.arena import Layout, places, views
+from qattn_kernels.layer.sound import MOST_COLUMNS, slots_used, unsound, within
+from qattn_kernels.layout import Geometry
+
+MOST_HORIZON = 2**20  # tokens of a ring: the size of the arena says the same
+
+
+def geometry_of(row: dict[str, Any]) -> Geometry:
+    """The geometry of a packed layer of the file."""
+    return Geometry(**row["geometry"] | {"dtype": DTYPES[row["geometry"]["dtype"]]})
+
+
+def checked_specs(
+    layers: list[Any], recipe: Any, header: dict[str, Any], model: PreTrainedModel, path: str | Path
+) -> list[Any]:
+    """The spec of each layer of the file, which must be the cache's own but for what changes no stored byte: kernels or
+    reference, and a longer ring of open tokens.
+
+    Raises:
+        UnsupportedError: another recipe, other layers, or heads of other sizes than the model's.
+        QAttnError: an arena that another version of the package laid out.
+    """
+    if len(header["layers"]) != len(layers):
+        raise UnsupportedError(f"{path} has {len(header['layers'])} layers and the model {len(layers)}")
+    specs = [_spec(layer, row) for layer, row in zip(layers, header["layers"], strict=True)]
+    if None in specs:
+        raise UnsupportedError(
+            f"{path} was saved by {_in_one_line(header['recipe'])} and the model is patched with "
+            f"{_in_one_line(recipe.as_yaml())}, which differ in layer {specs.index(None)}: patch the model with "
+            "the file's recipe, or save the cache anew"
+        )
+    for i, row in enumerate(header["layers"]):
+        if sizes := row.get("geometry"):
+            theirs, ours = (sizes["heads"], sizes["k_dim"], sizes["v_dim"]), head_sizes(model.config, i)
+            if theirs != (ours.kv, ours.dim, ours.v_dim):
+                raise UnsupportedError(
+                    f"layer {i} of {path} has {theirs[0]} KV heads of {theirs[1]} and {theirs[2]} channels and the "
+                    f"model {ours.kv} of {ours.dim} and {ours.v_dim}: load the file with the model that saved it"
+                )
+            if row.get("places") != places_digest(Layout(geometry_of(row), specs[i])):
+                raise QAttnError(
+                    f"{path} was written by qattn-hf {header['qattn']}, which lays tensors out otherwise than this "
+                    f"{__version__}. Save the cache anew"
+                )
+    return specs
+
+
+def places_digest(layout: Layout) -> str:
+    """Digest of where each state tensor lies in an arena, which another version of the package may place otherwise."""
+    return hashlib.sha256(repr(places(layout)).encode()).hexdigest()
+
+
+def _spec(layer: QAttnLayer | ModelLayer, row: dict[str, Any]) -> Any:
+    """The spec of one layer; None where the file's is another one."""
+    if isinstance(layer, ModelLayer) or "own" in row:
+        return layer.spec if isinstance(layer, ModelLayer) and row.get("own") == asdict(layer.spec) else None
+    try:
+        theirs = json.loads(row["spec"])
+        horizon = theirs["window"]["horizon"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    if type(horizon) is not int or not 0 <= horizon <= MOST_HORIZON:
+        return None
+    window = replace(layer.spec.window, horizon=max(horizon, layer.spec.window.horizon))
+    spec = replace(layer.spec, window=window)
+    return spec if json.loads(spec.encode()) == theirs | {"impl": spec.impl} else None
+
+
+def _in_one_line(yaml_text: str) -> str:
+    """A recipe's YAML as `{method: turbo, bits: 2}`; cut, where it is none."""
+    try:
+        recipe = parse_yaml(yaml_text, "the recipe")
+        text = json.dumps(recipe).replace('"', "")
+    except (RecipeError, TypeError, ValueError):
+        text = " ".join(yaml_text.split())
+    return cut(text, LONGEST_MESSAGE // 4)
+
+
+def check_tensors(
+    layers: list[Any],
+    specs: list[Any],
+    header: dict[str, Any],
+    tensors: Tensors,
+    model: PreTrainedModel,
+    path: str | Path,
+) -> list[int]:
+    """Check that tensors are those of the layers, of the header's sizes, and that states of packed layers are sound.
+
+    Args:
+        layers: of the empty cache. specs: of `checked_specs`. tensors: on the CPU, of any shape and dtype.
+
+    Returns:
+        for each layer the slots that its fullest row uses; 0 of one without an arena.
+
+    Raises:
+        QAttnError: something does not fit; the message names it.
+    """
+    left, rows, tokens = {**tensors}, header["rows"], header["tokens"]
+    slots = [0] * len(layers)
+    if (ids := left.pop("input_ids", None)) is not None and (ids.dtype, *ids.shape) != (torch.int64, rows, tokens):
+        raise unusable(path, f"input_ids are {_shape(ids)} in place of int64 {(rows, tokens)}")
+    for name in header["offsets"]:
+        x = left.pop(f"offset.{name}", None)
+        if x is None:
+            continue
+        if (x.dtype, *x.shape) != (torch.int64, rows, 1) or not within(x, -MOST_COLUMNS, MOST_COLUMNS):
+            raise unusable(path, f"offsets of positions are {_shape(x)}, or too far")
+    for i, (layer, row) in enumerate(zip(layers, header["layers"], strict=True)):
+        held = {name.split(".", 1)[1]: left.pop(name) for name in [*left] if name.startswith(f"{i}.")}
+        if (arena := held.pop("arena", None)) is not None or row.get("geometry"):
+            if isinstance(layer, ModelLayer) or arena is None or not row.get("geometry"):
+                raise unusable(path, f"layer {i} has an arena without sizes, or sizes without an arena")
+            slots[i] = _check_arena(arena, Layout(geometry_of(row), specs[i]), header, f"layer {i}", path)
+        _check_own(layer, row["host"], held, header, f"layer {i}", path)
+        if {"keys", "values"} & {*held}:
+            _check_window(layer, row["host"], held, header["tokens"], head_sizes(model.config, i), f"layer {i}", path)
+    if left:
+        raise unusable(path, f"no layer has a tensor {cut(next(iter(left)), 100)}")
+    return slots
+
+
+def _check_arena(arena: torch.Tensor, layout: Layout, header: dict[str, Any], where: str, path: str | Path) -> int:
+    if layout.geometry.batch != header["rows"]:
+        raise unusable(path, f"{where} has {layout.geometry.batch} rows and the file {header['rows']}")
+    n_bytes = places(layout)[1]
+    if arena.dtype != torch.uint8 or arena.shape != (n_bytes,):
+        raise unusable(path, f"{where} takes {n_bytes} bytes and its arena is {_shape(arena)}")
+    state = views(arena, layout)
+    if wrong := unsound(state, layout, header["tokens"]):
+        raise unusable(path, f"{where}: {wrong}")
+    return slots_used(state, layout.spec.window.block)
+
+
+def _check_own(
+    layer: Any, host: dict[str, Any], held: Tensors, header: dict[str, Any], where: str, path: str | Path
+) -> None:
+    """Check the state of the model's own that a layer has: its names and rows, and that attributes are of its kind."""
+    own = isinstance(layer, (ModelLayer, HybridLayer))
+    fresh = host_state(layer) if own else {}
+    if {*host} != {*fresh} or any(_count(host[name]) != _count(fresh[name]) for name in fresh):
+        raise unusable(path, f"{where} has other attributes than {', '.join(sorted(fresh)) or 'none'}")
+    for name, x in held.items():
+        states, _, part = name.partition(".")
+        empty = vars(layer).get(states) if own and states in STATE else ()
+        if not (part in map(str, empty) if isinstance(empty, dict) else empty is None and not part):
+            raise unusable(path, f"{where} has no tensor {cut(name, 100)}")
+        if not x.is_floating_point() or x.dim() < 2 or x.shape[0] != header["rows"] or not x.numel():
+            raise unusable(path, f"{name} of {where} is {_shape(x)}")
+    for states in ("conv_states", "recurrent_states"):
+        if f"is_{states}_initialized" not in host:
+            continue
+        flags, sizes = host[f"is_{states}_initialized"], host["conv_kernel_size"]
+        for i, (there, size) in enumerate(zip(flags, sizes, strict=True)):
+            state = held.get(f"{states}.{i}")
+            short = states == "conv_states" and state is not None and (size is None or size > state.shape[-1])
+            if (state is not None) is not there or short:
+                raise unusable(path, f"{states} of {where} are not those of its attributes")
+
+
+def _check_window(
+    layer: Any, host: dict[str, Any], held: Tensors, tokens: int, sizes: HeadSizes, where: str, path: str | Path
+) -> None:
+    """Check the keys and values of a window, of a row of so many tokens."""
+    keys, values = (held.get(name, torch.empty(0, device="cpu")) for name in ("keys", "values"))
+    shapes = [(sizes.kv, x.shape[2], dim) for x, dim in ((keys, sizes.dim), (values, sizes.v_dim)) if x.dim() == 4]
+    if [tuple(x.shape[1:]) for x in (keys, values)] != shapes or keys.shape[2] != values.shape[2]:
+        raise unusable(path, f"keys and values of {where} are {_shape(keys)} and {_shape(values)}")
+    least, most = min(tokens, layer.sliding_window - 1), tokens if host.get("record_past") else layer.sliding_window - 1
+    if host.get("cumulative_length") != tokens or not least <= keys.shape[2] <= most:
+        raise unusable(path, f"{where} has other tokens than the {tokens} of the file")
+
+
+def _count(value: Any) -> int:
+    """Entries of a list; -1 of anything else."""
+    return len(value) if isinstance(value, list) else -1
+
+
+def _shape(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
