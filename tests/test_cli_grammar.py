@@ -14,6 +14,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from qattn_hf.cli import _older, app, main
 from qattn_hf.cli._common import Precision, bytes_of
+from qattn_hf.methods import get_method, list_methods
 
 COMMANDS_AT_MOST = 14
 
@@ -39,22 +40,23 @@ def test_every_command_has_one_grammar(name):
     """MODEL is the one argument, `--json` a flag, `--output` a file, and sizes have one parser."""
     kinds = {key: kind for key, kind in get_type_hints(LEAVES[name]).items() if key != "return"}
     infos = {key: get_args(kind) for key, kind in get_type_hints(LEAVES[name], include_extras=True).items()}
-    options = {
-        decl: (kinds[key], info)
-        for key, (_, info) in ((key, args) for key, args in infos.items() if args)
-        for decl in (getattr(info, "param_decls", None) or (f"--{key.replace('_', '-')}",))
-        if isinstance(info, OptionInfo)
-    }
+    options = {}
+    for key, args in infos.items():
+        if args and isinstance(
+            info := args[-1], OptionInfo
+        ):  # typer keeps the first name of an annotation as a default
+            names = [info.default] if isinstance(info.default, str) else [f"--{key.replace('_', '-')}"]
+            options |= {decl: (kinds[key], info) for decl in (*names, *info.param_decls)}
     arguments = [key for key in kinds if isinstance(infos[key][-1], ArgumentInfo)]
     assert arguments in ([], ["model"], ["file"], ["name"]) and "--model" not in options
     assert "model" not in arguments or {*get_args(options["--dtype"][0])} == {*get_args(Precision)}
-    if "--json" in options:
-        assert options["--json"][0] is bool and "--output" in options
+    assert "--json" in options or name in ("serve", "cache build")  # they print no results
+    assert "--json" not in options or (options["--json"][0] is bool and "--output" in options)
     for what in {"--output", "--picture"} & options.keys():
         assert options[what][0] in FILE
     for what in {"--gpu-memory", "--weights", "--kv-memory", "--max-body"} & options.keys():
         assert options[what][1].parser is bytes_of
-    assert [decl for decl, (_, info) in options.items() if not (info.help or "").endswith(".")] == []
+    assert options and [decl for decl, (_, info) in options.items() if not (info.help or "").endswith(".")] == []
 
 
 @pytest.mark.parametrize(
@@ -123,3 +125,31 @@ def test_a_size_needs_its_unit(capsys, given):
         main(["bench", "throughput", "--kv-memory", given])
     err = capsys.readouterr().err
     assert ended.value.code == 2 and "GiB" in err and err.count("\n") == 1
+
+
+def said(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert not ended.value.code
+    return str(capsys.readouterr().out)
+
+
+def test_generate_gives_text_and_report_as_data(capsys, tmp_path):
+    asked = ["generate", "--prompt", "Once upon a time", "--method", "int8", "--max-new-tokens", "4", "--device", "cpu"]
+    data = json.loads(said(capsys, *asked, "--json", "--output", str(tmp_path / "answer.json")))
+    assert data["prompt"] == "Once upon a time" and data["report"]["method"] == "int8"
+    assert said(capsys, *asked).strip().startswith(data["text"].strip()) and data["text"]
+    assert json.loads((tmp_path / "answer.json").read_text())["report"] == data["report"]
+
+
+def test_methods_are_data_too(capsys):
+    data = json.loads(said(capsys, "methods", "turbo_sink", "--json"))["methods"]
+    assert [one["name"] for one in data] == ["turbo"] and data[0]["kernels"] is True
+    assert data[0]["settings"]["bits"] == {
+        "allowed": "4, 2, mixed",
+        "default": 4,
+        "reference_only": [],
+        "description": get_method("turbo").model_fields["bits"].description,
+    }
+    assert data[0]["settings"]["block_kv"]["reference_only"] == [32]
+    assert [one["name"] for one in json.loads(said(capsys, "methods", "--json"))["methods"]] == list_methods()

@@ -281,7 +281,7 @@ def test_the_last_that_fits_is_found_from_above(most, share):
 def test_what_cannot_be_planned():
     planner = Planner(config_of())
     with pytest.raises(UnsupportedError, match="qattn check says why"):
-        planner.way("turbo:p_scale=tile")
+        planner.way("turbo:block_kv=32")
     with pytest.raises(UnsupportedError, match="packs nothing"):
         planner.way("sage2:cache=model")
     hybrid = Planner(tiny("qwen3_next").config)
@@ -332,7 +332,7 @@ def folder(tmp_path):
 
 
 def test_the_command_prints_what_the_planner_says(qattn, folder):
-    asked = (folder, "--gpu-memory", "800MiB", "--method", "turbo,turbo:p_scale=tile", "--context", "1000")
+    asked = (folder, "--gpu-memory", "800MiB", "--method", "turbo,turbo:block_kv=32", "--context", "1000")
     code, out, _ = qattn(*asked, "--batch", "2", "--dtype", "float16", "--prefill-chunk-size", "512", "--json")
     data = json.loads(out)
     planner = Planner(config_of(), dtype=torch.float16, prefill_chunk_size=512)
@@ -342,9 +342,9 @@ def test_the_command_prints_what_the_planner_says(qattn, folder):
     assert turbo["longest"] == {"2": planner.longest(800 * MIB, way, 2)}
     assert turbo["largest"] == {"1000": planner.largest(800 * MIB, way, 1000)}
     assert turbo["longest"]["2"] > full["longest"]["2"] > 0
-    assert refused["method"] == "turbo:p_scale=tile" and "qattn check" in refused["not_planned"]
+    assert refused["method"] == "turbo:block_kv=32" and "qattn check" in refused["not_planned"]
     code, out, _ = qattn(*asked)
-    assert code == 0 and "turbo" in out and "rows of 1000" in out and "turbo:p_scale=tile: " in out
+    assert code == 0 and "turbo" in out and "rows of 1000" in out and "turbo:block_kv=32: " in out
 
 
 def test_the_commands_errors(qattn, folder, monkeypatch):

@@ -197,8 +197,8 @@ def test_entries_say_again_what_their_bits_would_cover(tmp_path):
 
 
 @pytest.mark.parametrize("base", ["sage2:granularity=token", "sage2:bits=4,smooth_q=none", "sage2:bits=4"])
-def test_entries_leave_out_what_their_version_covers(base: str):
-    names = [base, "sage2:version=1"]
+def test_entries_change_what_their_base_has(base: str):
+    names = [base, "sage1"]
     recipe = recipe_of(options_of(names), find_recipes(names), 3)
     config = tiny_llama(num_hidden_layers=3).config
     alone = [found.layer_specs(config) for found in find_recipes(names).values()]
