@@ -189,7 +189,9 @@ def test_report_says_that_nothing_is_packed():
         assert part in " ".join(str(found).split())
 
 
-@pytest.mark.parametrize("command", [["report", "--tokens", "40"], ["generate", "a", "--max-new-tokens", "2"]])
+@pytest.mark.parametrize(
+    "command", [["cache", "report", "--tokens", "40"], ["generate", "--prompt", "a", "--max-new-tokens", "2"]]
+)
 def test_command_line(command):
     done = CliRunner().invoke(app, [*command, "--method", "sage2", "--set", "cache=model"])
     assert done.exit_code == 0
