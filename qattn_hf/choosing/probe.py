@@ -1,7 +1,8 @@
 """Measure candidates on one short row: all of them in the same calls, each in rows of its own.
 
-Every layer of a candidate's row is packed, so errors of layers meet as they do in a patched model. The reference
-computes them: each setting would have kernels of its own, which take longer to compile than to run here.
+Every layer of a candidate's row errs as it does on inputs in full precision, and errors of layers meet in the model
+(`reading.sensitivity`). The reference computes them, for all layers at once: each setting would have kernels of its
+own, which take longer to compile than to run here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,12 +26,12 @@ from qattn_hf.choosing.text import PASSES, tokens_of
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.model.device import device_of
 from qattn_hf.model.layer_kinds import ModelLayerSpec
-from qattn_hf.reading.sensitivity import Trial, losses
+from qattn_hf.reading.sensitivity import Trial, token_losses
 from qattn_hf.reading.texts import Reading
 from qattn_hf.saved.writer import identity
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 
-SCORED = 128  # last tokens, over which every setting once has as many open tokens as it ever has
+SCORED = 256  # last tokens: one half goes on with the text, the other repeats what the text says
 TOGETHER = 16  # candidates read in the same calls
 
 
@@ -39,7 +41,7 @@ class Probe:
 
     Attributes:
         ids: int64 `[1, T]`. read: what they are, in words. facts: `facts.facts_of`.
-        kl: of each setting that was tried, by its layers' specs as text.
+        kl: of each setting that was tried, by its layers' specs as text (`_kl_of`).
         seconds, forwards: what it took so far.
     """
 
@@ -97,11 +99,18 @@ def measure(model: PreTrainedModel, probe: Probe, candidates: Sequence[Candidate
     began, passes = time.perf_counter(), Passes()
     reading = _reading(probe.ids)
     trials = [_trial(model, one, passes) for one in missing]
-    for one, kl in zip(missing, losses(model, trials, reading), strict=True):
-        probe.kl[_key(one)] = kl
+    for one, kl in zip(missing, token_losses(model, trials, reading), strict=True):
+        probe.kl[_key(one)] = _kl_of(kl)
     readings = 1 + -(-len(missing) // TOGETHER)  # the first in full precision
     probe.forwards += readings * (len(reading.at) - 1) + len(passes)
     probe.seconds += time.perf_counter() - began
+
+
+def _kl_of(kl: torch.Tensor) -> float:
+    """The geometric mean of the KLs of both halves: each alone can favour a setting that long texts do not, and tokens
+    that are found again or not lose most."""
+    first, second = (float(half.mean()) for half in kl.tensor_split(2))
+    return math.sqrt(max(first, 0.0) * max(second, 0.0))
 
 
 def _reading(ids: torch.Tensor) -> Reading:

@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 from qattn_hf.model.device import device_of
 from qattn_hf.model.positions import positions_of
 
-TOKENS = 800  # of the row at most
+TOKENS = 1200  # of the row at most
 PASSES = 8  # of a model that samples tokens
 SEED = 0
+# Its last 128 tokens or so repeat names and numbers of what comes first: whether packed tokens are found again.
 TEXT = """\
 The river rises in the hills to the north of the town and reaches the sea after about ninety miles. For most of its \
 length it is narrow and quick, but below the old mill it slows down, and small boats can go as far as the bridge. In \
@@ -63,7 +64,12 @@ The committee met on 14 March to consider three proposals. The first, to repair 
 and take two years. The second was to build a new one half a mile upstream, where the banks are firmer. The third was \
 to do nothing, which, as the treasurer remarked, is the only plan that has ever been finished on time. After a long \
 discussion the members voted for the second proposal by seven votes to four. Work is expected to begin in the spring, \
-once the surveyors have reported on the ground and the owners of the meadow have agreed to the price."""
+once the surveyors have reported on the ground and the owners of the meadow have agreed to the price.
+
+To sum up: the railway along the east bank was built in 1846, and carried coal, slate and wool. The teacher was called \
+Margaret Ellis, and had forty-one children to look after. Valley Fold was first named in a charter of 1218; the oldest \
+bell was cast by Thomas Hale in 1593. The record of 31 minutes and 8 seconds was set by Anna Whitfield in 1998. To \
+repair the old bridge would cost 180,000; the members voted for a new one by seven votes to four."""
 
 
 def tokens_of(model: PreTrainedModel) -> tuple[torch.Tensor, str]:

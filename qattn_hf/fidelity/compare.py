@@ -49,7 +49,6 @@ class ShadowCaches:
         caches: one packed cache a recipe, by name.
         windows: layers that are packed sliding windows in any of them.
         sums: errors of attention outputs by recipe and packed layer.
-        squares: the same errors squared, of each KV head, fp64 `[Hkv]`.
     """
 
     def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], first: int):
@@ -60,7 +59,6 @@ class ShadowCaches:
         windows = {name: packed_windows(cache) for name, cache in self.caches.items()}
         self.windows = {i for found in windows.values() for i in found}
         self.sums = {name: {i: AttentionSums() for i in sorted([*packed, *windows[name]])} for name in recipes}
-        self.squares: dict[str, dict[int, torch.Tensor]] = {name: {} for name in recipes}
 
     def renew(self) -> None:
         """Make empty caches, for other rows; the sums continue."""
@@ -81,11 +79,6 @@ class ShadowCaches:
             out = call.packed_out(layer)
             if skip < out.shape[1]:
                 self.sums[name][call.layer].add(call.out[:, skip:], out[:, skip:])
-                square = (
-                    (out - call.out)[:, skip:].double().square().sum((0, 1, 3)).unflatten(0, (call.keys.shape[1], -1))
-                )
-                before = self.squares[name].get(call.layer)
-                self.squares[name][call.layer] = square.sum(1) if before is None else before + square.sum(1)
 
 
 def compare(

@@ -2,7 +2,7 @@
 
 Layers that are the model's own stay as they are; layers, bytes and bits below are those of the packed ones.
 
-1. Screening. All candidates shadow a model in full precision (`compare.ShadowCaches`). In each layer, a candidate is
+1. Screening. All candidates read what a model in full precision does (`screening`). In each layer, a candidate is
    dropped if another one needs no more bytes and has no larger error of the attention output; one that chooses heads
    also if a smaller one that does is nearly as good.
 2. Sensitivity. In each layer alone, the rest in full precision, the candidates of least and of largest error are tried
@@ -20,28 +20,25 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from qattn_hf.attention.observe import check_observed, observed, packed_layers
-from qattn_hf.cache.cache import QAttnCache
-from qattn_hf.cache.reporting import report
+from qattn_hf.attention.observe import packed_layers
 from qattn_hf.cache.sizes import layer_bytes, values_of
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.budget import Plan, plans, within_bytes, within_kl
-from qattn_hf.fidelity.compare import Progress, Row, ShadowCaches, compare
+from qattn_hf.fidelity.compare import Progress, Row, compare
 from qattn_hf.fidelity.estimate import anchors, estimated, fewer
 from qattn_hf.fidelity.options import HeadLosses, Option, Shape, by_head, settings_with
+from qattn_hf.fidelity.screening import Screening
 from qattn_hf.fidelity.tuned import recipe_of
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.reading.metrics import pareto
 from qattn_hf.reading.sensitivity import Trial, losses
-from qattn_hf.reading.texts import Reading, full_logits
+from qattn_hf.reading.texts import Reading
 from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.layer.spec import LayerSpec
-from qattn_kernels.layout import Geometry
 
 CLEARLY = 0.95  # largest ratio of two errors of which the smaller one counts as clearly smaller
 MIN_PACKED = 0.75  # share of the tokens that every candidate must pack
@@ -150,24 +147,14 @@ class Tuner:
         self.layers = packed_layers(model)
         heads = {i: head_sizes(model.config, i).kv for i in self.layers}
         self.shape = Shape(model.config.get_text_config(decoder=True).num_hidden_layers, heads)
-        self.geometries: dict[int, Geometry] = {}
-        self.specs: dict[str, list[Any]] = {}
         self.trials: list[Row] = []
 
     def screen(self) -> list[list[str]]:
         """Names of the candidates to try in each packed layer."""
         self.progress("screening candidates")
-        self.shadows = ShadowCaches(self.model, {**self.candidates, **self._by_head()}, self.reading.first)
-        caches = self.shadows.caches
-        for cache in caches.values():
-            check_observed(cache)
-        with observed(self.model, self.shadows):
-            full_logits(self.model, self.reading.ids, self.reading)
-        self._check_packed(caches)
-        any_cache = next(iter(caches.values()))
-        self.geometries = {i: any_cache.layers[i].geometry for i in self.layers}
-        self.specs = {name: [layer.spec for layer in cache.layers] for name, cache in caches.items()}
-        return [self._candidates_of(i, self.shadows) for i in self.layers]
+        self.screened = Screening(self.model, {**self.candidates, **self._by_head()}, self.reading)
+        self._check_packed()
+        return [self._candidates_of(i) for i in self.layers]
 
     def _by_head(self) -> dict[str, Recipe]:
         """Of candidates that choose heads: with 4 bits in all, with 2 bits in all of K, and in all of V."""
@@ -179,23 +166,22 @@ class Tuner:
                 found[_variant(name, side)] = dataclasses.replace(recipe, settings=settings_with(recipe, lows))
         return found
 
-    def _check_packed(self, caches: dict[str, QAttnCache]) -> None:
+    def _check_packed(self) -> None:
         """Refuse a candidate that leaves many tokens of a short row open: it would lose more in a long context."""
-        for name, cache in caches.items():
-            packed = report(cache).to_dict()["packed_tokens"]
-            tokens = len(self.reading.ids) * self.reading.ids.shape[1]
+        tokens = self.reading.ids.numel()
+        for name, packed in self.screened.packed.items():
             if packed < MIN_PACKED * tokens:
                 raise QAttnError(
                     f"{name} packed {packed} of {tokens} tokens, too few to judge it by: read longer "
                     "rows (--tokens), or leave it out"
                 )
 
-    def _candidates_of(self, layer: int, shadows: ShadowCaches) -> list[str]:
+    def _candidates_of(self, layer: int) -> list[str]:
         """Candidates on the Pareto front of bytes and error in a layer. Of those that choose heads, whose trials are
         many, only each that has a clearly smaller error than any smaller one."""
         names, least = list(self.candidates), math.inf
-        errors = [shadows.sums[name][layer].figures()["relative_l1"] for name in names]
-        sizes = [self.bytes_of(self.specs[name][layer], layer) for name in names]
+        errors = [self.screened.sums[name][layer].figures()["relative_l1"] for name in names]
+        sizes = [self.bytes_of(self.screened.specs[name][layer], layer) for name in names]
         front = set(pareto(list(zip(sizes, errors, strict=True))))
         for i in sorted(range(len(names)), key=lambda i: sizes[i]):
             if by_head(self.candidates[names[i]]):
@@ -205,7 +191,7 @@ class Tuner:
 
     def bytes_of(self, spec: LayerSpec, layer: int) -> int:
         """Bytes of a layer with this spec at `at_tokens` tokens."""
-        return layer_bytes(spec, self.geometries[layer], self.at_tokens, self.dtype)
+        return layer_bytes(spec, self.screened.geometries[layer], self.at_tokens, self.dtype)
 
     def options(self, candidates: list[list[str]]) -> list[list[Option]]:
         """Try some candidates of each packed layer; returns the options of each, with bytes and expected KL."""
@@ -235,7 +221,7 @@ class Tuner:
 
     def _error(self, layer: int, name: str, side: str, head: int) -> float:
         """Squared error of a layer's attention output; that of a head is of its own keys and values alone."""
-        squares = self.shadows.squares
+        squares = self.screened.squares
         if not by_head(self.candidates[name]):
             return float(squares[name][layer].sum())
         of_heads = squares[_variant(name, "")][layer].clone()
@@ -245,13 +231,13 @@ class Tuner:
 
     def _trial(self, layer: int, name: str, side: str, head: int) -> Trial:
         lows = {f"{s}_low": (head,) if s == side else () for s in "kv"}
-        constants = self.shadows.caches[name].layers[layer].constants or {}
+        constants = self.screened.constants[name][layer]
         return Trial(layer, self.shape.spec(self.candidates[name], layer, **lows), constants)
 
     def _options(self, layer: int, name: str, loss_of: dict[HeadKey, float]) -> list[Option]:
         recipe, none = self.candidates[name], loss_of[name, "", 0]
         if not by_head(recipe):
-            return [Option(layer, name, (), (), self.bytes_of(self.specs[name][layer], layer), none)]
+            return [Option(layer, name, (), (), self.bytes_of(self.screened.specs[name][layer], layer), none)]
         k, v = ([loss_of[name, side, head] for head in range(self.shape.heads[layer])] for side in "kv")
         sizes: dict[tuple[int, int], int] = {}  # which heads have 2 bits does not matter to bytes
         options = []
@@ -264,7 +250,7 @@ class Tuner:
 
     def values(self) -> int:
         """Number of cached values of one row of `at_tokens` tokens, over all packed layers."""
-        return sum(values_of(geometry, self.at_tokens) for geometry in self.geometries.values())
+        return sum(values_of(geometry, self.at_tokens) for geometry in self.screened.geometries.values())
 
 
 def tune(

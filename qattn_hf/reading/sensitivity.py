@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from qattn_hf.attention.observe import Call, observed
-from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.model.device import device_of
 from qattn_hf.model.layer_kinds import model_layers
 from qattn_hf.reading.chunks import feed
 from qattn_hf.reading.metrics import divergence
-from qattn_hf.reading.texts import Reading, full_logits
+from qattn_hf.reading.stacked import Member, StackedLayers
+from qattn_hf.reading.texts import Reading
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
@@ -31,49 +31,89 @@ class Trial(NamedTuple):
 def losses(model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading) -> Iterator[float]:
     """Measure each trial, and yield its KL in nats a token, mean over the scored tokens of all rows, in their order.
 
-    The model reads through transformers' own cache; only the trial's layer attends through a packed one, and those that
-    read its keys and values (KV sharing). Rows of several trials are read at once, up to `reading.batch` rows.
+    As `token_losses` reads them.
+    """
+    yield from (float(kl.mean()) for kl in token_losses(model, trials, reading))
+
+
+def token_losses(
+    model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading
+) -> Iterator[torch.Tensor]:
+    """KL of each trial in nats, fp32 `[scored tokens]` on the CPU, mean over rows.
+
+    The model reads each chunk twice. First in full precision: packed layers get the same queries, keys and values, and
+    the errors of their outputs are kept. Then with a row for each trial, to whose attention outputs its errors are
+    added. Layers that read a packed layer's keys and values (KV sharing) err as well. With one layer packed this is
+    exact; with several, what a layer's error changes of the errors of later layers is left out.
 
     Args:
         model: not patched; it is left as it was.
-        trials: each of one layer, or several of different layers that are packed together.
+        trials: each of one layer, or several of different layers that are packed together. Up to `reading.batch` rows
+            are read at once.
     """
-    full = full_logits(model, reading.ids, reading)
     together = max(1, reading.batch // len(reading.ids))
     for start in range(0, len(trials), together):
-        yield from _read(model, trials[start : start + together], reading, full)
+        yield from _read(model, trials[start : start + together], reading)
+
+
+class _Errors:
+    """Observer that keeps the calls of a chunk, and after `found` adds errors of packed outputs to the next ones.
+
+    Args:
+        trials: one for each row, or group of `rows` rows, of the calls to which errors are added.
+        written: layers that read the keys and values of another one, with its index.
+    """
+
+    def __init__(self, trials: Sequence[Trial | Sequence[Trial]], rows: int, written: dict[int, int], device: str):
+        self.rows, self.calls = rows, dict[int, Call]()
+        self.errors: dict[int, list[tuple[int, torch.Tensor]]] | None = None
+        self.of: list[int] = []  # the trial of each member
+        members = []
+        for i, trial in enumerate(trials):
+            for one in (trial,) if isinstance(trial, Trial) else trial:
+                readers = (reader for reader, read in written.items() if read == one.layer)
+                members += [Member(at, one.spec, one.constants) for at in (one.layer, *readers)]
+                self.of += [i] * (len(members) - len(self.of))
+        self.stacked = StackedLayers(members, device)
+
+    def __call__(self, call: Call) -> torch.Tensor | None:
+        if self.errors is None:
+            self.calls[call.layer] = call
+            return None
+        out = call.out.clone()
+        for i, error in self.errors.get(call.layer, ()):
+            out[i * self.rows : (i + 1) * self.rows] += error
+        return out
+
+    def found(self) -> None:
+        """Work out the errors of the calls that were kept; the next ones get them."""
+        self.errors = {}
+        for i, member, out in zip(self.of, self.stacked.members, self.stacked.outputs(self.calls), strict=True):
+            full = self.calls[member.layer].out
+            self.errors.setdefault(member.layer, []).append((i, (out.float() - full.float()).to(full.dtype)))
+        self.calls.clear()
+
+    def renew(self) -> None:
+        """Keep the calls of the next chunk."""
+        self.errors = None
 
 
 def _read(
-    model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading, full: list[torch.Tensor]
-) -> Iterator[float]:
-    rows, device = len(reading.ids), device_of(model).type
+    model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading
+) -> Iterator[torch.Tensor]:
+    rows, device = len(reading.ids), device_of(model)
     written = {i: own.reads for i, own in enumerate(model_layers(model.config)) if own and own.reads is not None}
-    layers: dict[tuple[int, int], QAttnLayer] = {}
-    for i, trial in enumerate(trials):
-        for one in (trial,) if isinstance(trial, Trial) else trial:
-            # one that reads another's keys packs them, too
-            for at in (one.layer, *(reader for reader, read in written.items() if read == one.layer)):
-                layers[i, at] = QAttnLayer(one.spec, device_type=device)
-                layers[i, at].constants = dict(one.constants)
-
-    def replace_output(call: Call) -> torch.Tensor | None:
-        tried = [i for i in range(len(trials)) if (i, call.layer) in layers]
-        if not tried:
-            return None
-        out = call.out.clone()
-        for i in tried:
-            own = slice(i * rows, (i + 1) * rows)
-            out[own] = call.of(own).packed_out(layers[i, call.layer]).to(out.dtype)
-        return out
-
-    sums, count, full_chunks = [0.0] * len(trials), 0, iter(full)
-    with observed(model, replace_output, written):
-        ids = reading.ids.repeat(len(trials), 1).to(device_of(model))
-        for chunk in feed(model, ids, reading.at, unscored=reading.first):
+    errors = _Errors(trials, rows, written, device.type)
+    ids = reading.ids.to(device)
+    found: list[list[torch.Tensor]] = [[] for _ in trials]
+    with observed(model, errors, written):
+        full, tried = (feed(model, x, reading.at, unscored=reading.first) for x in (ids, ids.repeat(len(trials), 1)))
+        for chunk in full:
+            errors.found()
+            logits = next(tried).logits
+            errors.renew()
             if chunk.stop > reading.first:
-                log_p = next(full_chunks).float().log_softmax(-1)
-                count += log_p.shape[0] * log_p.shape[1]
-                for i, logits in enumerate(chunk.logits[:, -log_p.shape[1] :].split(rows)):
-                    sums[i] += divergence(log_p, logits.log_softmax(-1)).sum().item()
-    yield from (total / count for total in sums)
+                log_p = chunk.logits[:, max(0, reading.first - chunk.start) :].log_softmax(-1)
+                for kl, of_trial in zip(found, logits[:, -log_p.shape[1] :].split(rows), strict=True):
+                    kl.append(divergence(log_p, of_trial.log_softmax(-1)).mean(0))
+    yield from (torch.cat(kl).cpu() for kl in found)

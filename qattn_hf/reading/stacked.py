@@ -1,0 +1,111 @@
+"""Packed outputs of many layers at once, as the reference computes them from inputs in full precision.
+
+The reference is a few hundred small operations, whatever the number of rows and heads. So layers that share a spec and
+a shape become rows of one packed layer, or heads of it, and each operation runs once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from qattn_hf.attention.observe import Call
+from qattn_hf.layer.layer import QAttnLayer
+from qattn_kernels.layer.spec import LayerSpec
+from qattn_kernels.layer.state import needs_constants
+from qattn_kernels.layout import State
+
+HEADS_DIM = {"k.equalizer": 1, "k.compensation": 0}  # of constants, which have no rows
+
+
+class Member(NamedTuple):
+    """One packed layer.
+
+    Attributes:
+        layer: index of the layer in the model, whose calls it gets.
+        spec: how it is packed, computed by the reference.
+        constants: what such a layer has of its model (`model_constants`).
+    """
+
+    layer: int
+    spec: LayerSpec
+    constants: State
+
+
+class Stack:
+    """Members of one spec and shape in one packed layer.
+
+    They are its rows. Constants of the model and learned sinks have no rows, so members that have any are its heads; a
+    setting that compares the heads of a layer is then alone in its stack.
+    """
+
+    def __init__(self, members: Sequence[int], known: Sequence[Member], by_heads: bool, device_type: str):
+        self.members, self.at = members, [known[i].layer for i in members]
+        self.dim = 1 if by_heads else 0
+        self.packed = QAttnLayer(known[members[0]].spec, device_type=device_type)
+        first = known[members[0]].constants
+        self.packed.constants = {
+            name: torch.cat([known[i].constants[name] for i in members], HEADS_DIM[name]) for name in first
+        }
+
+    def outputs(self, calls: Mapping[int, Call]) -> dict[int, torch.Tensor]:
+        """Output `[B, T, Hq, Dv]` of each member, by its place in the list of all, for the next call of its layer."""
+        parts = [calls[layer] for layer in self.at]
+        tokens = parts[0].query.shape[2]
+        query, keys, values = (
+            torch.cat([x[:, :, -tokens:] for x in of_layers], self.dim)
+            for of_layers in zip(*((call.query, call.keys, call.values) for call in parts), strict=True)
+        )
+        scores = parts[0].scores
+        if scores.sinks is not None:
+            scores = scores._replace(sinks=torch.cat([part.scores.sinks for part in parts]))
+        out = parts[0]._replace(query=query, keys=keys, values=values, scores=scores).packed_out(self.packed)
+        return dict(zip(self.members, out.chunk(len(parts), 2 if self.dim else 0), strict=True))
+
+    def packed_tokens(self) -> int:
+        """Tokens of all rows of a member that are packed, of the one that packed fewest."""
+        state, spec = self.packed.state, self.packed.spec
+        tokens = state["block_len"].sum(-1) if spec.k.windowed or spec.v.windowed else state["length"]
+        rows = len(tokens) if self.dim else len(tokens) // len(self.members)
+        return int(tokens.view(-1, rows).sum(1).min())
+
+
+class StackedLayers:
+    """Packed layers of any specs, fed with the calls of a model in full precision.
+
+    Args:
+        members: the layers. device_type: of the model.
+    """
+
+    def __init__(self, members: Sequence[Member], device_type: str):
+        self.members, self.device_type = members, device_type
+        self.stacks: list[Stack] | None = None
+
+    def outputs(self, calls: Mapping[int, Call]) -> list[torch.Tensor]:
+        """Output `[B, T, Hq, Dv]` of each member, in their order.
+
+        Args:
+            calls: by layer, the next call of every layer that has members; all calls of one step of the model.
+        """
+        if self.stacks is None:
+            self.stacks = self._stacks(calls)
+        found = {i: out for stack in self.stacks for i, out in stack.outputs(calls).items()}
+        return [found[i] for i in range(len(self.members))]
+
+    def packed_tokens(self) -> list[int]:
+        """`Stack.packed_tokens` for each member."""
+        found = {i: stack.packed_tokens() for stack in self.stacks or () for i in stack.members}
+        return [found[i] for i in range(len(self.members))]
+
+    def _stacks(self, calls: Mapping[int, Call]) -> list[Stack]:
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for i, (layer, spec, _) in enumerate(self.members):
+            call = calls[layer]
+            by_heads = needs_constants(spec) or call.scores.sinks is not None
+            alone = by_heads and (spec.k.mixed or spec.v.mixed)
+            shape = (*call.query.shape[1::2], *call.keys.shape[1::2], call.values.shape[-1])
+            key = (spec, shape, call.scores._replace(sinks=None), by_heads, i if alone else None)
+            alike.setdefault(key, []).append(i)
+        return [Stack(members, self.members, key[3], self.device_type) for key, members in alike.items()]
