@@ -19,15 +19,10 @@ CHOICES: tuple[tuple[Any, ...], ...] = (
     ("kivi", "bits"),
     ("kivi", "group_size"),
     ("kivi", "compute", "model", "int8"),
-    ("sinkq", "sink_select"),
-    ("sinkq", "sink_exclude", True, False),
-    ("sinkq", "sink_prefill"),
     ("none", "compute", "model", "int8"),
-    ("int_flash", "v_granularity"),
     ("sage2", "granularity", "token", "thread", "block"),
     ("sage2", "smooth_q", "none", "tensor", "block"),
     ("sage2", "pv"),
-    ("sage2", "v_scale"),
 )
 FAMILIES = ["family", "`model_type`", "method", "in place of its defaults", "why", "from", "measured"]
 
@@ -68,7 +63,7 @@ def kernels_table(results: Path) -> str:
         ["latent attention: channels of the latent", ", ".join(map(str, support.LATENT_DIMS)), "any other"],
         ["of its RoPE part", ", ".join(map(str, support.ROPE_DIMS)), "any other"],
         choices("`block_kv`", "turbo", "block_kv", buffer_size=128),
-        *(choices(f"`{key}`", "turbo", key) for key in ("bits", "buffer_scale", "p_scale", "softmax")),
+        *(choices(f"`{key}`", "turbo", key) for key in ("bits", "softmax")),
         choices("`priority`", "turbo", "priority", bits="mixed"),
         choices("`compute`", "turbo", "compute", "int8", "model"),
         choices("`sparse_v_tau`", "turbo", "sparse_v_tau", 0.0, 0.001),

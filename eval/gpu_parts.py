@@ -95,8 +95,8 @@ def tasks(yardstick: Path, model: Path, family: str) -> Part:
     settings = ("full" if text == "fp" else text for text in split_methods([families()[family]]))
     chosen = [text for name in TASKS for text in ("--task", name)]
     chosen += [text for name in settings for text in ("--method", name)]
-    data = ["--data-dir", str(yardstick / "data"), "--dtype", "float32", "--batch-size", "50"]
-    command = ["python", "-m", "qattn_hf", "eval", "--json", "--model", str(model), *data, *chosen]
+    data = ["--data-dir", str(yardstick / "data"), "--dtype", "float32", "--batch", "50"]
+    command = ["python", "-m", "qattn_hf", "eval", str(model), "--json", *data, *chosen]
     return f"tasks-{model.name}:{family}", command
 
 
@@ -126,5 +126,5 @@ def tune(model: Path, text: Path, kept: Path) -> Part:
     """The recipe of fewest losses in `TUNED_BITS`, beside others, on rows that it has not seen."""
     recipe = kept / f"tuned-{model.name}.yaml"
     budget = ["--bits", TUNED_BITS, "--check-rows", "12", "--output", str(recipe)]
-    command = ["python", "-m", "qattn_hf", "tune", "--json", "--model", str(model), "--dtype", "float32"]
+    command = ["python", "-m", "qattn_hf", "tune", str(model), "--json", "--dtype", "float32"]
     return f"tune:{model.name}", [*command, "--text", str(text), *budget]

@@ -21,6 +21,7 @@ FIGURES = {
 }  # fmt: skip
 SHOWN = ("torch", "transformers", "triton")  # versions that a page names
 SPELLED = ("method", "way", "setting", "recipe", "parent")  # keys of rows that spell a method with its settings
+RECIPES = {"sage2:version=1": "sage1"}  # settings that are a recipe today, and no setting any more
 APART = ("quality-", "bits")  # begins of the names of records whose rows have settings as keys of their own
 
 
@@ -55,6 +56,8 @@ def spelled_now(result: Result) -> Result:
 
 
 def _row_now(row: Result, defaults: dict[str, Any], recipes: dict[str, str], apart: bool) -> Result:
+    if apart and asked(row) in RECIPES:
+        return {key: value for key, value in row.items() if key in FIGURES} | {"method": RECIPES[asked(row)]}
     if apart and row["method"] in defaults:
         own = settings(row)
         now = _given_now(own, row["method"], defaults[row["method"]])
@@ -66,6 +69,7 @@ def _row_now(row: Result, defaults: dict[str, Any], recipes: dict[str, str], apa
 def _text_now(text: str, defaults: dict[str, Any], recipes: dict[str, str]) -> str:
     """`turbo:bits=2 graph`, as commands take a method, with what may follow behind a space."""
     spelled, *rest = text.split(" ")
+    spelled = RECIPES.get(spelled, spelled)
     name, _, changed = spelled.partition(":")
     if name in recipes:
         spelled = _joined(*recipes[name].split(":", 1), *([changed] if changed else []))

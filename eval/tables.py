@@ -46,14 +46,14 @@ PAGES = {
 
 
 def report_example(results: Path) -> str:
-    """What `qattn report` prints for the embedded model; nothing recorded is needed."""
+    """What `qattn cache report` prints for the embedded model; nothing recorded is needed."""
     from qattn_hf.cli import main as qattn
 
     printed = io.StringIO()
     reference = mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"})  # tests set it, and it would take minutes
     try:
         with contextlib.redirect_stdout(printed), reference:
-            qattn(["report", "--tokens", "1000", "--device", "cpu"])
+            qattn(["cache", "report", "--tokens", "1000", "--device", "cpu"])
     except SystemExit as ended:
         if ended.code:
             raise

@@ -129,9 +129,9 @@ def kind_of(case: Any) -> str:
 
 def is_case(value: Any) -> bool:
     """Whether a parameter is a method's name with its settings."""
-    from qattn_hf.methods import list_methods
+    from qattn_hf.methods import is_method
 
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict) and value[0] in list_methods()
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict) and is_method(value[0])
 
 
 @pytest.fixture(autouse=True)

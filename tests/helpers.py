@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import papers.paper_int_flash
+import papers.paper_sage2
+import papers.paper_sinkq
+import papers.paper_turbo
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,22 +22,31 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import needs_constants
 from qattn_kernels.layout import State
 
+# methods of `eval/papers/`, whose comparisons the reference computes
+PAPERS = [
+    papers.paper_int_flash.PaperIntFlash,
+    papers.paper_sage2.PaperSage2,
+    papers.paper_sinkq.PaperSinkQ,
+    papers.paper_turbo.PaperTurbo,
+]
+SAGE1: dict[str, Any] = {"granularity": "block", "smooth_q": "none", "pv": "model"}  # the recipe sage1
 COUNTERS = ("nonfinite", *(f"v_{name}" for name in SkipCounts._fields))  # of events: roll-backs do not undo them
 Case = tuple[str, dict[str, Any]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels are tested, see conftest.py
 # settings beside the variants of methods with which a row keeps what its first tokens fixed
 FIXED: list[Case] = [
-    ("turbo", {"buffer_scale": "universal"}),
+    ("paper_turbo", {"buffer_scale": "universal"}),
     ("turbo", {"bits": "mixed", "smooth_k": True}),
-    ("sage2", {"v_scale": "prompt"}),
-    ("int_flash", {"v_granularity": "tensor", "smooth_k": True}),
-    ("sinkq", {"group_size": 32, "residual_length": 0, "sink_prefill": "whole", "sink_skip_layers": 0}),
+    ("paper_sage2", {"v_scale": "prompt"}),
+    ("paper_int_flash", {"v_granularity": "tensor", "smooth_k": True}),
+    ("paper_sinkq", {"group_size": 32, "residual_length": 0, "sink_prefill": "whole", "sink_skip_layers": 0}),
 ]
 
 
 def cases() -> list[Case]:
-    """Every method found, with its defaults and with the variants it names."""
-    return [(name, dict(v)) for name in list_methods() for v in ({}, *get_method(name).variants)]
+    """Every method found, with its defaults and with the variants it names, and the variants of the papers' methods."""
+    found = [(name, dict(v)) for name in list_methods() for v in ({}, *get_method(name).variants)]
+    return found + [(paper.name(), dict(v)) for paper in PAPERS for v in paper.variants]
 
 
 def case_id(case: Case) -> str:

@@ -63,12 +63,12 @@ def test_other_vocabularies_are_refused():
 def test_the_command(tmp_path, capsys):
     text, draft = tmp_path / "text", str(demo_model_dir())
     text.write_text("The ship came home. " * 60)
-    asked = ["--rollout", "8", "--rows", "1", "--tokens", "80", "--text", str(text), "--method", "int8", "--json"]
+    asked = ["--new-tokens", "8", "--rows", "1", "--tokens", "80", "--text", str(text), "--method", "int8", "--json"]
     with pytest.raises(SystemExit) as ended:
-        main(["compare", "--draft", draft, *asked])
+        main(["rollout", "--draft", draft, *asked])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert ended.value.code == 0 and [row["method"] for row in rows] == ["full precision", "int8"]
     assert rows[0]["accepted"]["model"] == 1  # the same model drafts
     with pytest.raises(SystemExit):
-        main(["compare", "--draft", draft])
-    assert "give N" in capsys.readouterr().err
+        main(["rollout", "--draft", draft, "--temperature", "0.5"])
+    assert "leave --temperature out" in capsys.readouterr().err

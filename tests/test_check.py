@@ -92,10 +92,10 @@ def test_the_command_needs_a_config_alone(qattn, tmp_path):
     tiny_llama(head_dim=64).config.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     layers = 'layers={"1": {"method": "int8"}}'
-    code, out, err = qattn(str(tmp_path), "--set", layers, "--gpu-memory", "1")
+    code, out, err = qattn(str(tmp_path), "--set", layers, "--gpu-memory", "1GiB")
     assert (code, err) == (0, "") and "works" in out and "longest context of one row in 1 GiB with this method" in out
     assert "layers 0-0: turbo" in out and "layers 1-1: int8" in out and "computed by triton" in out
-    data = json.loads(qattn(str(tmp_path), "--json", "--gpu-memory", "1")[1])
+    data = json.loads(qattn(str(tmp_path), "--json", "--gpu-memory", "1GiB")[1])
     assert data["refused"] is None and data["longest"] > data["longest_full_precision"] and len(data["layers"]) == 2
     code, out, _ = qattn(str(tmp_path), "--method", "sage2:cache=model")
     assert code == 0 and "nothing is packed" in out
@@ -124,7 +124,7 @@ def test_quantized_weights_are_not_counted_as_unquantized_ones(name, qattn, tmp_
     config.save_pretrained(tmp_path)
     code, out, _ = qattn(str(tmp_path))
     assert code == 0 and f"weights: quantized ({name}), not counted" in out
-    code, _, err = qattn(str(tmp_path), "--gpu-memory", "1")
-    assert code == 1 and "--weights GIB" in err
-    code, out, _ = qattn(str(tmp_path), "--gpu-memory", "1", "--weights", "0.5")
+    code, _, err = qattn(str(tmp_path), "--gpu-memory", "1GiB")
+    assert code == 1 and "--weights 16GiB" in err
+    code, out, _ = qattn(str(tmp_path), "--gpu-memory", "1GiB", "--weights", "0.5GiB")
     assert code == 0 and "weights: 512.0 MiB\n" in out and "longest context of one row in 1 GiB with this method" in out

@@ -65,10 +65,13 @@ def qattn(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ((), ["demo", "generate", "report", "methods", "--debug"]),
-        (("demo",), ["--model", "--method", "--set", "--json", "full precision", "qattn demo --method"]),
-        (("generate",), ["PROMPT", "--model", "--method", "--recipe", "--set", "--max-new-tokens", "--chat"]),
-        (("report",), ["--model", "--method", "--recipe", "--set", "--text", "--tokens", "--json"]),
+        ((), ["demo", "generate", "cache", "methods", "--debug", "show the version and exit."]),
+        (("demo",), ["MODEL", "--method", "--set", "--json", "--output", "full precision", "qattn demo --method"]),
+        (
+            ("generate",),
+            ["MODEL", "--prompt", "--method", "--recipe", "--set", "--max-new-tokens", "--chat", "--dtype"],
+        ),
+        (("cache", "report"), ["MODEL", "--method", "--recipe", "--set", "--text", "--tokens", "--json"]),
         (("methods",), ["settings"]),
         (
             ("eval",),
@@ -133,18 +136,22 @@ def test_methods_names_bounds_recipes_and_what_the_reference_computes_alone(qatt
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["generate", "hi", "--method", "trubo"], 2, "turbo"),
-        (["generate", "hi", "--set", "bitz=4"], 2, "bitz"),
-        (["generate", "hi", "--set", "bits=3"], 2, "bits"),
-        (["generate", "hi", "--set", "bits"], 2, "KEY=VALUE"),
-        (["report", "--set", "bits=2", "--set", "bits=4"], 2, "bits is given twice"),
-        (["report", "--set", 'layers={"0": {"bits": 2, "bits": 4}}'], 2, "--set layers, line 1: bits is given twice"),
-        (["report", "--set", f"k_low_heads={'[' * 9000}{']' * 9000}"], 2, "--set k_low_heads, line 1: lists"),
-        (["generate", "hi", "--recipe", "missing.yaml"], 2, "missing.yaml"),
-        (["generate", "hi", "--model", "./missing"], 1, "./missing"),
+        (["generate", "--prompt", "hi", "--method", "trubo"], 2, "turbo"),
+        (["generate", "--prompt", "hi", "--set", "bitz=4"], 2, "bitz"),
+        (["generate", "--prompt", "hi", "--set", "bits=3"], 2, "bits"),
+        (["generate", "--prompt", "hi", "--set", "bits"], 2, "KEY=VALUE"),
+        (["cache", "report", "--set", "bits=2", "--set", "bits=4"], 2, "bits is given twice"),
+        (
+            ["cache", "report", "--set", 'layers={"0": {"bits": 2, "bits": 4}}'],
+            2,
+            "--set layers, line 1: bits is given twice",
+        ),
+        (["cache", "report", "--set", f"k_low_heads={'[' * 9000}{']' * 9000}"], 2, "--set k_low_heads, line 1: lists"),
+        (["generate", "--prompt", "hi", "--recipe", "missing.yaml"], 2, "missing.yaml"),
+        (["generate", "./missing", "--prompt", "hi"], 1, "./missing"),
         (["generate"], 2, "prompt"),
-        (["report", "--text", "missing.txt"], 1, "missing.txt"),
-        (["report", "--tokens", "none"], 2, "--tokens"),
+        (["cache", "report", "--text", "missing.txt"], 1, "missing.txt"),
+        (["cache", "report", "--tokens", "none"], 2, "--tokens"),
         (["demo", "--method", "trubo"], 2, "turbo"),
         (["bogus"], 2, "bogus"),
         (["bench", "decode", "--heads", "0"], 2, "--heads 0"),
@@ -174,13 +181,13 @@ LARGE = ("torch", "transformers", "numpy", "huggingface_hub")
         (["compare", "--help"], 0),
         (["bogus"], 2),
         (["compare", "--bogus"], 2),
-        (["report", "--tokens", "none"], 2),
+        (["cache", "report", "--tokens", "none"], 2),
         (["generate"], 2),
         (["eval"], 2),
         (["methods", "trubo"], 2),
         (["demo", "--method", "trubo"], 2),
-        (["report", "--recipe", "trubo_sink"], 2),
-        (["warm", "--set", "bits"], 2),
+        (["cache", "report", "--recipe", "trubo_sink"], 2),
+        (["check", "--compile", "--set", "bits"], 2),
         (["compare", "--method", "turbo:k_bits=4,v_bits=2,kivvi"], 2),
         (["eval", "--task", "gsm8k_cot", "--method", "full,turbo:bits"], 2),
     ],
@@ -214,7 +221,7 @@ def test_every_public_name_is_there():
 
 def test_debug_shows_the_traceback():
     with pytest.raises(ValueError, match="KEY=VALUE"):
-        main(["--debug", "generate", "hi", "--set", "bits"])
+        main(["--debug", "generate", "--prompt", "hi", "--set", "bits"])
 
 
 def test_one_line_of_an_error():
@@ -246,7 +253,7 @@ def test_size_of_bytes():
 
 def test_generate_prints_the_models_answer(qattn, model_dir):
     """`none` keeps the model's precision, so the answer is the stock model's."""
-    code, out, err = qattn("generate", PROSE, "--model", model_dir, "--method", "none", "--max-new-tokens", "8")
+    code, out, err = qattn("generate", model_dir, "--prompt", PROSE, "--method", "none", "--max-new-tokens", "8")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     ids = tokenizer(PROSE, return_tensors="pt").input_ids
     stock = AutoModelForCausalLM.from_pretrained(model_dir).generate(ids, max_new_tokens=8, do_sample=False)
@@ -259,13 +266,13 @@ def test_generate_prints_the_models_answer(qattn, model_dir):
 def test_generate_takes_a_recipe_and_settings(qattn, model_dir, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("method: turbo\nbits: 2\n")
-    common = ["generate", PROSE, "--model", model_dir, "--recipe", str(recipe), "--max-new-tokens", "2"]
+    common = ["generate", model_dir, "--prompt", PROSE, "--recipe", str(recipe), "--max-new-tokens", "2"]
     lines = [qattn(*common)[1].splitlines()[-1], qattn(*common, "--set", "bits=4")[1].splitlines()[-1]]
     assert "2.27 bits a value where packed" in lines[0] and "4.27 bits" in lines[1]
 
 
 def test_report_counts_the_tokens_asked_for(qattn, model_dir):
-    code, out, _ = qattn("report", "--model", model_dir, "--method", "turbo", "--tokens", "200", "--json")
+    code, out, _ = qattn("cache", "report", model_dir, "--method", "turbo", "--tokens", "200", "--json")
     data = json.loads(out)
     assert code == 0 and data["method"] == "turbo"
     assert data["packed_tokens"] == 192 and data["open_tokens"] == 8
@@ -277,14 +284,14 @@ def test_report_reads_a_text_and_prints_a_table(qattn, model_dir, tmp_path):
     text = tmp_path / "book.txt"
     text.write_text(PROSE)
     n = len(AutoTokenizer.from_pretrained(model_dir)(PROSE).input_ids)
-    code, out, _ = qattn("report", "--model", model_dir, "--method", "turbo", "--text", str(text))
+    code, out, _ = qattn("cache", "report", model_dir, "--method", "turbo", "--text", str(text))
     assert code == 0
     assert f"{n // 64 * 64} packed and {n % 64} open" in out
 
 
 def test_report_of_an_empty_text_is_an_error(qattn, model_dir, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    code, _, err = qattn("report", "--model", model_dir, "--text", str(tmp_path / "empty.txt"))
+    code, _, err = qattn("cache", "report", model_dir, "--text", str(tmp_path / "empty.txt"))
     assert code == 1 and "holds no text" in err
 
 
@@ -312,7 +319,7 @@ def demo_output(model_dir, tmp_path_factory):
         if method not in seen:
             target, out = folder / f"{method}.json", io.StringIO()
             with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
-                main(["demo", "--model", model_dir, "--method", method, "--max-new-tokens", "6", "--json", str(target)])
+                main(["demo", model_dir, "--method", method, "--max-new-tokens", "6", "--output", str(target)])
             assert not ended.value.code
             seen[method] = (out.getvalue(), json.loads(target.read_text()))
         return seen[method]
@@ -347,7 +354,7 @@ def test_demo_finds_no_difference_where_there_is_none(demo_output):
 
 def test_demo_that_packs_nothing_fails(qattn, model_dir, monkeypatch):
     monkeypatch.setattr("qattn_hf.cli._prompts.demo_prompts", lambda: [Prompt("short", "Once upon a time", 4)])
-    code, out, err = qattn("demo", "--model", model_dir)
+    code, out, err = qattn("demo", model_dir)
     assert code == 1 and "packed nothing" in err
     assert "Verdict" not in out
 
@@ -366,7 +373,7 @@ def test_demo_shows_progress_on_a_terminal(model_dir):
 
     parent, child = pty.openpty()
     program = "import sys; from qattn_hf.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", program, "demo", "--model", model_dir, "--max-new-tokens", "4"]
+    command = [sys.executable, "-c", program, "demo", model_dir, "--max-new-tokens", "4"]
     environment = {**os.environ, "TERM": "xterm"}
     with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environment) as process:
         os.close(child)
@@ -382,10 +389,10 @@ def test_demo_shows_progress_on_a_terminal(model_dir):
 
 
 def test_kernels_are_compiled_for_a_gpu_alone(qattn):
-    code, out, err = qattn("warm", "--device", "cpu")
+    code, out, err = qattn("check", "--compile", "--device", "cpu")
     assert code == 2 and not out and "finds none" in err
 
 
 def test_nothing_is_compiled_for_what_packs_nothing(qattn):
-    code, out, err = qattn("warm", "--method", "sage2:cache=model", "--device", "cpu")
+    code, out, err = qattn("check", "--compile", "--method", "sage2:cache=model", "--device", "cpu")
     assert code == 1 and not out and "packs nothing" in err

@@ -157,7 +157,7 @@ def test_answers_of_one_prompt_fork_its_pages(method: str):
         ("turbo:bits=mixed,sink_num=0", False),
         ("int8", True),
         ("sage2", False),
-        ("turbo:sink_prefill=whole", False),
+        ("paper_sinkq:sink_prefill=whole,sink_skip_layers=0", False),
     ],
 )
 def test_a_prefix_is_shared_where_its_blocks_are_all_that_is_kept(method: str, shares: bool):

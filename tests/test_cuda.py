@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Case, case_id, cases, feed, make_layer, random_ids, random_qkv, tiny_llama
+from helpers import SAGE1, Case, case_id, cases, feed, make_layer, random_ids, random_qkv, tiny_llama
 
 from qattn_hf import QAttnCache, patch, report
 from qattn_hf.attention import stock_cache
@@ -77,7 +77,7 @@ def test_our_attention_over_stock_caches(how):
     assert torch.equal(text[:, 300], chosen)
 
 
-@pytest.mark.parametrize("settings", [{}, {"bits": 4, "smooth_v": True}, {"version": 1}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bits": 4, "smooth_v": True}, SAGE1], ids=str)
 def test_attention_over_a_stock_cache_never_waits(settings):
     q, k, v = (x.cuda() for x in random_qkv(2, 200, dim=64))
     attention_mask, offset = torch.ones(2, 200, dtype=torch.bool, device="cuda"), torch.tensor(100, device="cuda")

@@ -27,7 +27,7 @@ from qattn_hf.reading import texts
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 PRIORITIES: list[Case] = [
-    ("turbo", {"bits": "mixed", "priority": name}) for name in ("entropy", "min_max", "variation", "random")
+    ("paper_turbo", {"bits": "mixed", "priority": name}) for name in ("entropy", "min_max", "variation", "random")
 ]
 TWO_BITS: list[Case] = [("turbo", {"bits": 2}), ("kivi", {"bits": 2})]
 QKV = random_qkv(2, 107)

@@ -193,9 +193,9 @@ def test_bits_of_the_user_win_over_k_bits_of_the_family(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
-def test_what_a_version_gives_wins_over_the_family():
-    found = report(patch(tiny("phi3"), "sage2", version=1)).to_dict()
-    assert found["recipe"]["smooth_v"] is False and found["recipe_family"]["settings"] == {}
+def test_a_recipe_has_no_settings_of_the_family():
+    found = report(patch(tiny("phi3"), "sage1")).to_dict()
+    assert found["recipe"]["smooth_v"] is False and found["recipe_family"] is None
 
 
 def test_what_the_user_gave_too_is_not_called_the_familys(capsys: pytest.CaptureFixture):

@@ -211,7 +211,7 @@ def qattn(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_the_command_prints_a_table_and_writes_rows_and_a_picture(capsys, tmp_path):
     small = ("--rows", "1", "--tokens", "150", "--steps", "2")
     files = ("--output", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "rows.png"))
-    code, out, _ = qattn(capsys, "--methods", "none,turbo:k_bits=4,v_bits=2", *small, *files)
+    code, out, _ = qattn(capsys, "--method", "none,turbo:k_bits=4,v_bits=2", *small, *files)
     assert code == 0 and "turbo:k_bits=4,v_bits=2" in out and "Pareto" in out
     written = json.loads((tmp_path / "rows.json").read_text())
     assert [row["method"] for row in written["rows"]] == ["none", "turbo:k_bits=4,v_bits=2"]

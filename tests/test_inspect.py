@@ -128,9 +128,19 @@ def test_labels_of_many_layers_and_heads_do_not_overlap(picture):
 
 def test_the_command_draws_every_picture(tmp_path, capsys):
     numbers = tmp_path / "numbers.json"
-    arguments = ["inspect", "-o", str(tmp_path / "pictures"), "--tokens", "150", "--layer", "2", "--device", "cpu"]
+    arguments = [
+        "inspect",
+        "--pictures",
+        str(tmp_path / "pictures"),
+        "--tokens",
+        "150",
+        "--layer",
+        "2",
+        "--device",
+        "cpu",
+    ]
     with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--json", str(numbers)])
+        main([*arguments, "--output", str(numbers)])
     assert not ended.value.code, capsys.readouterr().err
     files = sorted(path.name for path in (tmp_path / "pictures").iterdir())
     assert files == ["channels-2.png", "gaps.png", "heads.png", "sinks-2.png"]

@@ -167,6 +167,7 @@ def test_a_batch_begins_with_an_empty_cache(lm):
         ({"method": "full", "bits": 4}, "bits: settings of a method"),
         ({"method": "turbo", "chunk": 0}, "chunk = 0"),
         ({"method": "turbo", "bits": 5}, "bits = 5"),
+        ({"method": "turbo", "p_scale": "tile"}, "the method paper_turbo"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_with_the_key(lm, arguments, message):

@@ -151,11 +151,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, model: LlamaForCausalLM, *args: An
     ("settings", "sizes", "part"),
     [
         ({}, {"head_dim": 72}, "head dims are 72"),
-        ({"p_scale": "tile"}, {"head_dim": 64}, "p_scale is 'tile'"),
         ({"block_kv": 32}, {"head_dim": 64}, "blocks have 32 tokens"),
-        ({"layers": {1: {"p_scale": "tile"}}}, {"head_dim": 64}, "layers 1, "),
+        ({"layers": {1: {"block_kv": 32}}}, {"head_dim": 64}, "layers 1, "),
     ],
-    ids=["head dim", "p_scale", "block", "a layer"],
+    ids=["head dim", "block", "a layer"],
 )
 def test_layers_without_kernels_on_a_gpu_are_named(monkeypatch, settings: dict, sizes: dict, part: str):
     model = tiny_llama(**sizes)

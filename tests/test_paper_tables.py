@@ -14,11 +14,13 @@ import pytest
 import torch
 from baselines.evict import FIRST, Evict
 from baselines.gear import Gear
+from helpers import PAPERS
 from papers import common
+from pydantic import ValidationError
 from recorded import runs_of
 
 from qattn_hf.attention.observe import Call
-from qattn_hf.methods import get_method, list_methods
+from qattn_hf.methods import Method, get_method, list_methods
 from qattn_hf.reading.texts import read_as
 from qattn_kernels.layer.scores import Scores
 
@@ -147,7 +149,7 @@ def test_heads_of_keys_and_values_are_ranked_together():
     layers = [(k[0], v[0] / 10)] * 2
     lists = table.jointly(layers, "priority", 10)
     assert lists["v_low_heads"] == [list(range(8))] * 2 and lists["k_low_heads"] == [[2, 4]] * 2
-    get_method("turbo")(bits="mixed", scope="joint", **lists)
+    get_method("turbo")(bits="mixed", **lists)
 
 
 def test_accumulated_attention_is_of_all_queries():
@@ -181,11 +183,31 @@ def test_what_the_reference_alone_computes_is_said_of_the_setting_and_on_the_pag
 
 
 def test_the_letter_of_the_papers_is_the_references_alone():
-    found = {name: code_tables.reference_only(name) for name in ("turbo", "sinkq", "int_flash", "sage2")}
-    assert found["turbo"]["buffer_scale"] == ["universal"] and found["turbo"]["p_scale"] == ["tile"]
-    assert found["turbo"]["block_kv"] == [32] and found["sinkq"]["sink_prefill"] == ["whole"]
-    assert found["int_flash"]["v_granularity"] == ["tensor"]
-    assert found["sage2"]["v_scale"] == ["prompt"] and "smooth_q" not in found["sage2"]
+    """The package's methods have it in no setting; those that `eval/papers/` registers have it in theirs."""
+    found = {paper.name(): code_tables.reference_only(paper.name()) for paper in PAPERS}
+    assert found["paper_turbo"]["buffer_scale"] == ["universal"] and found["paper_turbo"]["p_scale"] == ["tile"]
+    assert found["paper_int_flash"]["v_granularity"] == ["tensor"]
+    assert found["paper_sage2"]["v_scale"] == ["prompt"] and "smooth_q" not in found["paper_sage2"]
+    own = {name: code_tables.reference_only(name) for name in list_methods()}
+    alone = {(name, key) for name, keys in own.items() for key in keys if key != "compute"}
+    assert alone == {("turbo", "block_kv"), ("turboquant", "norm_block")}  # sizes of blocks, which no paper compares
+
+
+@pytest.mark.parametrize(("name", "most"), [("turbo", 20), ("kivi", 16), ("sinkq", 16), ("sage2", 12)])
+def test_a_method_has_few_settings_of_its_own(name: str, most: int):
+    assert len(get_method(name).model_fields.keys() - Method.model_fields.keys()) <= most
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name())
+def test_a_comparison_is_its_method_but_for_what_it_adds(paper: type[Method]):
+    """A recipe of the method may give what the method always has; what the paper's has beside it is refused."""
+    method = get_method(paper.name().removeprefix("paper_"))
+    assert paper().last_layer_spec(2) == method().last_layer_spec(2) and paper.name() not in list_methods()
+    for key, moved in method.moved.items():
+        assert method(**{key: moved.default}).last_layer_spec(2) == method().last_layer_spec(2)
+        for value in moved.values:
+            with pytest.raises(ValidationError, match=f"{key}=.* Fix: take"):
+                method(**{key: value})
 
 
 def test_list_names_every_table(capsys):

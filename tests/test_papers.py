@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import SAGE1
 from papers import int_flash, sage2, sage2_text
 
 from qattn_hf.layer.layer import QAttnLayer
@@ -75,7 +76,7 @@ def test_sage2_groups_are_those_of_threads():
 def method_out(layer: sage2.Layer, **settings: Any) -> torch.Tensor:
     """What `sage2` gives for a prompt, `[Hq, S, D]`: over a packed cache, or over a stock one (`cache="model"`)."""
     q, k, v = (x[None] for x in layer)
-    spec, scores = get_method("sage2")(**settings).last_layer_spec(k.shape[1]), Scores(q.shape[-1] ** -0.5)
+    spec, scores = get_method("paper_sage2")(**settings).last_layer_spec(k.shape[1]), Scores(q.shape[-1] ** -0.5)
     if settings.get("cache") == "model":
         return attend_over(q, k, v, torch.ones(1, k.shape[2], dtype=torch.bool), 0, spec, scores)[0][0]
     packed = QAttnLayer(spec)
@@ -120,7 +121,7 @@ SAME = {
     sage2_text.FOUR: {"bits": 4},
     sage2_text.EIGHT: {"smooth_q": "tensor"},
     "method sage2": {},
-    sage2_text.FIRST: {"version": 1},
+    sage2_text.FIRST: SAGE1,
 }
 
 

@@ -281,7 +281,7 @@ def test_the_last_that_fits_is_found_from_above(most, share):
 def test_what_cannot_be_planned():
     planner = Planner(config_of())
     with pytest.raises(UnsupportedError, match="qattn check says why"):
-        planner.way("turbo:p_scale=tile")
+        planner.way("turbo:block_kv=32")
     with pytest.raises(UnsupportedError, match="packs nothing"):
         planner.way("sage2:cache=model")
     hybrid = Planner(tiny("qwen3_next").config)
@@ -291,7 +291,7 @@ def test_what_cannot_be_planned():
         Planner(tiny("deepseek_v3").config)
     quantized = config_of()
     quantized.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(QAttnError, match="--weights GIB"):
+    with pytest.raises(QAttnError, match="--weights 16GiB"):
         Planner(quantized)
     assert Planner(quantized, weight_bytes=5 * MIB).weight_bytes == 5 * MIB
 
@@ -332,7 +332,7 @@ def folder(tmp_path):
 
 
 def test_the_command_prints_what_the_planner_says(qattn, folder):
-    asked = ("--model", folder, "--gpu-memory", "800MiB", "--method", "turbo,turbo:p_scale=tile", "--context", "1000")
+    asked = (folder, "--gpu-memory", "800MiB", "--method", "turbo,turbo:block_kv=32", "--context", "1000")
     code, out, _ = qattn(*asked, "--batch", "2", "--dtype", "float16", "--prefill-chunk-size", "512", "--json")
     data = json.loads(out)
     planner = Planner(config_of(), dtype=torch.float16, prefill_chunk_size=512)
@@ -342,18 +342,18 @@ def test_the_command_prints_what_the_planner_says(qattn, folder):
     assert turbo["longest"] == {"2": planner.longest(800 * MIB, way, 2)}
     assert turbo["largest"] == {"1000": planner.largest(800 * MIB, way, 1000)}
     assert turbo["longest"]["2"] > full["longest"]["2"] > 0
-    assert refused["method"] == "turbo:p_scale=tile" and "qattn check" in refused["not_planned"]
+    assert refused["method"] == "turbo:block_kv=32" and "qattn check" in refused["not_planned"]
     code, out, _ = qattn(*asked)
-    assert code == 0 and "turbo" in out and "rows of 1000" in out and "turbo:p_scale=tile: " in out
+    assert code == 0 and "turbo" in out and "rows of 1000" in out and "turbo:block_kv=32: " in out
 
 
 def test_the_commands_errors(qattn, folder, monkeypatch):
-    code, out, err = qattn("--model", folder, "--gpu-memory", "12 parsecs")
+    code, out, err = qattn(folder, "--gpu-memory", "12 parsecs")
     assert code == 2 and not out and "24GiB" in err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, out, err = qattn("--model", folder)
+    code, out, err = qattn(folder)
     assert code == 2 and not out and "--gpu-memory" in err
-    code, out, err = qattn("--model", folder, "--gpu-memory", "1GiB", "--method", "turbot")
+    code, out, err = qattn(folder, "--gpu-memory", "1GiB", "--method", "turbot")
     assert code == 2 and not out and "turbot" in err
 
 
@@ -361,7 +361,7 @@ def test_a_model_of_which_nothing_is_planned_gets_the_reasons(qattn, tmp_path):
     """Its windows stay the model's own in every way, full precision's among them."""
     tiny("gemma3_text", **OF_KERNELS["gemma3_text"]).config.save_pretrained(tmp_path)
     ways = "int8:sliding=model,turbo:sliding=model"
-    asked = ("--model", str(tmp_path), "--gpu-memory", "1GiB", "--method", ways)
+    asked = (str(tmp_path), "--gpu-memory", "1GiB", "--method", ways)
     code, out, err = qattn(*asked)
     assert code == 1 and not out and err.count("qattn check") == 2
     assert "none of the methods can be planned" in err and "full: " in err and f"{ways.replace(',', ', ')}: " in err

@@ -57,7 +57,7 @@ def test_the_commands_warn_beyond_the_positions(rope, qattn, tmp_path, monkeypat
     monkeypatch.setattr(Planner, "longest", lambda *_: longest[0])
     monkeypatch.setattr(Planner, "largest", lambda *_: 1)
     monkeypatch.setattr(Planner, "memory", lambda *_: Memory(1, 1, 1, 1))
-    model, longest = ("--model", str(tmp_path), "--gpu-memory", "1GiB", "--method", "int8"), [64]
+    model, longest = (str(tmp_path), "--gpu-memory", "1GiB", "--method", "int8"), [64]
     for tokens in (positions, positions + 64):
         said = f"{tokens} tokens are beyond the model's {positions} positions"
         code, out = qattn("check", str(tmp_path), "--at-tokens", str(tokens))

@@ -92,7 +92,7 @@ def test_a_patched_model_is_refused():
 
 
 def test_the_command(capsys):
-    small = ["compare", "--device", "cpu", "--rows", "1", "--tokens", "120", "--rollout", "8", "--method", "turbo"]
+    small = ["rollout", "--device", "cpu", "--rows", "1", "--tokens", "120", "--new-tokens", "8", "--method", "turbo"]
     with pytest.raises(SystemExit) as ended:
         main([*small, "--json", "--temperature", "0.5"])
     row = json.loads(capsys.readouterr().out)
@@ -101,6 +101,3 @@ def test_the_command(capsys):
     with pytest.raises(SystemExit) as ended:
         main(small)
     assert not ended.value.code and "first divergence" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main([*small, "--picture", "x.png"])
-    assert ended.value.code == 2 and "--rollout" in capsys.readouterr().err

@@ -11,16 +11,17 @@ from qattn_hf.cli import app, main
 from qattn_hf.recipes.recipe import find_recipe, find_recipes, list_recipes
 from qattn_hf.recipes.spelling import split_method, split_methods
 
-MISSING = ("--model", "./missing")  # found after the method was read
+MISSING = ("./missing",)  # found after the method was read
 COMMANDS = {
     "demo": MISSING,
-    "check": ("./missing",),
+    "check": MISSING,
     "plan": ("--gpu-memory", "24GiB", *MISSING),
-    "generate": ("hi", *MISSING),
-    "report": MISSING,
+    "generate": (*MISSING, "--prompt", "hi"),
+    "cache report": MISSING,
     "compare": MISSING,
+    "rollout": MISSING,
     "eval": ("--task", "gsm8k_cot", *MISSING),
-    "inspect": ("--output", "pictures", *MISSING),
+    "inspect": ("--pictures", "pictures", *MISSING),
     "retrieval": ("--output", "retrievals.json", *MISSING),
     "tune": ("--output", "tuned.yaml", "--bits", "4", *MISSING),
     "bench decode": ("--heads", "0"),
@@ -29,8 +30,7 @@ COMMANDS = {
     "bench first-call": ("--device", "none"),
     "bench throughput": ("--device", "none"),
     "bench requests": ("--device", "none"),
-    "warm": ("./missing",),
-    "serve": ("./missing",),
+    "serve": MISSING,
     "cache build": ("./missing", "--text", __file__, "--output", "prefix.safetensors"),
 }
 AFTERWARDS = ("./missing", "--heads 0", "turbo eagre", "device string: none")  # what is found last

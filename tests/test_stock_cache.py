@@ -121,7 +121,7 @@ def test_padding(side, settings):
     patch(model, **EXACT)
     for cache in (None, static(model)):
         torch.testing.assert_close(padded(cache), alone, rtol=0, atol=1e-5)
-    patch(model, **OVER, **settings)
+    patch(model, **{**OVER, "method": "paper_sage2"}, **settings)
     most = max(NOISE, 1.5 * noise(model(ids[:1, real]).logits[0], alone))
     assert 1e-3 < noise(padded(), alone) < most
     assert model(ids, attention_mask=mask).logits.isfinite().all()
@@ -171,7 +171,7 @@ def test_unpatch_copy_and_pickle():
     got = model(ids).logits
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(ids).logits, got)
-    assert torch.equal(patch(model, **OVER, granularity="tensor")(ids).logits, model(ids).logits)
+    assert torch.equal(patch(model, **OVER, granularity="block")(ids).logits, model(ids).logits)
     assert not torch.equal(model(ids).logits, got)
     assert torch.equal(unpatch(model)(ids).logits, want)
     assert set(vars(model)) == before
@@ -189,7 +189,9 @@ def test_report_says_that_nothing_is_packed():
         assert part in " ".join(str(found).split())
 
 
-@pytest.mark.parametrize("command", [["report", "--tokens", "40"], ["generate", "a", "--max-new-tokens", "2"]])
+@pytest.mark.parametrize(
+    "command", [["cache", "report", "--tokens", "40"], ["generate", "--prompt", "a", "--max-new-tokens", "2"]]
+)
 def test_command_line(command):
     done = CliRunner().invoke(app, [*command, "--method", "sage2", "--set", "cache=model"])
     assert done.exit_code == 0
@@ -203,14 +205,15 @@ def test_command_line(command):
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"v_scale": "prompt"}, ("v_scale='prompt'", "cache='model'")),
         ({"sparse_v_tau": 0.1}, ("sparse_v_tau=0.1", "cache='model'")),
         ({"crop_horizon": 128}, ("crop_horizon=128", "cache='model'")),
         ({"decode": "graph"}, ("decode='graph'", "cache='model'")),
         ({"decode_compute": "int8"}, ("decode_compute='int8'", "cache='model'", "prefill_compute")),
         ({"compute": "int8"}, ("compute='int8'", "cache='model'")),
-        ({"granularity": "tensor", "impl": "triton"}, ("granularity is 'tensor'", "impl='auto'")),
-        ({"cache": "quantized", "granularity": "tensor"}, ("granularity='tensor'", "cache='quantized'")),
+        (
+            {"method": "paper_sage2", "granularity": "tensor", "impl": "triton"},
+            ("granularity is 'tensor'", "impl='auto'"),
+        ),
     ],
     ids=str,
 )

@@ -197,8 +197,8 @@ def test_entries_say_again_what_their_bits_would_cover(tmp_path):
 
 
 @pytest.mark.parametrize("base", ["sage2:granularity=token", "sage2:bits=4,smooth_q=none", "sage2:bits=4"])
-def test_entries_leave_out_what_their_version_covers(base: str):
-    names = [base, "sage2:version=1"]
+def test_entries_change_what_their_base_has(base: str):
+    names = [base, "sage1"]
     recipe = recipe_of(options_of(names), find_recipes(names), 3)
     config = tiny_llama(num_hidden_layers=3).config
     alone = [found.layer_specs(config) for found in find_recipes(names).values()]
@@ -225,7 +225,7 @@ def test_the_command_writes_a_recipe_that_patch_takes(tmp_path, capsys):
 
     target, details, drawn = (tmp_path / name for name in ("tuned.yaml", "tuned.json", "tuned.png"))
     small = ["--rows", "1", "--check-rows", "1", "--tokens", "260", "--steps", "2", "--device", "cpu"]
-    candidates = ["--candidate", "turbo:bits=mixed", "--candidate", "turbo:sink_num=3"]
+    candidates = ["--method", "turbo:bits=mixed", "--method", "turbo:sink_num=3"]
     with pytest.raises(SystemExit) as ended:
         main(
             [
@@ -292,7 +292,7 @@ def test_the_axis_of_bits_has_numbers_however_near_they_are(drawn, tmp_path, bit
     [
         (["-o", "x.yaml"], "give one of them"),
         (["-o", "x.txt", "--bits", "3"], "a recipe is a .yaml file"),
-        (["-o", "x.yaml", "--bits", "3", "--candidate", "turbbo"], "unknown method 'turbbo'"),
+        (["-o", "x.yaml", "--bits", "3", "--method", "turbbo"], "unknown method 'turbbo'"),
     ],
 )
 def test_what_cannot_be_tuned_is_one_line(capsys, arguments: list[str], said: str):

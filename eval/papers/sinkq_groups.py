@@ -22,7 +22,7 @@ ABOUT = About(
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("gsm8k", "gsm8k_cot"),
     missing="the paper's accuracies are of GSM8K with 8 shots: name --tasks gsm8k,gsm8k_cot for other models. Its pool "
-    "is chosen once for a whole prompt (sink_prefill=whole), ours competes block by block.",
+    "is chosen once for a whole prompt (paper_sinkq:sink_prefill=whole), ours competes block by block.",
 )
 CHUNK = 35
 RESIDUALS = (0, 8, 16, 32, 64, 128)

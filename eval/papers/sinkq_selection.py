@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import papers.paper_sinkq  # noqa: F401  registers the method
 import torch
 from papers.common import SINKS, About, Claim, Row, Run, column, in_order, layer_error, made_layer, not_below, row
 
@@ -26,7 +27,7 @@ ABOUT = About(
     title="SinkQ, Fig. 1, 4, 5 and 6, appendix D",
     model="meta-llama/Llama-2-7b-chat-hf",
     missing="the figures are plots of layer 10, head 17 of LLaMA-2-7B and print no numbers; Fig. 1a, b, d, e and 4 to "
-    "6 are drawn for any model by `qattn inspect --model MODEL --text FILE -o FOLDER`. Appendix D plots each token's "
+    "6 are drawn for any model by `qattn inspect MODEL --text FILE --pictures FOLDER`. Appendix D plots each token's "
     "score in order, once in powers of two; here are numbers of it.",
 )
 MADE = "made, two sinks"
@@ -40,7 +41,7 @@ def measure(run: Run) -> Iterator[Row]:
     for n in COUNTS:
         for select in CRITERIA:
             for out in (True, False):
-                way = f"sinkq:sink_num={n},sink_select={select},sink_exclude={str(out).lower()},group_size=32"
+                way = f"paper_sinkq:sink_num={n},sink_select={select},sink_exclude={str(out).lower()},group_size=32"
                 error = layer_error(way, layer)["relative_l1"]
                 yield row(MADE, f"{n} {select}{'' if out else ', in statistics'}", {}, {"relative_l1": error})
     weights = made_mass(layer[0], layer[1])

@@ -24,7 +24,7 @@ from qattn_hf.recipes.recipe import find_recipe
 ABOUT = About(
     title="TurboAttention, Fig. 4, 8, 9 and 10",
     model="microsoft/Phi-3-mini-4k-instruct",
-    missing="the figures are plots and print no numbers; `qattn inspect --model MODEL --text FILE -o FOLDER` draws "
+    missing="the figures are plots and print no numbers; `qattn inspect MODEL --text FILE --pictures FOLDER` draws "
     "them. Whether values are better by channel depends on the model, as the paper says: it is asserted of made ones.",
 )
 MADE, MEAN, BITS, GROUP = "made values", "mean of layers", 4, 64

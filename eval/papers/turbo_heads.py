@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import papers.paper_turbo  # noqa: F401  registers the method
 import torch
 import yaml
 from papers.common import About, Claim, Layer, Row, Run, column, in_order, layer_error, not_below, row, text_rows
@@ -74,7 +75,7 @@ def measure(run: Run) -> Iterator[Row]:
     layer = made()
     for n in COUNTS:
         for ranking in RANKINGS:
-            error = layer_error(f"turbo:bits=mixed,sink_num=0,n_h={n},priority={ranking}", layer)
+            error = layer_error(f"paper_turbo:bits=mixed,sink_num=0,n_h={n},priority={ranking}", layer)
             yield row(MADE, f"{n} by {ranking}", {}, error)
     for n in JOINT:
         for ranking in RANKINGS:
@@ -83,7 +84,9 @@ def measure(run: Run) -> Iterator[Row]:
                 MADE, f"{n} of {2 * HEADS} by {ranking}", {}, layer_error("turbo:bits=mixed,sink_num=0", layer, **lists)
             )
     heads, layers = run.model.config.num_key_value_heads, of_model(run)
-    ways = {f"{heads // 2} by {ranking}": f"turbo:bits=mixed,sink_num=0,priority={ranking}" for ranking in RANKINGS}
+    ways = {
+        f"{heads // 2} by {ranking}": f"paper_turbo:bits=mixed,sink_num=0,priority={ranking}" for ranking in RANKINGS
+    }
     with tempfile.TemporaryDirectory() as folder:
         for ranking in RANKINGS:
             recipe = Path(folder) / f"{ranking}.yaml"

@@ -47,15 +47,14 @@ def random_model(sizes: dict[str, int], device: torch.device, dtype: torch.dtype
     return _random(config, device, dtype)
 
 
-def model_of_config(source: str, device: torch.device) -> PreTrainedModel:
-    """A model of any config with random weights, made on the device in the config's dtype, of which no file of weights
-    is read.
+def model_of_config(source: str, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Make a model with random weights on the device, from its config alone.
 
     Args:
-        source: a folder, a config file or a hub name.
+        source: a folder, a config file or a hub name. dtype: precision; None is the config's, else float32.
     """
     config = AutoConfig.from_pretrained(source)
-    return _random(config, device, config.dtype or torch.float32)
+    return _random(config, device, dtype or config.dtype or torch.float32)
 
 
 def _random(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -63,9 +62,10 @@ def _random(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) 
         return _ready(AutoModelForCausalLM.from_config(config, dtype=dtype))  # by SDPA, if the model knows it
 
 
-def load_model(source: str, device: torch.device) -> PreTrainedModel:
-    """Load a model from a folder or the hub in its own precision, without end tokens, for benchmarks."""
-    return _ready(AutoModelForCausalLM.from_pretrained(source, dtype="auto", attn_implementation="sdpa").to(device))
+def load_model(source: str, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Load a model from a folder or the hub, without end tokens, for benchmarks; a `dtype` of None is the model's."""
+    made = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", attn_implementation="sdpa")
+    return _ready(made.to(device))
 
 
 def _ready(model: PreTrainedModel) -> PreTrainedModel:

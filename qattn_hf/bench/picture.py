@@ -17,7 +17,7 @@ TITLES = {
 }
 
 
-def need_matplotlib(option: str = "--plot") -> None:
+def need_matplotlib(option: str = "--picture") -> None:
     """Check that matplotlib is installed, before the work that `option` would plot.
 
     Raises:

@@ -139,12 +139,12 @@ def computed_by(rows: list[Row]) -> str:
     return f"Packed ways computed by: {', '.join(impls) or 'none ran'}."
 
 
-def print_table(rows: list[Row]) -> None:
+def print_table(rows: list[Row], wide: bool = False) -> None:
     """Print the rows of one bench as a table, with the device and what computed the packed ways."""
     from qattn_hf.messages.origin import device_name, versions
 
     console = results_console()
-    print_figures(*table(rows), ["way", "ran", "best SDPA"])
+    print_figures(*table(rows), ["way", "ran", "best SDPA"], wide)
     console.print(f"{device_name()}, torch {versions()['torch']}. {computed_by(rows)}")
 
 

@@ -166,6 +166,6 @@ class Notices:
         self.once(
             "unread",
             f"{why}: prompts of {method} attend in the model's precision, so no token read a code, and the result is "
-            f"full precision's, whatever {method} loses. `qattn compare --model MODEL --method ...`, with the "
+            f"full precision's, whatever {method} loses. `qattn compare MODEL --method ...`, with the "
             "method and settings of this patch, measures what the cache loses",
         )

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from qattn_hf.cli._older import in_todays_grammar
 from qattn_hf.cli.bench import bench
 from qattn_hf.cli.cache import cache
 from qattn_hf.cli.check import check
@@ -16,14 +17,13 @@ from qattn_hf.cli.generate import generate
 from qattn_hf.cli.inspect import inspect
 from qattn_hf.cli.methods import methods
 from qattn_hf.cli.plan import plan
-from qattn_hf.cli.report import report
 from qattn_hf.cli.retrieval import retrieval
+from qattn_hf.cli.rollout import rollout
 from qattn_hf.cli.serve import serve
 from qattn_hf.cli.tune import tune
-from qattn_hf.cli.warm import warm
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (demo, check, plan, generate, report, methods, compare, retrieval, tune, inspect, warm, serve):
+for command in (demo, methods, check, plan, generate, serve, compare, rollout, retrieval, tune, inspect):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
@@ -33,12 +33,14 @@ app.add_typer(cache, name="cache")
 @app.callback(invoke_without_command=True)
 def qattn(
     context: typer.Context,
-    debug: bool = typer.Option(False, "--debug", help="Show the whole traceback of an error."),
-    version: bool = typer.Option(False, "--version", help="Show the version and stop."),
+    debug: bool = typer.Option(False, "--debug", help="Show the full traceback of an error."),
+    version: bool = typer.Option(False, "--version", help="Show the version and exit."),
 ) -> None:
     """Packed KV caches for Hugging Face models.
 
-    Start with `qattn demo`: it needs no download. `qattn COMMAND --help` explains a command.
+    Start with `qattn demo`, which needs no download. `qattn COMMAND --help` explains a command.
+
+    MODEL is a folder or a hub name, and the first argument. Without MODEL, most commands take a bundled small model.
     """
     if version:
         from qattn_hf._version import __version__
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run `qattn`; an error becomes one line on stderr and its `exit_code`, unless `--debug` asks for the traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(arguments, prog_name="qattn", standalone_mode=False)
+        code = app(in_todays_grammar(arguments), prog_name="qattn", standalone_mode=False)
     except Exception as error:
         if "--debug" in arguments:
             raise

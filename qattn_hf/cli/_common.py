@@ -1,4 +1,4 @@
-"""Options that several commands have, the recipe that they choose, and a summary of a report."""
+"""Options that several commands share, and the files and recipes that the options name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from qattn_hf.recipes.recipe import Recipe
 
 
+class UsageError(ValueError):
+    """A command found an invalid option; the exit code is 2, as for options that typer refuses."""
+
+    exit_code = 2
+
+
 def known_methods(texts: list[str] | str | None) -> Any:
-    """The methods of an option, once their names are known: a typo is told before torch is loaded, which takes seconds.
+    """Return the methods of an option after a check of the names, which does not load torch.
 
     Raises:
         RecipeError: an unknown method or recipe, or a setting that is not `KEY=VALUE`.
@@ -33,7 +39,7 @@ def known_methods(texts: list[str] | str | None) -> Any:
 
 
 def known_recipe(text: str | None) -> Any:
-    """The recipe of an option, once its name is known, before torch is loaded; files are looked for later.
+    """Return the recipe of an option after a check of the name, which does not load torch; files are read later.
 
     Raises:
         RecipeError: there is no recipe of that name.
@@ -46,7 +52,7 @@ def known_recipe(text: str | None) -> Any:
 
 
 def read_settings(texts: list[str] | None) -> Any:
-    """The settings of an option, once they can be read, before torch is loaded; their names are checked later.
+    """Return the settings of an option after parsing them, which does not load torch; names are checked later.
 
     Raises:
         RecipeError: one is not `KEY=VALUE`, or is given twice.
@@ -57,94 +63,129 @@ def read_settings(texts: list[str] | None) -> Any:
     return texts
 
 
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Folder or hub name of a causal LM.", show_default="embedded model"),
-]
+def bytes_of(text: str) -> int:
+    """Bytes of a size such as `24GiB`.
+
+    Raises:
+        BadParameter: the text is no size, or has no unit.
+    """
+    try:
+        n_bytes = parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if text.strip()[-1].isdigit():
+        raise typer.BadParameter(f"{text} has no unit. Fix: type {text.strip()}GiB, or another unit")
+    return n_bytes
+
+
+def size_option(name: str, what: str, default: str | None = None) -> Any:
+    """An option that takes a size and gives bytes.
+
+    Args:
+        name: the option, such as `--weights`. what: its help, without a period. default: the default in words.
+    """
+    words = f"{what}, such as 24GiB or 80GB."
+    return typer.Option(name, parser=bytes_of, metavar="SIZE", help=words, show_default=default or False)
+
+
+def methods_option(default: Iterable[str]) -> Any:
+    """The option `--method` of commands that compare several methods; `default`: the methods without it."""
+    words = "A method such as kivi:bits=4, or a recipe's name or file. Repeat it, or put commas between."
+    return typer.Option("--method", help=words, show_default=", ".join(default), callback=known_methods)
+
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
 ModelArgument = Annotated[
-    str | None, typer.Argument(help="Folder or hub name of a causal LM.", show_default="embedded model")
+    str | None,
+    typer.Argument(metavar="MODEL", help="Folder or hub name of a causal LM.", show_default="embedded model"),
 ]
 MethodOption = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help="How the cache is packed: a method, a recipe's name or a YAML file, with settings, such as turbo:bits=2; "
-        "`qattn methods` lists them.",
+        help="A method, a recipe's name or a YAML file, with settings such as turbo:bits=2. `qattn methods` lists all.",
         show_default="turbo",
         callback=known_methods,
     ),
 ]
 RecipeOption = Annotated[
     str | None,
-    typer.Option(
-        "--recipe",
-        help="YAML file with a method and its settings, a recipe's name, or a hub repository.",
-        callback=known_recipe,
-    ),
+    typer.Option("--recipe", help="A recipe: a YAML file, a name or a hub repository.", callback=known_recipe),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="One setting of the method, such as bits=2; may be repeated.",
+        "--set", metavar="KEY=VALUE", help="One setting of the method, such as bits=2. Repeatable.",
         callback=read_settings,
     ),
-]
+]  # fmt: skip
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="Where to run, such as cpu or cuda:0.", show_default="a GPU if any")
+    str | None, typer.Option("--device", help="Device, such as cpu or cuda:0.", show_default="a GPU if there is one")
 ]
-SEVERAL = "Such as turbo, kivi:bits=4, or a recipe's name or file; may be repeated, or with commas between."
+DtypeOption = Annotated[Precision, typer.Option("--dtype", help="Precision of the model. auto is the checkpoint's.")]
+MeasuredDtypeOption = Annotated[
+    Precision,
+    typer.Option("--dtype", help="Precision to measure in. float32 shows the smallest damage, auto is the model's."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of text.")]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="JSON file for the results, the command, device and versions.")
+]
+WideOption = Annotated[bool, typer.Option("--wide", help="Print all columns of the table, and fold none.")]
+PictureOption = Annotated[Path | None, typer.Option("--picture", help="PNG file for a picture. Needs matplotlib.")]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", help="Text file to read.", show_default="generated sums and lists")
+]
+RowsOption = Annotated[int, typer.Option("--rows", min=1, help="Rows of the text.")]
+TokensOption = Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row. The last two thirds are scored.")]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Rows that are read at once.")]
+AtTokensOption = Annotated[int, typer.Option("--at-tokens", min=1, help="Context length for which bits are counted.")]
+WeightsOption = Annotated[
+    int | None, size_option("--weights", "Size of the weights", "counted, unless they are quantized")
+]
 
 
-class UsageError(ValueError):
-    """An invalid option, found by a command itself; those that typer finds have the same exit code."""
+def need_picture(picture: Path | None) -> None:
+    """Fail before the work, not after it, where matplotlib is missing."""
+    if picture is not None:
+        from qattn_hf.bench.picture import need_matplotlib
 
-    exit_code = 2
+        need_matplotlib("--picture")
 
 
-def gib(text: str) -> int:
-    """Bytes of an option's size; a number without a unit counts GiB.
+def read_text(path: Path) -> str:
+    """The text of `--text`.
 
     Raises:
-        BadParameter: it is no size.
+        ValueError: the file holds no text.
     """
-    try:
-        return parse_size(text, bare=2**30)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    if not (content := path.read_text(encoding="utf-8")).strip():
+        raise ValueError(f"--text {path}: the file holds no text")
+    return content
 
 
-WeightsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--weights",
-        parser=gib,
-        metavar="SIZE",
-        help="Size of the weights, such as 16GiB; a number counts GiB.",
-        show_default="counted, unless quantized",
-    ),
-]
+def text_or_made(path: Path | None, tokens: int) -> str:
+    """The text of `--text`, or generated sums and lists of at least so many tokens."""
+    from qattn_hf.compare import made_text
+
+    # a token of the generated text has fewer than eight characters on average
+    return made_text(8 * tokens) if path is None else read_text(path)
 
 
-def gpu_memory_option(default: str | None) -> Any:
-    """The option `--gpu-memory` in bytes; `default`: in words, what is taken without it."""
-    more = "" if default else ", for the longest context that fits"
-    words = f"Memory of the GPU, such as 24GiB or 80GB{more}; a number counts GiB."
-    return typer.Option("--gpu-memory", parser=gib, metavar="SIZE", help=words, show_default=default or False)
-
-
-def methods_option(default: Iterable[str]) -> Any:
-    """The option `--method` of commands that compare several methods; `default`: the methods without it."""
-    return typer.Option("--method", "--methods", help=SEVERAL, show_default=", ".join(default), callback=known_methods)
-
-
-def write_rows(rows: list[dict[str, Any]], target: Path) -> None:
-    """Write rows with command, date, device and versions as JSON, in the form of `eval/results/`."""
+def write_data(data: dict[str, Any], target: Path | None) -> None:
+    """Write results with command, date, device and versions as JSON, in the form of `eval/results/`."""
+    if target is None:
+        return
     from qattn_hf.messages.origin import origin
 
     conditions = origin(shlex.join(["qattn", *sys.argv[1:]]))
-    target.write_text(json.dumps({"name": target.stem, **conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    target.write_text(json.dumps({"name": target.stem, **conditions, **data}, indent=1) + "\n", encoding="utf-8")
+
+
+def print_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """Print one line of JSON for each row."""
+    for row in rows:
+        print(json.dumps(row), flush=True)
 
 
 def chosen_recipe(
@@ -152,7 +193,7 @@ def chosen_recipe(
 ) -> Recipe:
     """The recipe that the options name, checked before a model loads.
 
-    Without method and recipe it is `qattn.yaml` in the folder `model`, else `turbo`.
+    Without method and recipe the recipe is `qattn.yaml` in the folder `model`, else `turbo`.
 
     Raises:
         RecipeError: an unknown method, recipe or setting, or an invalid value.
@@ -165,12 +206,36 @@ def chosen_recipe(
 
 
 def for_family(recipe: Recipe, model: Any) -> Recipe:
-    """The recipe with the defaults of the model's family, which are reported on stderr."""
+    """The recipe with the defaults of the model's family; a line on stderr names them."""
     recipe = recipe.for_model(model.config)
     if recipe.family is not None and (changed := recipe.from_family()):
         settings = " ".join(f"{key}={value}" for key, value in changed.items())
         print(f"{recipe.method} has {settings} for {recipe.family}; family=false leaves it out", file=sys.stderr)
     return recipe
+
+
+def measured_in(model: Any, dtype: str) -> Any:
+    """Convert a model to the precision to measure in, and return the precision in which the model was loaded."""
+    import torch
+
+    own = model.dtype
+    if dtype != "auto":
+        model.to(getattr(torch, dtype))
+    return own
+
+
+def status_line() -> Any:
+    """Context manager of a status line on stderr. The value is a function that sets the text."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+
+    @contextmanager
+    def status() -> Any:
+        with Console(stderr=True).status("loading") as shown:
+            yield shown.update
+
+    return status()
 
 
 def summary(report: dict[str, Any]) -> str:

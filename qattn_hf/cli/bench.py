@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, UsageError, methods_option, write_rows
+from qattn_hf.cli._common import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    OutputOption,
+    PictureOption,
+    UsageError,
+    WideOption,
+    bytes_of,
+    methods_option,
+    need_picture,
+    print_rows,
+    write_data,
+)
 from qattn_hf.model.loading import model_source
 
 if TYPE_CHECKING:
@@ -21,27 +33,23 @@ if TYPE_CHECKING:
     from qattn_hf.bench.ways import Way
     from qattn_hf.methods import Method
 
-bench = typer.Typer(help="Measure speed and memory on this machine, packed and stock caches side by side.")
+bench = typer.Typer(help="Measure speed and memory of packed and stock caches.")
 
 CPU_NOTE = (
-    "note: on a CPU the reference computes small shapes; this shows that the command works, the figures are not "
-    "those of a GPU"
+    "note: on a CPU the reference computes small shapes. The command works, but the figures say nothing about a GPU"
 )
 DEFAULT = ("turbo", "int8", "none")
 DEFAULT_OF_GENERATE = ("turbo", "int8")
 DEFAULT_OF_THROUGHPUT = ("int8", "turbo", "turbo:bits=mixed", "kivi:bits=2,group_size=128,residual_length=32")
 MethodsOption = Annotated[list[str] | None, methods_option(DEFAULT)]
-BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Rows; may be repeated.")]
-ContextOption = Annotated[list[int] | None, typer.Option("--context", min=1, help="Cached tokens; may be repeated.")]
-TokensOption = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Prompt tokens; may be repeated.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer and smaller points.")]
+BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Rows. Repeatable.")]
+ContextOption = Annotated[list[int] | None, typer.Option("--context", min=1, help="Cached tokens. Repeatable.")]
+TokensOption = Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Prompt tokens. Repeatable.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Measure fewer and smaller points.")]
 HeadsOption = Annotated[
     str | None,
-    typer.Option("--heads", help="Query heads, KV heads, head dim.", show_default="32,8,128; small on a CPU"),
+    typer.Option("--heads", help="Query heads, KV heads and head dim.", show_default="32,8,128; small on a CPU"),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON row a measurement in place of the table.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", help="JSON file for rows, GPU and versions.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="PNG file for a picture; needs matplotlib.")]
 
 
 @bench.command("decode")
@@ -54,9 +62,12 @@ def decode(
     device: DeviceOption = None,
     as_json: JsonOption = False,
     output: OutputOption = None,
-    plot: PlotOption = None,
+    wide: WideOption = False,
+    picture: PictureOption = None,
 ) -> None:
-    """One layer's whole decode step for one new token, and every SDPA backend in bf16, inside one CUDA graph.
+    """Measure one layer's decode step, packed and with SDPA.
+
+    A CUDA graph holds the whole step for one new token. SDPA is measured in bf16, with each backend.
 
     Example: qattn bench decode --method turbo --batch 1 --batch 16 --context 8192
     """
@@ -64,7 +75,7 @@ def decode(
 
     methods, where = chosen_methods(method), chosen_device(device)
     points = chosen_points(measured, quick, where, batch, context)
-    show(measured.rows(points, methods, parse_heads(heads, where), where), as_json, output, plot)
+    show(measured.rows(points, methods, parse_heads(heads, where), where), as_json, output, wide, picture)
 
 
 @bench.command("prefill")
@@ -77,9 +88,12 @@ def prefill(
     device: DeviceOption = None,
     as_json: JsonOption = False,
     output: OutputOption = None,
-    plot: PlotOption = None,
+    wide: WideOption = False,
+    picture: PictureOption = None,
 ) -> None:
-    """One layer's whole call for a prompt, append and attention, and bf16 SDPA with flash and cuDNN, in TOPS.
+    """Measure one layer's call for a prompt, packed and with SDPA.
+
+    The call appends and attends; TOPS are printed. SDPA is measured in bf16, with flash and cuDNN.
 
     Example: qattn bench prefill --method turbo --batch 1 --tokens 16384
     """
@@ -87,32 +101,40 @@ def prefill(
 
     methods, where = chosen_methods(method), chosen_device(device)
     points = chosen_points(measured, quick, where, batch, tokens)
-    show(measured.rows(points, methods, parse_heads(heads, where), where), as_json, output, plot)
+    show(measured.rows(points, methods, parse_heads(heads, where), where), as_json, output, wide, picture)
 
 
 @bench.command("generate")
 def generate(
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Folder or hub name.", show_default="Llama-3.1-8B's shape, random weights"),
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder or hub name of a causal LM.",
+            show_default="random weights in the shape of Llama-3.1-8B",
+        ),
     ] = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Of --model read the config alone, which may be a JSON file.")
+        bool, typer.Option("--random-weights", help="Read only the model's config, which may be a JSON file.")
     ] = False,
     method: Annotated[list[str] | None, methods_option(DEFAULT_OF_GENERATE)] = None,
     way: Annotated[
-        list[str] | None, typer.Option("--way", help="Such as `turbo graph` or `StaticCache`; may be repeated; or all.")
+        list[str] | None, typer.Option("--way", help="Way such as `turbo graph` or `StaticCache`, or all. Repeatable.")
     ] = None,
     batch: BatchOption = None,
     context: ContextOption = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens of each answer.")] = 32,
     quick: QuickOption = False,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     as_json: JsonOption = False,
     output: OutputOption = None,
-    plot: PlotOption = None,
+    wide: WideOption = False,
+    picture: PictureOption = None,
 ) -> None:
-    """`generate` of a whole model, packed and with transformers' own caches: time of a token, set-up and memory.
+    """Measure generate of a model, packed and with stock caches.
+
+    Times of a token, set-up and memory are printed.
 
     Example: qattn bench generate --way "turbo graph" --way "DynamicCache, flash" --context 4096
     """
@@ -122,8 +144,9 @@ def generate(
 
     recipes, where = find_recipes(method or DEFAULT_OF_GENERATE), chosen_device(device)
     ways = chosen_ways(way, all_ways(recipes, where))
-    points, lm = chosen_points(measured, quick, where, batch, context), bench_model(model, quick, where, random_weights)
-    show(measured.rows(points, ways, lm, where, new_tokens), as_json, output, plot)
+    points = chosen_points(measured, quick, where, batch, context)
+    lm = bench_model(model, quick, where, dtype, random_weights)
+    show(measured.rows(points, ways, lm, where, new_tokens), as_json, output, wide, picture)
 
 
 @bench.command("first-call")
@@ -132,8 +155,11 @@ def first_call(
     device: DeviceOption = None,
     as_json: JsonOption = False,
     output: OutputOption = None,
+    wide: WideOption = False,
 ) -> None:
-    """Seconds that a process waits for the compiler over prompts of ten shapes, with no kernel on disk and with all.
+    """Measure how long first calls wait for the compiler.
+
+    Prompts have ten shapes. One process finds no kernel on disk, the next finds all of them.
 
     Example: qattn bench first-call --method turbo
     """
@@ -141,32 +167,40 @@ def first_call(
     from qattn_hf.recipes.recipe import find_recipes
 
     recipes = find_recipes(method or DEFAULT_OF_GENERATE)
-    show(measured.rows(list(recipes), chosen_device(device)), as_json, output, None)
+    show(measured.rows(list(recipes), chosen_device(device)), as_json, output, wide)
 
 
 @bench.command("throughput")
 def throughput(
     method: Annotated[list[str] | None, methods_option(DEFAULT_OF_THROUGHPUT)] = None,
-    kv_mib: Annotated[
-        list[int] | None,
-        typer.Option("--kv-mib", min=1, help="MiB of keys and values that rows share; may be repeated."),
+    kv_memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-memory",
+            parser=bytes_of,
+            metavar="SIZE",
+            help="Memory for keys and values of all rows, such as 40GiB. Repeatable.",
+        ),
     ] = None,
     context: ContextOption = None,
     quick: QuickOption = False,
     device: DeviceOption = None,
     as_json: JsonOption = False,
     output: OutputOption = None,
+    wide: WideOption = False,
 ) -> None:
-    """Tokens a second of a model of Llama-3.1-8B's shape with as many rows as fit the same memory, packed and stock.
+    """Measure tokens a second with all rows that fit a memory.
 
-    Example: qattn bench throughput --method turbo --kv-mib 40960 --context 8192
+    The model has random weights in the shape of Llama-3.1-8B.
+
+    Example: qattn bench throughput --method turbo --kv-memory 40GiB --context 8192
     """
     from qattn_hf.bench import throughput as measured
     from qattn_hf.recipes.recipe import find_recipes
 
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
-    points = chosen_points(measured, quick, where, kv_mib, context)
-    show(measured.rows(points, recipes, bench_model(None, quick, where), where), as_json, output, None)
+    points = chosen_points(measured, quick, where, whole_mib(kv_memory), context)
+    show(measured.rows(points, recipes, bench_model(None, quick, where), where), as_json, output, wide)
 
 
 @bench.command("requests")
@@ -176,8 +210,11 @@ def requests(
     device: DeviceOption = None,
     as_json: JsonOption = False,
     output: OutputOption = None,
+    wide: WideOption = False,
 ) -> None:
-    """256 requests of mixed lengths by continuous batching, over packed pages and transformers' own of the same bytes.
+    """Measure 256 requests of mixed lengths in continuous batching.
+
+    Packed pages and stock pages have the same bytes.
 
     Example: qattn bench requests --method turbo
     """
@@ -186,7 +223,7 @@ def requests(
 
     recipes, where = find_recipes(method or DEFAULT_OF_THROUGHPUT), chosen_device(device)
     points = chosen_points(measured, quick, where, None, None)
-    show(measured.rows(points, recipes, bench_model(None, quick, where), where), as_json, output, None)
+    show(measured.rows(points, recipes, bench_model(None, quick, where), where), as_json, output, wide)
 
 
 def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
@@ -200,11 +237,21 @@ def chosen_ways(names: list[str] | None, known: dict[str, Way]) -> list[Way]:
     return list(known.values()) if "all" in names else [known[name] for name in names]
 
 
-def bench_model(source: str | None, quick: bool, device: torch.device, random_weights: bool = False) -> Any:
-    """The model of `--model`, else one with random weights: Llama-3.1-8B's shape, four layers of it, or a tiny one.
+def whole_mib(sizes: list[Any] | None) -> list[int] | None:
+    """Sizes in bytes as whole MiB."""
+    if sizes and min(sizes) < 2**20:
+        raise UsageError("--kv-memory: give at least 1MiB")
+    return sizes and [n_bytes // 2**20 for n_bytes in sizes]
+
+
+def bench_model(
+    source: str | None, quick: bool, device: torch.device, dtype: str = "auto", random_weights: bool = False
+) -> Any:
+    """The model `source`; without, one with random weights: Llama-3.1-8B's shape, four layers of it, or a tiny one.
 
     Args:
-        random_weights: whether `source` gives the config alone.
+        dtype: precision; `auto` is that of `source`, without `source` bfloat16 on a GPU and float32 on a CPU.
+        random_weights: whether only the config of `source` is read.
     """
     import torch
     from transformers.utils import logging
@@ -212,16 +259,17 @@ def bench_model(source: str | None, quick: bool, device: torch.device, random_we
     from qattn_hf.bench import model as models
 
     logging.set_verbosity_error()
+    precision = None if dtype == "auto" else getattr(torch, dtype)
     if source is not None:
         print(f"loading {source}", file=sys.stderr, flush=True)
         if not random_weights:
-            return models.load_model(model_source(source), device)
-        return models.model_of_config(source if Path(source).is_file() else model_source(source), device)
+            return models.load_model(model_source(source), device, precision)
+        return models.model_of_config(source if Path(source).is_file() else model_source(source), device, precision)
     if random_weights:
-        raise UsageError("--random-weights: name a config with --model, a folder, a JSON file or a hub name")
+        raise UsageError("--random-weights needs a config. Fix: give MODEL, a folder, a JSON file or a hub name")
     if device.type != "cuda":
-        return models.random_model(models.TINY, device, torch.float32)
-    return models.random_model(models.QUICK if quick else models.LLAMA_8B, device, torch.bfloat16)
+        return models.random_model(models.TINY, device, precision or torch.float32)
+    return models.random_model(models.QUICK if quick else models.LLAMA_8B, device, precision or torch.bfloat16)
 
 
 def chosen_methods(names: list[str] | None) -> dict[str, Method]:
@@ -277,30 +325,30 @@ def crossed(points: list[Any], first: list[int] | None, second: list[int] | None
     return [(a, b) for a in first for b in second]
 
 
-def show(rows: Iterator[dict[str, Any]], as_json: bool, output: Path | None, plot: Path | None) -> None:
-    """Run a bench; print, write and plot its rows.
+def show(
+    rows: Iterator[dict[str, Any]], as_json: bool, output: Path | None, wide: bool, picture: Path | None = None
+) -> None:
+    """Run a bench, then print, write and draw the rows.
 
     Raises:
-        RuntimeError: a packed way failed; all other rows were shown before.
+        RuntimeError: a packed way failed. All other rows are shown first.
     """
-    if plot is not None:
-        from qattn_hf.bench.picture import draw, need_matplotlib
-
-        need_matplotlib()  # before the work, not after it
+    need_picture(picture)
     measured = []
     for row in rows:
         measured.append(row)
         print(progress(row), file=sys.stderr, flush=True)
         if as_json:
-            print(json.dumps(row), flush=True)
+            print_rows([row])
     if not as_json:
         from qattn_hf.bench.tables import print_table
 
-        print_table(measured)
-    if output is not None:
-        write_rows(measured, output)
-    if plot is not None:
-        draw(measured, plot)
+        print_table(measured, wide)
+    write_data({"rows": measured}, output)
+    if picture is not None:
+        from qattn_hf.bench.picture import draw
+
+        draw(measured, picture)
     if failed := [row for row in measured if row["packed"] and "error" in row]:
         raise RuntimeError(f"{len(failed)} of {len(measured)} measurements failed, the first: {failed[0]['error']}")
 

@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qattn_hf.cli._common import (
+    AtTokensOption,
+    DtypeOption,
+    JsonOption,
     MethodOption,
     ModelArgument,
+    OutputOption,
     RecipeOption,
     SetOption,
     WeightsOption,
     chosen_recipe,
-    gpu_memory_option,
+    size_option,
+    write_data,
 )
+from qattn_hf.cli._compile import compile_kernels
 from qattn_hf.messages import size
 from qattn_hf.model.loading import model_source
 from qattn_hf.model.positions import beyond
@@ -34,17 +40,28 @@ def check(
     method: MethodOption = None,
     recipe: RecipeOption = None,
     settings: SetOption = None,
-    at_tokens: Annotated[int, typer.Option("--at-tokens", min=1, help="Context for which bits are counted.")] = 32768,
-    gpu_memory: Annotated[int | None, gpu_memory_option(None)] = None,
+    at_tokens: AtTokensOption = 32768,
+    gpu_memory: Annotated[
+        int | None, size_option("--gpu-memory", "Memory of the GPU: also print the longest context")
+    ] = None,
     weights: WeightsOption = None,
-    device: Annotated[str, typer.Option("--device", help="Where it is going to run, cuda or cpu.")] = "cuda",
-    as_json: Annotated[bool, typer.Option("--json", help="Print data for programs.")] = False,
+    compile_: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile the kernels on this GPU now, so that the first answer waits for none."),
+    ] = False,
+    dtype: DtypeOption = "auto",
+    device: Annotated[str, typer.Option("--device", help="Device that the model will run on, cuda or cpu.")] = "cuda",
+    as_json: JsonOption = False,
+    output: OutputOption = None,
 ) -> None:
-    """Say from a model's config alone whether a method supports it, layer by layer, and the size of its cache.
+    """Check from a model's config whether a method supports the model.
 
-    No weights are downloaded. Exit code 1 if the model is refused. Example:
+    The layers and the bytes of the cache are printed. No weights are downloaded. The exit code is 1 if the model is
+    refused. --dtype is for --compile. Examples:
 
     qattn check Qwen/Qwen3-8B --method turbo:bits=2 --gpu-memory 24GiB
+
+    qattn check Qwen/Qwen3-8B --method turbo --compile
     """
     from qattn_hf.planning.check import check as look
 
@@ -54,10 +71,17 @@ def check(
         weight_bytes=weights,
     )  # fmt: skip
     name = model or "embedded demo model"
+    data = {"model": name, **dataclasses.asdict(result), **contexts(result, gpu_memory)}
+    compiled = None
+    if compile_ and result.refused is None:
+        compiled = data["compiled"] = compile_kernels(model, chosen, dtype, device)
     if as_json:
-        print(json.dumps({"model": name, **dataclasses.asdict(result), **contexts(result, gpu_memory)}, indent=1))
+        print(json.dumps(data, indent=1))
     else:
         show(result, name, gpu_memory)
+    if compiled is not None and not as_json:
+        print(compiled)
+    write_data(data, output)
     if result.refused is not None:
         print(f"qattn: {name} is refused", file=sys.stderr)
         raise typer.Exit(1)
@@ -112,7 +136,8 @@ def show(result: Check, name: str, memory: int | None) -> None:
 def weights_line(result: Check) -> str:
     """`14.2 GiB in bfloat16`, or why the weights are not counted."""
     if result.weight_bytes is None:
-        return f"quantized ({result.quantization}), not counted, since a config does not say their bytes; --weights GIB"
+        why = "a config does not say their bytes"
+        return f"quantized ({result.quantization}), not counted, since {why}. Fix: type --weights 16GiB"
     return size(result.weight_bytes) + (f" in {result.dtype}" if result.quantization is None else "")
 
 

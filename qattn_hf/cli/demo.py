@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qattn_hf.cli._common import (
     DeviceOption,
+    DtypeOption,
+    JsonOption,
     MethodOption,
-    ModelOption,
+    ModelArgument,
+    OutputOption,
     RecipeOption,
     SetOption,
     chosen_recipe,
     for_family,
+    write_data,
 )
 from qattn_hf.messages import size
 from qattn_hf.model.loading import Loaded, load
@@ -29,41 +32,47 @@ if TYPE_CHECKING:
 
 
 def demo(
-    model: ModelOption = None,
+    model: ModelArgument = None,
     method: MethodOption = None,
     recipe: RecipeOption = None,
     settings: SetOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="The longest answer, in tokens.")] = 96,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the longest answer.")] = 96,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
 ) -> None:
-    """Answer the same prompts in full precision and through a packed cache, side by side.
+    """Answer prompts in full precision and through a packed cache.
 
-    Without options it takes the embedded model and 4-bit TurboAttention. Examples:
+    The answers are printed side by side, then figures. The defaults are the embedded model and TurboAttention with
+    4 bits. Examples:
 
-    qattn demo --method turbo --set bits=2
+    qattn demo --method turbo:bits=2
 
-    qattn demo --model Qwen/Qwen3-0.6B --method int8
+    qattn demo Qwen/Qwen3-0.6B --method int8
     """
     from qattn_hf.cli._prompts import demo_prompts
     from qattn_hf.recipes.recipe import check_packs
 
     chosen = chosen_recipe(method, recipe, settings, model)
     check_packs(chosen)
-    loaded = load(model, device)
+    loaded = load(model, device, dtype)
     chosen = for_family(chosen, loaded.model)
     prompts = [dataclasses.replace(p, max_new_tokens=min(p.max_new_tokens, max_new_tokens)) for p in demo_prompts()]
     label = cache_label(chosen)
     comparisons = run(loaded, prompts, chosen)
-    show(comparisons, loaded.name, label)
-    if json_file is not None:
-        rows = [dataclasses.asdict(comparison) for comparison in comparisons]
-        data = {"model": loaded.name, "cache": label, "prompts": rows, "total": totals(comparisons)}
-        json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    rows = [dataclasses.asdict(comparison) for comparison in comparisons]
+    data = {"model": loaded.name, "cache": label, "prompts": rows, "total": totals(comparisons)}
+    if as_json:
+        print(json.dumps(data, indent=1))
+    else:
+        show(comparisons, loaded.name, label)
+    write_data(data, output)
     if not any(comparison.packed_tokens for comparison in comparisons):
         raise RuntimeError(f"{label} packed nothing: the prompts are shorter than one of its blocks")
-    print(verdict(comparisons, label))
-    print(f"Next: {next_step(model, method or recipe or settings)}")
+    if not as_json:
+        print(verdict(comparisons, label))
+        print(f"Next: {next_step(model, method or recipe or settings)}")
 
 
 def run(loaded: Loaded, prompts: list[Prompt], recipe: Recipe) -> list[Comparison]:
@@ -194,7 +203,7 @@ def verdict(comparisons: list[Comparison], label: str) -> str:
 def next_step(model: str | None, changed: object) -> str:
     """The command to suggest after this demo."""
     if not changed:
-        return "`qattn demo --set bits=2` packs tighter; `qattn methods` lists all methods and settings."
+        return "`qattn demo --method turbo:bits=2` packs tighter; `qattn methods` lists all methods and settings."
     if model is None:
-        return "`qattn demo --model PATH_OR_HUB_NAME` does the same with your model."
-    return "`qattn report --tokens 4096` with the same options shows what a longer context costs, layer by layer."
+        return "`qattn demo MODEL` does the same with your model."
+    return "`qattn cache report --tokens 4096` with the same model and method shows a longer context, layer by layer."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -10,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, for_family, methods_option, write_rows
+from qattn_hf.cli._common import (
+    BatchOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    OutputOption,
+    UsageError,
+    WideOption,
+    for_family,
+    methods_option,
+    print_rows,
+    write_data,
+)
 from qattn_hf.model.loading import load
 
 if TYPE_CHECKING:
@@ -19,32 +31,50 @@ if TYPE_CHECKING:
 DEFAULT = ("full", "turbo")  # full precision and one method
 
 
-def evaluate(
-    task: Annotated[list[str] | None, typer.Option("--task", help="Such as gsm8k_cot; may be repeated.")] = None,
-    model: ModelOption = None,
-    method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
-    recipe: Annotated[list[str] | None, typer.Option("--recipe", help="YAML file, or a name; may be repeated.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows of each task, for a trial.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option("--num-fewshot", min=0, help="Shots.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Of each answer.")] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows at once.")] = 8,
-    chunk: Annotated[int | None, typer.Option("--chunk", min=1, help="Tokens of a call, of scored texts.")] = None,
-    data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Local data in place of the hub's.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
-    confirm_run_unsafe_code: Annotated[
-        bool, typer.Option("--confirm-run-unsafe-code", help="Let tasks run the code that the model writes.")
-    ] = False,
-    metadata: Annotated[
-        list[str] | None, typer.Option("--metadata", metavar="KEY=VALUE", help="For tasks, such as lengths=[8192].")
-    ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="Precision of the model, such as float32.")] = "auto",
-    device: DeviceOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON row a metric in place of the table.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", help="JSON file for rows, device and versions.")] = None,
-) -> None:
-    """Score methods on lm-eval's tasks, everything read through the packed cache; needs the extra `eval`.
+TaskOption = Annotated[list[str] | None, typer.Option("--task", help="Task of lm-eval, such as gsm8k_cot. Repeatable.")]
+RecipesOption = Annotated[list[str] | None, typer.Option("--recipe", help="YAML file or name. Repeatable.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Rows of each task.")]
+FewShotOption = Annotated[int | None, typer.Option("--num-fewshot", min=0, help="Number of examples in a prompt.")]
+LongestOption = Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Tokens of the longest answer.")]
+ChunkOption = Annotated[
+    int | None, typer.Option("--chunk", min=1, help="Tokens of each call that reads a scored text.")
+]
+DataOption = Annotated[Path | None, typer.Option("--data-dir", help="Folder with local data, instead of the hub.")]
+ChatOption = Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")]
+UnsafeOption = Annotated[
+    bool, typer.Option("--confirm-run-unsafe-code", help="Allow tasks to run code that the model writes.")
+]
+MetadataOption = Annotated[
+    list[str] | None,
+    typer.Option("--metadata", metavar="KEY=VALUE", help="Setting of the tasks, such as lengths=[8192]."),
+]
 
-    Example: qattn eval --task gsm8k_cot --method full --method turbo:k_bits=4,v_bits=2 --limit 50
+
+def evaluate(
+    model: ModelArgument = None,
+    task: TaskOption = None,
+    method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
+    recipe: RecipesOption = None,
+    limit: LimitOption = None,
+    num_fewshot: FewShotOption = None,
+    max_new_tokens: LongestOption = None,
+    batch: BatchOption = 8,
+    chunk: ChunkOption = None,
+    data_dir: DataOption = None,
+    chat: ChatOption = False,
+    confirm_run_unsafe_code: UnsafeOption = False,
+    metadata: MetadataOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+    wide: WideOption = False,
+) -> None:
+    """Score methods on tasks of lm-eval.
+
+    The model reads all texts through the packed cache. The command needs the extra `eval`.
+
+    Example: qattn eval MODEL --task gsm8k_cot --method full --method turbo:k_bits=4,v_bits=2 --limit 50
     """
     if not task:
         raise UsageError("--task is missing: name a task, such as gsm8k_cot or recall_40")
@@ -59,7 +89,7 @@ def evaluate(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs lines for every task
     name, lm, tokenizer = load(model, device, dtype)
     methods = {label: recipe and for_family(recipe, lm) for label, recipe in methods.items()}
-    arguments = {"batch_size": batch_size, **({} if chunk is None else {"chunk": chunk})}
+    arguments = {"batch_size": batch, **({} if chunk is None else {"chunk": chunk})}
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat}
     options |= {"gen_kwargs": {"max_gen_toks": max_new_tokens}} if max_new_tokens else {}
     options |= {"confirm_run_unsafe_code": confirm_run_unsafe_code}
@@ -69,13 +99,12 @@ def evaluate(
         results.append({"model": name, **row})
         print(f"{row['method']}: {row['task']}: {row['metric']} {row['value']:.4g}", file=sys.stderr, flush=True)
         if as_json:
-            print(json.dumps(results[-1]), flush=True)
+            print_rows(results[-1:])
     if not as_json:
         from qattn_hf.lm_eval.tables import print_table
 
-        print_table(results)
-    if output is not None:
-        write_rows(results, output)
+        print_table(results, wide)
+    write_data({"rows": results}, output)
 
 
 def chosen_recipes(methods: list[str] | None, recipes: list[str] | None) -> dict[str, Recipe | None]:

@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
 
 from qattn_hf.cli._common import (
     DeviceOption,
+    DtypeOption,
+    JsonOption,
     MethodOption,
-    ModelOption,
+    ModelArgument,
+    OutputOption,
     RecipeOption,
     SetOption,
     chosen_recipe,
     for_family,
     summary,
+    write_data,
 )
 from qattn_hf.model.loading import load
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the model continues.")],
-    model: ModelOption = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text that the model continues.")],
+    model: ModelArgument = None,
     method: MethodOption = None,
     recipe: RecipeOption = None,
     settings: SetOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
 ) -> None:
-    """Continue a prompt through a packed cache, then print what the cache holds.
+    """Continue a prompt through a packed cache.
 
-    Example: qattn generate "Once upon a time" --method turbo --set k_bits=4 --set v_bits=2
+    The last line sums up the cache. --json and --output give the text and the report.
+
+    Example: qattn generate MODEL --prompt "Once upon a time" --method turbo:k_bits=4,v_bits=2
     """
     from transformers import TextStreamer
 
     from qattn_hf import patch, report
 
     chosen = chosen_recipe(method, recipe, settings, model)
-    _, lm, tokenizer = load(model, device)
+    name, lm, tokenizer = load(model, device, dtype)
     patch(lm, recipe=for_family(chosen, lm))
     if chat:
         message = [{"role": "user", "content": prompt}]
@@ -48,11 +58,9 @@ def generate(
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     inputs.pop("token_type_ids", None)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    lm.generate(
-        **inputs.to(lm.device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        streamer=streamer,
-    )
-    print(f"\n[{summary(report(lm).to_dict())}]")
+    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    ids = lm.generate(**inputs.to(lm.device), max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
+    text = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    data = {"model": name, "prompt": prompt, "text": text, "report": report(lm).to_dict()}
+    print(json.dumps(data, indent=1) if as_json else f"\n[{summary(data['report'])}]")
+    write_data(data, output)

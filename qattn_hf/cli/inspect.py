@@ -3,41 +3,69 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError
-from qattn_hf.cli.compare import TextOption
+from qattn_hf.cli._common import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    OutputOption,
+    TextOption,
+    UsageError,
+    known_methods,
+    text_or_made,
+    write_data,
+)
 from qattn_hf.model.loading import load, short_name
 
-METHOD = "turbo:bits=mixed,sink_num=3,sink_window=8"  # has all that the pictures show: bits by head, and a pool
+METHOD = "turbo:bits=mixed,sink_num=3,sink_window=8"  # the pictures show bits of each head, and a pool of sinks
+ShownOption = Annotated[
+    str,
+    typer.Option(
+        "--method", help="Method, recipe or YAML file whose sinks and bits are shown.", callback=known_methods
+    ),
+]
 
 
 def inspect(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the pictures.")],
-    model: ModelOption = None,
-    method: Annotated[
-        str, typer.Option("--method", help="Whose pool and bits are shown: a method, a recipe's name or a YAML file.")
-    ] = METHOD,
+    model: ModelArgument = None,
+    pictures: Annotated[
+        Path | None, typer.Option("--pictures", help="Folder for the pictures. Needs matplotlib.")
+    ] = None,
+    method: ShownOption = METHOD,
     text: TextOption = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text that are read.")] = 1024,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text to read.")] = 1024,
     layer: Annotated[
         list[int] | None,
-        typer.Option("--layer", min=0, help="Shown one by one; may be repeated.", show_default="first, middle, last"),
+        typer.Option(
+            "--layer", min=0, help="Layer with pictures of its own. Repeatable.", show_default="first, middle, last"
+        ),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for the numbers.")] = None,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
 ) -> None:
-    """Pictures of a model: channels of Q, K and V, gaps of values, attention sinks and the pool, bits of the heads.
+    """Draw a model's channels, attention sinks and bits of the heads.
 
-    Example: qattn inspect --model PATH --text book.txt --output pictures
+    The channels are of queries, keys and values. Gaps between values are drawn too.
+
+    --pictures FOLDER draws. --json and --output give the numbers in the pictures.
+
+    Example: qattn inspect MODEL --text book.txt --pictures FOLDER
     """
+    if pictures is None and output is None and not as_json:
+        raise UsageError("nothing is asked for. Fix: type --pictures FOLDER, --output FILE.json or --json")
     from qattn_hf.bench.picture import need_matplotlib
 
-    need_matplotlib("qattn inspect")
-    from qattn_hf.compare import made_text, rows_of
+    if pictures is not None:
+        need_matplotlib("--pictures")
+    from qattn_hf.compare import rows_of
     from qattn_hf.fidelity.tuned import ranges
     from qattn_hf.inspect import draw_all
     from qattn_hf.inspect import inspect as look
@@ -45,20 +73,17 @@ def inspect(
 
     recipe = find_recipe(method, None, {})
     check_packs(recipe)
-    name, lm, tokenizer = load(model, device)
-    content = made_text(8 * tokens) if text is None else text.read_text(encoding="utf-8")
-    layers = look(lm, recipe, rows_of(tokenizer, content, 1, tokens))
+    name, lm, tokenizer = load(model, device, dtype)
+    layers = look(lm, recipe, rows_of(tokenizer, text_or_made(text, tokens), 1, tokens))
     packed = [found.layer for found in layers]
     shown = sorted(set(layer) if layer else {packed[0], packed[(len(packed) - 1) // 2], packed[-1]})
     if missing := [i for i in shown if i not in packed]:
         raise UsageError(f"--layer {missing[0]}: the model's packed layers are {ranges(packed)}")
-    for path in draw_all(layers, output, shown, f"{short_name(name)}, {tokens} tokens, {method}"):
-        print(path)
-    if json_file is not None:
-        data = {
-            "model": short_name(name),
-            "method": method,
-            "tokens": tokens,
-            "layers": [found.to_dict() for found in layers],
-        }
-        json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if pictures is not None:
+        for path in draw_all(layers, pictures, shown, f"{short_name(name)}, {tokens} tokens, {method}"):
+            print(path, file=sys.stderr if as_json else sys.stdout)
+    data = {"model": short_name(name), "method": method, "tokens": tokens}
+    data |= {"layers": [found.to_dict() for found in layers]}
+    if as_json:
+        print(json.dumps(data, indent=1))
+    write_data(data, output)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from qattn_hf.cli._common import JsonOption, OutputOption, write_data
 from qattn_hf.messages.console import results_console
 
 if TYPE_CHECKING:
@@ -18,10 +20,12 @@ if TYPE_CHECKING:
 def methods(
     name: Annotated[
         str | None,
-        typer.Argument(help="A method or a recipe: each of its settings in full.", show_default="all methods"),
+        typer.Argument(help="Method or recipe whose settings are listed in full.", show_default="all methods"),
     ] = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
 ) -> None:
-    """List the methods, what each does, and its settings with their defaults; or all about the one that is named.
+    """List the methods and their settings, or everything about one method.
 
     Example: qattn methods turbo
     """
@@ -29,12 +33,53 @@ def methods(
         from qattn_hf.recipes.recipe_files import check_name
 
         check_name(name)  # before torch is loaded, which takes seconds
+    if output is not None:
+        write_data(data_of(name), output)
     console = results_console()
-    if name is None:
+    if as_json:
+        print(json.dumps(data_of(name), indent=1))
+    elif name is None:
         show_all(console)
         print("`qattn methods NAME` says what a setting may be. Use one with --method NAME:KEY=VALUE,...")
     else:
         show_one(console, name)
+
+
+def named(name: str | None) -> list[str]:
+    """The method that a method's or recipe's name means; all methods without a name."""
+    from qattn_hf.methods import list_methods
+    from qattn_hf.recipes.recipe import find_recipe
+
+    return list_methods() if name is None else [find_recipe(name, None, {}).method]
+
+
+def data_of(name: str | None) -> dict[str, Any]:
+    """What `--json` prints and `--output` writes: `about` each method, or the one that `name` means."""
+    return {"methods": [about(method) for method in named(name)]}
+
+
+def about(name: str) -> dict[str, Any]:
+    """A method as data: summary, kernels, recipes, and each setting with its values and default."""
+    from qattn_hf.methods import get_method
+    from qattn_hf.recipes.settings import allowed, known, reference_only
+
+    method, without_kernels = get_method(name), reference_only(name)
+    settings = {
+        key: {
+            "allowed": allowed(field),
+            "default": field.default,
+            "reference_only": without_kernels.get(key, []),
+            "description": field.description,
+        }
+        for key, field in method.model_fields.items()
+    }
+    return {
+        "name": name,
+        "summary": summary(method),
+        "kernels": known(name),
+        "settings": settings,
+        "recipes": recipes_of(name),
+    }
 
 
 def show_all(console: Console) -> None:
@@ -67,10 +112,9 @@ def show_one(console: Console, name_or_recipe: str) -> None:
     from rich.text import Text
 
     from qattn_hf.methods import Method, get_method
-    from qattn_hf.recipes.recipe import find_recipe
     from qattn_hf.recipes.settings import allowed, as_written, known, reference_only
 
-    name = find_recipe(name_or_recipe, None, {}).method
+    [name] = named(name_or_recipe)
     method, without_kernels = get_method(name), reference_only(name)
     heading = Text(f"{name}: {summary(method)}", "bold")
     table = Table("setting", "allowed", "default", "reference only", "what it is", title=heading, title_justify="left")

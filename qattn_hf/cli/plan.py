@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import ModelOption, UsageError, WeightsOption, gpu_memory_option, methods_option
+from qattn_hf.cli._common import (
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    OutputOption,
+    UsageError,
+    WeightsOption,
+    WideOption,
+    methods_option,
+    size_option,
+    write_data,
+)
 from qattn_hf.messages import size
 from qattn_hf.messages.console import print_figures
 from qattn_hf.model.loading import model_source
@@ -21,33 +32,42 @@ DEFAULT = ("int8", "sage2", "turbo", "turboquant", "kivi", "sinkq")
 
 
 def plan(
-    model: ModelOption = None,
-    gpu_memory: Annotated[int | None, gpu_memory_option("this machine's GPU")] = None,
+    model: ModelArgument = None,
+    gpu_memory: Annotated[
+        int | None, size_option("--gpu-memory", "Memory of the GPU", "that of this machine's GPU")
+    ] = None,
     method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
     context: Annotated[
         list[int] | None,
-        typer.Option("--context", min=1, help="Tokens, for the largest batch; repeat.", show_default="8192, 32768"),
+        typer.Option(
+            "--context", min=1, help="Tokens: print the largest batch. Repeatable.", show_default="8192, 32768"
+        ),
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option("--batch", min=1, help="Rows, for the longest context; repeat.", show_default="1"),
+        typer.Option("--batch", min=1, help="Rows: print the longest context. Repeatable.", show_default="1"),
     ] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option("--dtype", help="Precision of the model; auto is the config's."),
-    ] = "auto",
     chunk: Annotated[
         int | None,
-        typer.Option("--prefill-chunk-size", min=1, help="Of generate, for packed caches.", show_default="its default"),
+        typer.Option(
+            "--prefill-chunk-size",
+            min=1,
+            help="Tokens in a call of generate that reads a prompt into a packed cache.",
+            show_default="that of generate",
+        ),
     ] = None,
     weights: WeightsOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print data for programs.")] = False,
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+    wide: WideOption = False,
 ) -> None:
-    """Say from a model's config alone which contexts and batches fit a GPU, for each method and for full precision.
+    """Compute from a model's config which contexts and batches fit a GPU.
 
-    No weights are downloaded, and no GPU is needed. Exit code 1 if the model or every method is refused. Example:
+    The table has a line for each method and for full precision. No weights are downloaded, and no GPU is needed.
+    The exit code is 1 if the model or every method is refused.
 
-    qattn plan --model Qwen/Qwen3-8B --gpu-memory 24GiB --method turbo --method kivi:bits=4
+    Example: qattn plan Qwen/Qwen3-8B --gpu-memory 24GiB --method turbo --method kivi:bits=4
     """
     import torch
 
@@ -69,7 +89,8 @@ def plan(
         print(json.dumps({**about, "rows": rows}, indent=1))
     check_planned(rows)
     if not as_json:
-        show(about, rows)
+        show(about, rows, wide)
+    write_data({**about, "rows": rows}, output)
 
 
 def conditions(planner: Planner, name: str, memory: int) -> dict[str, Any]:
@@ -135,7 +156,7 @@ def check_planned(rows: list[dict[str, Any]]) -> None:
         raise UnsupportedError(f"none of the methods can be planned for this model. {listed}")
 
 
-def show(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def show(about: dict[str, Any], rows: list[dict[str, Any]], wide: bool = False) -> None:
     """Print the rows as a table."""
     planned = [row for row in rows if "longest" in row]
     weights, memory = size(about["weights"]), size(about["gpu_memory"])
@@ -152,7 +173,7 @@ def show(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         ]
         for row in planned
     ]
-    print_figures(["method", *names, *parts], lines, ["method"])
+    print_figures(["method", *names, *parts], lines, ["method"], wide)
     print(f"cache and activations: at the longest context of {first} row{'s' * (first > 1)}, all of it a prompt")
     chunk = about["prefill_chunk_size"]
     calls = "as generate cuts them" if chunk is None else f"in calls of {chunk} tokens"

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, for_family, methods_option, write_rows
-from qattn_hf.cli.compare import AtTokensOption, DtypeOption, measured_in, status_line
+from qattn_hf.cli._common import (
+    AtTokensOption,
+    DeviceOption,
+    JsonOption,
+    MeasuredDtypeOption,
+    ModelArgument,
+    OutputOption,
+    UsageError,
+    WideOption,
+    for_family,
+    measured_in,
+    methods_option,
+    print_rows,
+    read_text,
+    status_line,
+    write_data,
+)
 from qattn_hf.model.loading import load, short_name
 
 Number = TypeVar("Number", int, float)
@@ -20,7 +34,7 @@ TemplateOption = Annotated[
     str | None,
     typer.Option(
         "--template",
-        help="Wording: ruler, English sentences, or pairs, what the small models here were trained for.",
+        help="Wording of the text: ruler (English sentences) or pairs (for the small models of this package).",
         show_default="ruler; pairs for the embedded model",
     ),
 ]
@@ -28,36 +42,40 @@ KindsOption = Annotated[
     str | None,
     typer.Option(
         "--kinds",
-        help="Of single, multikey, multivalue, multiquery, with commas between.",
+        help="Kinds of needles, with commas between: single, multikey, multivalue, multiquery.",
         show_default="multikey,multiquery; multikey for the embedded model",
     ),
 ]
-LengthsOption = Annotated[str, typer.Option("--lengths", help="Tokens of a text with its questions and answers.")]
-DepthsOption = Annotated[str, typer.Option("--depths", help="Per cent of the text before a needle.")]
+LengthsOption = Annotated[str, typer.Option("--lengths", help="Tokens of each text, with the questions and answers.")]
+DepthsOption = Annotated[str, typer.Option("--depths", help="Percentage of the text in front of a needle.")]
 FillerOption = Annotated[
-    Path | None, typer.Option("--text", help="File of the text around needles.", show_default="sentences that repeat")
+    Path | None,
+    typer.Option("--text", help="File with the text around the needles.", show_default="repeated sentences"),
 ]
 
 
 def retrieval(
-    model: ModelOption = None,
+    model: ModelArgument = None,
     method: Annotated[list[str] | None, methods_option(DEFAULT)] = None,
     template: TemplateOption = None,
     kinds: KindsOption = None,
     lengths: LengthsOption = "1024,2048",
     depths: DepthsOption = "0,25,50,75,100",
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Texts of each kind and length.")] = 1,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of texts of each kind and length.")] = 1,
     text: FillerOption = None,
-    chunk: Annotated[int, typer.Option("--chunk", min=1, help="Tokens of a call that reads a text.")] = 61,
+    chunk: Annotated[int, typer.Option("--chunk", min=1, help="Tokens of each call that reads a text.")] = 61,
     at_tokens: AtTokensOption = 4096,
-    dtype: DtypeOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON rows in place of the table.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", help="JSON file for rows, device and versions.")] = None,
+    dtype: MeasuredDtypeOption = "auto",
     device: DeviceOption = None,
+    as_json: JsonOption = False,
+    output: OutputOption = None,
+    wide: WideOption = False,
 ) -> None:
-    """Count values in long texts that full precision finds and a packed cache loses: needles, as in RULER.
+    """Count the values in long texts that a packed cache loses.
 
-    Example: qattn retrieval --model NAME --lengths 4096,32768 --method turbo --method kivi:bits=2
+    The values are needles, as in RULER.
+
+    Example: qattn retrieval MODEL --lengths 4096,32768 --method turbo --method kivi:bits=2
     """
     wording = template or ("pairs" if model is None else "ruler")
     wanted = (kinds or ("multikey" if model is None else "multikey,multiquery")).replace(" ", "").split(",")
@@ -68,7 +86,7 @@ def retrieval(
 
     check_asked(wanted, places, wording)
     recipes = find_recipes(method or DEFAULT)
-    filler = compare.FILLER if text is None else text.read_text(encoding="utf-8")
+    filler = compare.FILLER if text is None else read_text(text)
     name, lm, tokenizer = load(model, device)
     recipes = {spelling: for_family(recipe, lm) for spelling, recipe in recipes.items()}
     maker = compare.PromptMaker(tokenizer, wording, filler)
@@ -80,12 +98,10 @@ def retrieval(
         )
     rows = [{"model": short_name(name), "template": wording, "seeds": seeds, **row} for row in rows]
     if as_json:
-        for row in rows:
-            print(json.dumps(row))
+        print_rows(rows)
     else:
-        compare.print_retrieval(rows)
-    if output is not None:
-        write_rows(rows, output)
+        compare.print_retrieval(rows, wide)
+    write_data({"rows": rows}, output)
 
 
 def numbers(text: str, option: str, of: Callable[[str], Number]) -> list[Number]:

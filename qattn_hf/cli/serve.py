@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from qattn_hf.cli._common import (
     DeviceOption,
+    DtypeOption,
     MethodOption,
     ModelArgument,
     RecipeOption,
     SetOption,
     UsageError,
+    bytes_of,
     chosen_recipe,
 )
 
 
 class LogLevel(str, Enum):
-    """What the log has at least: with `info` a line a request."""
+    """Least severe messages in the log. `info` has one line for each request."""
 
     debug = "debug"
     info = "info"
@@ -29,29 +31,24 @@ class LogLevel(str, Enum):
     error = "error"
 
 
-NameOption = Annotated[
-    str | None, typer.Option(help="Name that requests send as `model`.", show_default="the model's own")
-]
+NameOption = Annotated[str | None, typer.Option(help="Model name in requests.", show_default="the model's name")]
 BatchingOption = Annotated[
     bool | None,
     typer.Option(
         "--batching/--no-batching",
-        help="Serve requests together, by continuous batching over a pool of packed pages, or in turn.",
-        show_default="together from transformers 5.23 on",
+        help="Serve requests together (continuous batching over a pool of packed pages), or one after another.",
+        show_default="together, from transformers 5.23 on",
     ),
 ]
 BlocksOption = Annotated[
     int | None, typer.Option(min=1, help="Blocks of 256 tokens in the pool.", show_default="what memory allows")
 ]
 BatchTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of a forward, of all requests.", show_default="8192")
+    int | None, typer.Option(min=1, help="Tokens of all requests in one forward pass.", show_default="8192")
 ]
 KeyOption = Annotated[
     str | None,
-    typer.Option(envvar="QATTN_API_KEY", help="Key that clients must send.", show_default="everybody is served"),
-]
-DtypeOption = Annotated[
-    str, typer.Option(help="Precision of the weights, such as bfloat16.", show_default="the checkpoint's")
+    typer.Option(envvar="QATTN_API_KEY", help="Key that clients must send.", show_default="no key"),
 ]
 
 
@@ -64,18 +61,24 @@ def serve(
     batching: BatchingOption = None,
     blocks: BlocksOption = None,
     batch_tokens: BatchTokensOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 is a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0 takes a free port.")] = 8000,
     api_key: KeyOption = None,
-    max_body_mib: Annotated[int, typer.Option(min=1, help="MiB that the body of a request may have.")] = 4,
-    max_requests: Annotated[int, typer.Option(min=1, help="Requests that may run or wait at once.")] = 256,
+    max_body: Annotated[
+        Any, typer.Option("--max-body", parser=bytes_of, metavar="SIZE", help="Largest body of a request.")
+    ] = "4MiB",
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests that run or wait at the same time.")] = 256,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
-    log_level: Annotated[LogLevel, typer.Option(help="What the log has at least.")] = LogLevel.info,
+    log_level: Annotated[LogLevel, typer.Option(help="Least severe messages in the log.")] = LogLevel.info,
 ) -> None:
-    """Serve a patched model with OpenAI's API: chat completions and completions (extra `serve`).
+    """Serve a patched model with OpenAI's API.
 
-    Example: qattn serve MODEL --method turbo, then POST http://localhost:8000/v1/chat/completions
+    The server answers chat completions and completions, and needs the extra `serve`.
+
+    Example: qattn serve MODEL --method turbo
+
+    Requests then go to http://localhost:8000/v1/chat/completions
     """
     import logging
 
@@ -101,7 +104,7 @@ def serve(
         device=device,
         dtype=dtype,
         key=api_key,
-        max_body=max_body_mib * 2**20,
+        max_body=max_body,
         max_requests=max_requests,
     )
     code = serve(chosen, options, sockets)

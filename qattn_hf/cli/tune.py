@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qattn_hf.cli._common import DeviceOption, ModelOption, UsageError, write_rows
-from qattn_hf.cli.compare import AtTokensOption, DtypeOption, TextOption, measured_in, status_line
+from qattn_hf.cli._common import (
+    AtTokensOption,
+    BatchOption,
+    DeviceOption,
+    JsonOption,
+    MeasuredDtypeOption,
+    ModelArgument,
+    PictureOption,
+    RowsOption,
+    TextOption,
+    TokensOption,
+    UsageError,
+    known_methods,
+    measured_in,
+    need_picture,
+    print_rows,
+    read_text,
+    status_line,
+    text_or_made,
+    write_data,
+)
+from qattn_hf.cli.compare import StepsOption
 from qattn_hf.model.loading import load, short_name
 
 if TYPE_CHECKING:
@@ -22,46 +41,48 @@ REFERENCE = "turbo:bits=mixed"
 CandidateOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--candidate",
         "--method",
-        "--methods",
-        help="What a layer may be given; may be repeated. bits=mixed of turbo is tried head by head.",
+        help="Method or recipe that a layer may get. Repeatable. turbo:bits=mixed is tried head by head.",
         show_default="formats of all methods, from 2 to 8 bits",
+        callback=known_methods,
     ),
 ]
 BitsOption = Annotated[
-    float | None, typer.Option("--bits", help="Bits a value at --at-tokens, everything counted, such as 3.25.")
+    float | None, typer.Option("--bits", help="Budget in bits a value at --at-tokens, such as 3.25.")
 ]
-KlOption = Annotated[float | None, typer.Option("--kl", help="KL to full precision in nats a token, such as 0.005.")]
+KlOption = Annotated[
+    float | None, typer.Option("--kl", help="Budget in KL to full precision, in nats a token, such as 0.005.")
+]
 
 
 def tune(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The recipe, a YAML file.")],
-    model: ModelOption = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="YAML file for the recipe.")],
+    model: ModelArgument = None,
     text: TextOption = None,
     bits: BitsOption = None,
     kl: KlOption = None,
-    candidate: CandidateOption = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of the text that decide.")] = 4,
-    check_rows: Annotated[int, typer.Option("--check-rows", min=1, help="Other rows, for the check.")] = 8,
-    tokens: Annotated[int, typer.Option("--tokens", min=8, help="Tokens of a row; scored after a third of it.")] = 1024,
-    steps: Annotated[int, typer.Option("--steps", min=0, help="Last tokens of a checked row, one by one.")] = 64,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Rows read at once; trials share them.")] = 32,
+    method: CandidateOption = None,
+    rows: RowsOption = 4,
+    check_rows: Annotated[int, typer.Option("--check-rows", min=1, help="Other rows, which check the recipe.")] = 8,
+    tokens: TokensOption = 1024,
+    steps: StepsOption = 64,
+    batch: BatchOption = 32,
     at_tokens: AtTokensOption = 4096,
-    dtype: DtypeOption = "auto",
     check_text: Annotated[
-        Path | None, typer.Option("--check-text", help="File for the check.", show_default="other rows of the text")
+        Path | None,
+        typer.Option("--check-text", help="File with text for the check.", show_default="other rows of --text"),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON row a measurement in place of tables.")
-    ] = False,
-    trials: Annotated[Path | None, typer.Option("--trials", help="JSON file for every trial.")] = None,
-    picture: Annotated[Path | None, typer.Option("--picture", help="PNG file of the trials; needs matplotlib.")] = None,
+    dtype: MeasuredDtypeOption = "auto",
     device: DeviceOption = None,
+    as_json: JsonOption = False,
+    trials: Annotated[Path | None, typer.Option("--trials", help="JSON file for all trials.")] = None,
+    picture: PictureOption = None,
 ) -> None:
-    """Write a recipe for a model within a budget: the least KL for --bits, or the fewest bits for --kl.
+    """Write a recipe for a model within a budget of bits or KL.
 
-    Example: qattn tune --model PATH --text book.txt --bits 3.25 --output tuned.yaml
+    --bits asks for the least KL within so many bits. --kl asks for the fewest bits within so much KL.
+
+    Example: qattn tune MODEL --text book.txt --bits 3.25 --output tuned.yaml
     """
     if output.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--output {output}: a recipe is a .yaml file")
@@ -72,12 +93,9 @@ def tune(
     from qattn_hf.tune import tune as find
 
     budget = Budget(bits, kl, at_tokens)
-    if picture is not None:
-        from qattn_hf.bench.picture import need_matplotlib
-
-        need_matplotlib("--picture")  # before the work, not after it
+    need_picture(picture)
     # formats that nothing speaks for in a layer are sorted out before they cost time
-    candidates = find_recipes(candidate or measured_settings("tune"))
+    candidates = find_recipes(method or measured_settings("tune"))
     check_candidates(candidates)
     name, lm, tokenizer = load(model, device)
     own_dtype = measured_in(lm, dtype)
@@ -89,8 +107,7 @@ def tune(
         )  # fmt: skip
     output.write_text(f"{header(tuned, short_name(name), budget.at_tokens)}{tuned.recipe.as_yaml()}", encoding="utf-8")
     if as_json:
-        for row in measured_rows(tuned, short_name(name)):
-            print(json.dumps(row))
+        print_rows(measured_rows(tuned, short_name(name)))
     else:
         show(tuned)
         print(f"The recipe is in {output}: patch(model, recipe={str(output)!r}).")
@@ -101,19 +118,17 @@ def texts(
     tokenizer: Any, text: Path | None, check_text: Path | None, rows: int, check_rows: int, tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Rows of tokens `[R, T]` that decide, and others for the check: of one text, or of a file each."""
-    from qattn_hf.compare import made_text, parted, rows_of
+    from qattn_hf.compare import parted, rows_of
 
-    content = made_text(8 * (rows + check_rows) * tokens) if text is None else text.read_text(encoding="utf-8")
+    content = text_or_made(text, (rows + check_rows) * tokens)
     if check_text is None:
         return parted(rows_of(tokenizer, content, rows + check_rows, tokens), rows)
-    other = check_text.read_text(encoding="utf-8")
-    return rows_of(tokenizer, content, rows, tokens), rows_of(tokenizer, other, check_rows, tokens)
+    return rows_of(tokenizer, content, rows, tokens), rows_of(tokenizer, read_text(check_text), check_rows, tokens)
 
 
 def write_trials(tuned: Tuned, model: str, trials: Path | None, picture: Path | None) -> None:
     """Every trial as rows in a JSON file, and as a picture, where these are asked for."""
-    if trials is not None:
-        write_rows(tuned.trials, trials)
+    write_data({"rows": tuned.trials}, trials)
     if picture is not None:
         from qattn_hf.tune import draw_sensitivity
 

@@ -112,7 +112,7 @@ def acceptance(hits: torch.Tensor, drafted: int) -> tuple[float, float]:
     return accepted / tried, written / calls
 
 
-def print_drafts(rows: list[Row]) -> None:
+def print_drafts(rows: list[Row], wide: bool = False) -> None:
     """Print the results of `compare_drafts` as a table; each row has the key `model`, a name."""
     console, first, lines = results_console(), rows[0], []
     for row in rows:
@@ -122,4 +122,4 @@ def print_drafts(rows: list[Row]) -> None:
         f"{first['model']}: {first['tokens']} tokens after each of {first['rows']} prompts of {first['prompt']}, "
         f"{first['drafted']} drafted before each call. Packed is the cache of the model, of the draft, or of both."
     )
-    print_figures(["method", *(f"{side}:\naccepted, a call" for side in SIDES)], lines, ["method"])
+    print_figures(["method", *(f"{side}:\naccepted, a call" for side in SIDES)], lines, ["method"], wide)

@@ -182,11 +182,12 @@ def retrieval_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def print_retrieval(rows: list[Row]) -> None:
+def print_retrieval(rows: list[Row], wide: bool = False) -> None:
     """Print the results of `compare_retrieval` as a table, with an explanation of its columns.
 
     Args:
         rows: as `compare_retrieval` returns them, each with the keys `model`, a name, and `template`.
+        wide: whether to fold no text, however narrow the terminal is.
     """
     console, first, (header, lines) = results_console(), rows[0], retrieval_table(rows)
     depths = ", ".join(first["by_depth"])
@@ -194,7 +195,7 @@ def print_retrieval(rows: list[Row]) -> None:
         f"{first['model']}: values found in texts of template {first['template']}, {first['answers']} asked for in "
         f"each column, at depths of {depths} per cent; texts read in calls of {first['chunk']} tokens"
     )
-    print_figures(header, lines, ["method"])
+    print_figures(header, lines, ["method"], wide)
     console.print(
         "Share found; -: values that full precision found and the cache lost, +: those that the cache alone found. "
         "Lost: of all that full precision found. Bits: a value, everything counted, "

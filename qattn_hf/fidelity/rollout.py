@@ -212,11 +212,12 @@ def rollout_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
-def print_rollouts(rows: list[Row]) -> None:
+def print_rollouts(rows: list[Row], wide: bool = False) -> None:
     """Print the results of `compare_rollouts` as a table, with an explanation of its columns.
 
     Args:
         rows: as `compare_rollouts` returns them, each with the key `model`, a name.
+        wide: whether to fold no text, however narrow the terminal is.
     """
     console, first, (header, lines) = results_console(), rows[0], rollout_table(rows)
     how = f"sampled at temperature {first['temperature']:g}" if first["temperature"] else "greedy"
@@ -224,7 +225,7 @@ def print_rollouts(rows: list[Row]) -> None:
         f"{first['model']}: {first['rows']} prompts of {first['prompt']} tokens and {first['tokens']} tokens written "
         f"after each, {how}; perplexity of full precision's own {first['own_ppl']:.2f}"
     )
-    print_figures(header, lines, ["method"])
+    print_figures(header, lines, ["method"], wide)
     console.print(
         "KL of full precision to the cache on the text that the cache wrote (standard error over rows), and perplexity "
         "of that text in full precision. First divergence: mean index of the first token that full precision's own "

@@ -68,7 +68,7 @@ def print_table(rows: list[Row], wide: bool = False) -> None:
             f"attention, bits and KV are of the packed layers, {ranges([layer['layer'] for layer in first['layers']])}"
         )
     columns = len(header) if wide else FIRST
-    print_figures(header[:columns], [line[:columns] for line in lines], ["method", "computed by"])
+    print_figures(header[:columns], [line[:columns] for line in lines], ["method", "computed by"], wide)
     explained = "* on the Pareto front of KL and bits. In brackets standard errors over rows. Bits and KV: one row of "
     explained += f"{first['at_tokens']} tokens. "
     if wide:

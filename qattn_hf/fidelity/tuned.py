@@ -50,7 +50,7 @@ def changes(base: Method, wanted: Method) -> dict[str, Any]:
     }
     explicit, full = wanted.model_dump(exclude_unset=True), wanted.model_dump()
     entry = {key: value for key, value in explicit.items() if key not in inherited or inherited[key] != value}
-    # what a setting of the entry covers (`version: 1` of sage2) takes its default there by itself
+    # what a setting of the entry covers (`k_bits` by `bits`) takes its default there by itself
     uncovered = wanted.not_overridden(inherited, entry)
     entry |= {key: full[key] for key in uncovered if key not in explicit and inherited[key] != full[key]}
     remaining = wanted.not_overridden(inherited, entry)  # settings that these cover must be repeated

@@ -32,7 +32,7 @@ def split_arguments(arguments: dict[str, Any], harness: type) -> Arguments:
     Raises:
         RecipeError: an unknown method or setting, a value out of range, or settings that no method is named for.
     """
-    known = set().union(*(get_method(name).model_fields for name in list_methods()))
+    known = set().union(*({*kind.model_fields, *kind.moved} for kind in map(get_method, list_methods())))
     known -= set(inspect.signature(harness).parameters)
     rest = dict(arguments)
     method, recipe, chunk = rest.pop("method", None), rest.pop("recipe", None), rest.pop("chunk", CHUNK)

@@ -10,10 +10,10 @@ from qattn_hf.messages.console import print_figures, results_console
 COLUMNS = ("method", "task", "metric", "value", "stderr", "agrees", "n", "packed", "bits", "KV bytes", "tokens/s")
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: list[dict[str, Any]], wide: bool = False) -> None:
     """Print one line for each metric, with the usage of its task's caches."""
     console = results_console()
-    print_figures(COLUMNS, [_cells(row) for row in rows], COLUMNS[:3])
+    print_figures(COLUMNS, [_cells(row) for row in rows], COLUMNS[:3], wide)
     console.print("agrees: share of rows answered as full precision answers them; it needs --method full.")
     console.print("packed: share of scored tokens, or of answers, that read packed tokens. KV bytes: mean of a batch.")
     for line in dict.fromkeys(_held(row) for row in rows if "holds_to" in row):

@@ -45,11 +45,11 @@ def named(value: Any, longest: int = 100) -> str:
     return value if isinstance(value, str) and value.isprintable() and len(value) <= longest else shown(value, longest)
 
 
-def parse_size(value: int | str, bare: int = 1) -> int:
+def parse_size(value: int | str) -> int:
     """Bytes of a size such as `24GiB`, `1.5 TB` or `300KiB`: a number with a unit of 1024 or of 1000.
 
     Args:
-        value: a text, whose letters may be small or large, or a number. bare: bytes of a number that has no unit.
+        value: a text, whose letters may be small or large, or a number. A number without a unit counts bytes.
 
     Raises:
         ValueError: it is none.
@@ -57,7 +57,7 @@ def parse_size(value: int | str, bare: int = 1) -> int:
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]i?b)?", str(value).strip().lower())
     if match is None:
         raise ValueError(f"{shown(value)} is no size such as 24GiB, 1.5TB or 300KiB")
-    return int(Decimal(match[1]) * (UNITS[match[2]] if match[2] else bare))
+    return int(Decimal(match[1]) * (UNITS[match[2]] if match[2] else 1))
 
 
 def size(n_bytes: float) -> str:

@@ -23,7 +23,9 @@ def results_console() -> Console:
     return console
 
 
-def print_figures(header: Sequence[str], lines: Sequence[Sequence[str]], texts: Collection[str]) -> None:
+def print_figures(
+    header: Sequence[str], lines: Sequence[Sequence[str]], texts: Collection[str], wide: bool = False
+) -> None:
     """Print a table. On a narrow terminal columns of text are folded; figures are neither folded nor cut.
 
     Where the figures alone are wider than the terminal, lines run on, and the terminal breaks them.
@@ -31,6 +33,7 @@ def print_figures(header: Sequence[str], lines: Sequence[Sequence[str]], texts: 
     Args:
         header: names of the columns. lines: their cells, each of one or more lines of text.
         texts: names of the columns that hold text, aligned left; all others hold figures, aligned right.
+        wide: whether to fold no text, however narrow the terminal is.
     """
     from rich.table import Table
     from rich.text import Text
@@ -39,7 +42,7 @@ def print_figures(header: Sequence[str], lines: Sequence[Sequence[str]], texts: 
     for name, *cells in zip(header, *lines, strict=True):
         widest = max(len(part) for cell in (name, *cells) for part in cell.split("\n"))
         if name in texts:
-            widest = min(widest, TEXT_WIDTH)
+            widest = widest if wide else min(widest, TEXT_WIDTH)
             table.add_column(name, overflow="fold", min_width=widest)
         else:
             table.add_column(name, justify="right", no_wrap=True, min_width=widest)

@@ -12,17 +12,47 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qattn_hf.methods.base import PURPOSES, Measured, Method
 
-__all__ = ["PURPOSES", "Measured", "Method", "get_method", "list_methods", "measured", "measured_settings"]
+__all__ = [
+    "PURPOSES",
+    "Measured",
+    "Method",
+    "get_method",
+    "is_method",
+    "list_methods",
+    "measured",
+    "measured_settings",
+    "register",
+]
+_registered: dict[str, type[Method]] = {}
 
 
 def list_methods() -> list[str]:
-    """Names of all methods, for `patch(model, method=NAME)`: the files of `qattn_hf/methods/`, sorted."""
+    """Names of the package's methods, for `patch(model, method=NAME)`: the files of `qattn_hf/methods/`, sorted."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
 
 
+def is_method(name: str) -> bool:
+    """Whether `get_method` knows a name: a method of the package, or a registered one."""
+    return name in _registered or name in list_methods()
+
+
 def get_method(name: str) -> type[Method]:
-    """The settings class of a method, a pydantic model: `METHOD` of `qattn_hf/methods/NAME.py`."""
-    return importlib.import_module(f"qattn_hf.methods.{name}").METHOD
+    """The settings class of a method, a pydantic model: `METHOD` of `qattn_hf/methods/NAME.py`, or a registered one."""
+    return _registered.get(name) or importlib.import_module(f"qattn_hf.methods.{name}").METHOD
+
+
+def register(method: type[Method]) -> type[Method]:
+    """Register a method that is not part of the package, under `method.name()`; a decorator.
+
+    `patch` and recipes take the method from then on; `list_methods` lists the package's methods alone.
+
+    Raises:
+        ValueError: the package has a method of this name.
+    """
+    if (name := method.name()) in list_methods():
+        raise ValueError(f"{name} is a method of the package. Fix: define the class in a module of another name")
+    _registered[name] = method
+    return method
 
 
 def measured(purpose: str) -> list[Measured]:

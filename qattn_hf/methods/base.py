@@ -13,7 +13,6 @@ from qattn_kernels.layout import SinkPool, Window
 
 Arithmetic = Literal["int8", "model"]
 Rotation = Literal["none", "hadamard"]
-Select = Literal["smallest_key", "largest_key", "attention", "random"]
 PARTS = ("k", "v", "prefill", "decode")  # `k_bits` is for K alone what `bits` is for both sides
 SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
 CLIP = (
@@ -40,6 +39,25 @@ class Measured(NamedTuple):
     record: str = ""
 
 
+class Moved(NamedTuple):
+    """Values of a setting that moved out of the package.
+
+    Attributes:
+        default: the value that the method has now. Recipes may still give it.
+        values: the values that moved.
+        instead: where they are, as the message has it after "Fix: take".
+    """
+
+    default: Any
+    values: tuple[Any, ...]
+    instead: str
+
+
+def for_papers(module: str) -> str:
+    """Name the method that `eval/papers/MODULE.py` registers, for messages."""
+    return f"the method {module}, which eval/papers/{module}.py registers (`python eval/paper.py list`)"
+
+
 class Method(BaseModel):
     """Base of all methods. A subclass adds its settings as fields and defines `formats`.
 
@@ -51,6 +69,8 @@ class Method(BaseModel):
     variants: ClassVar[tuple[dict[str, Any], ...]] = ()
     # settings worth measuring; a subclass of another method gives its own
     measured: ClassVar[tuple[Measured, ...]] = ()
+    # values that only comparisons with papers need, by the setting's name
+    moved: ClassVar[dict[str, Moved]] = {}
 
     compute: Arithmetic | None = Field(
         None,
@@ -110,6 +130,16 @@ class Method(BaseModel):
     def default_compute(cls) -> Arithmetic:
         """Arithmetic of prefill and decode without `compute`: `int8` or `model`."""
         return "int8"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_moved(cls, given: Any) -> Any:
+        """Refuse values that moved, and drop keys that are no settings any more."""
+        for key, moved in cls.moved.items():
+            if key in given and given[key] in moved.values:
+                raise ValueError(f"{key}={given[key]!r} is not a setting of {cls.name()}. Fix: take {moved.instead}")
+        gone = {key: moved.default for key, moved in cls.moved.items() if key not in cls.model_fields}
+        return {key: value for key, value in given.items() if key not in gone or value != gone[key]}
 
     @model_validator(mode="after")
     def _one_compute(self) -> Method:
@@ -240,6 +270,12 @@ class RotatedMethod(EqualizedMethod):
 class WindowedMethod(RotatedMethod):
     """Base of methods with a ring of open tokens. When a block closes, attention sinks can be kept out of it."""
 
+    moved: ClassVar[dict[str, Moved]] = {
+        "sink_select": Moved("smallest_key", ("largest_key", "attention", "random"), for_papers("paper_sinkq")),
+        "sink_exclude": Moved(True, (False,), for_papers("paper_sinkq")),
+        "sink_prefill": Moved("group", ("whole",), for_papers("paper_sinkq")),
+    }
+
     sink_num: int = Field(
         0, ge=0, le=8, description="attention sinks of each head that stay out of the packed blocks; 0 is none"
     )
@@ -247,19 +283,8 @@ class WindowedMethod(RotatedMethod):
         0, ge=0, le=128, description="tokens that left the sink pool and still stay out of the blocks"
     )
     sink_skip_layers: int = Field(0, ge=0, description="first layers that have no sink pool")
-    sink_select: Select = Field(
-        "smallest_key", description="which tokens are sinks; all but smallest_key, for comparison: reference only"
-    )
-    sink_exclude: bool = Field(
-        True, description="leave sinks out of their block's statistics too; false: reference only"
-    )
-    sink_prefill: Literal["group", "whole"] = Field(
-        "group",
-        description="the pool competes with each block, or (whole: reference only) with the first call at once as in "
-        "the paper",
-    )
 
     def sink_pool(self, layer: int) -> SinkPool:
         if self.sink_num == 0 or layer < self.sink_skip_layers:
             return SinkPool()
-        return SinkPool(self.sink_num, self.sink_window, self.sink_select, self.sink_exclude, self.sink_prefill)
+        return SinkPool(self.sink_num, self.sink_window)

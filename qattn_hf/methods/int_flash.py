@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from qattn_hf.methods.base import SMOOTH_K, EqualizedMethod, Measured, Rotation
+from qattn_hf.methods.base import SMOOTH_K, EqualizedMethod, Measured, Moved, Rotation, for_papers
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.int4.reference import Int4Format
 from qattn_kernels.formats.int8.reference import LEVELS, Int8Format
@@ -23,7 +23,7 @@ from qattn_kernels.layer.spec import Compute
 class IntFlash(EqualizedMethod):
     """INT-FlashAttention: queries and keys INT8 by token, values and weights INT8, or in model precision (half)."""
 
-    variants = ({"mode": "half"}, {"bits": 4, "rotate": "hadamard"})
+    variants: ClassVar[tuple[dict[str, Any], ...]] = ({"mode": "half"}, {"bits": 4, "rotate": "hadamard"})
     measured = (
         Measured("int_flash", "quality compare bits decode prefill released"),
         Measured("int_flash:mode=half", "quality bits"),
@@ -31,35 +31,23 @@ class IntFlash(EqualizedMethod):
         Measured("int_flash:bits=4,rotate=hadamard", "quality tune"),
     )
 
+    moved: ClassVar[dict[str, Moved]] = {"v_granularity": Moved("block", ("tensor",), for_papers("paper_int_flash"))}
+
     mode: Literal["full", "half"] = Field("full", description="half leaves values and weights in model precision")
-    v_granularity: Literal["block", "tensor"] = Field(
-        "block",
-        description="a scale a block of 64 values, or (tensor: reference only) the paper's one, fixed by a row's first "
-        "block, others clamped",
-    )
     rotate: Rotation = Field("none", description="rotation of queries and keys, which spreads outliers over channels")
     smooth_k: bool = Field(False, description=SMOOTH_K)
     bits: Literal[8, 4] = Field(
         8, description="of queries and keys; values and weights stay INT8, and with smooth_k a decode's queries"
     )
 
-    @model_validator(mode="after")
-    def _fits(self) -> IntFlash:
-        if self.mode == "half" and self.v_granularity != "block":
-            raise ValueError(
-                f"v_granularity={self.v_granularity!r} clashes with mode='half', whose values have no scale: "
-                "take mode='full'"
-            )
-        return self
-
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
         """Formats of K and V; if one side closes blocks, both have a ring of open tokens."""
         if self.smooth_k:
             k = SmoothedFormat(inner=IntGroupFormat(bits=self.bits, granularity="token"))
-            return k, ModelRingFormat() if self.mode == "half" else Int8BlockFormat(granularity=self.v_granularity)
+            return k, ModelRingFormat() if self.mode == "half" else Int8BlockFormat()
         if self.mode == "half":
             return (Int8Format(), ModelFormat()) if self.bits == 8 else (Int4Format(), ModelRingFormat())
-        return Int8RingFormat() if self.bits == 8 else Int4Format(), Int8BlockFormat(granularity=self.v_granularity)
+        return Int8RingFormat() if self.bits == 8 else Int4Format(), Int8BlockFormat()
 
     def arithmetic(self) -> Compute:
         """One scale a query, INT8 weights with 127 levels, and row sums of the rounded weights (section 3.2)."""

@@ -16,9 +16,7 @@ class SinkQ(Kivi):
     Its settings are those of `kivi`, which has no sink pool by default: only defaults differ.
     """
 
-    variants = (
-        {"group_size": 32, "residual_length": 20, "sink_window": 2, "sink_select": "attention", "sink_skip_layers": 0},
-    )
+    variants = ({"group_size": 32, "residual_length": 20, "sink_window": 2, "sink_skip_layers": 0},)
     measured = (
         Measured("sinkq", "quality compare bits tune decode prefill released"),
         Measured("sinkq:sink_skip_layers=0", "quality"),

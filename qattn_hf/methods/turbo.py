@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from qattn_hf.layer.memory_budget import BudgetLayerSpec, at_stage
 from qattn_hf.messages import named, parse_size, shown
-from qattn_hf.methods.base import CLIP, SMOOTH_K, Measured, WindowedMethod
+from qattn_hf.methods.base import CLIP, SMOOTH_K, Measured, Moved, WindowedMethod, for_papers
 from qattn_kernels.formats import Format
 from qattn_kernels.formats.flashq.reference import FlashQFormat
 from qattn_kernels.formats.flashq_token.reference import FlashQTokenFormat
@@ -29,10 +29,10 @@ class Turbo(WindowedMethod):
     times as much. `sink_num=0` is the paper's.
     """
 
-    variants = (
+    variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": "mixed", "clip": 0.75},
         {"k_bits": 4, "v_bits": 2, "softmax": "sas", "sink_num": 3, "rotate_k": "hadamard", "rotate_v": "hadamard"},
-        {"block_kv": 32, "buffer_size": 64, "p_scale": "tile", "smooth_k": True},
+        {"block_kv": 32, "buffer_size": 64, "smooth_k": True},
         {"compute": "model", "sparse_v_tau": 1e-3, "v_scale": "token"},
         {"memory": "1GiB", "bits": 2, "rotate_k": "hadamard", "clip": 0.5},
     )
@@ -62,34 +62,27 @@ class Turbo(WindowedMethod):
         Measured("turbo_sink_k4v2", "compare tune released"),
     )
 
+    moved: ClassVar[dict[str, Moved]] = {
+        **WindowedMethod.moved,
+        "priority": Moved("priority", ("entropy", "random"), for_papers("paper_turbo")),
+        "scope": Moved("separate", ("joint",), "k_low_heads and v_low_heads, which name heads ranked in any way"),
+        "buffer_scale": Moved("token", ("universal",), for_papers("paper_turbo")),
+        "p_scale": Moved("row", ("tile",), for_papers("paper_turbo")),
+    }
+
     bits: Bits = Field(4, description="of K and V: 4, 2, or mixed, where the least sensitive heads get 2")
     k_bits: Bits | None = Field(None, description="of K alone")
     v_bits: Bits | None = Field(None, description="of V alone")
     clip: float = Field(0.0, ge=0, le=1, multiple_of=1 / 16, description=CLIP)
     n_h: int | None = Field(None, ge=0, description="2-bit heads of a layer in mixed; default half")
-    priority: Literal["priority", "min_max", "variation", "entropy", "random"] = Field(
-        "priority",
-        description="what ranks the heads when a row's first block closes, lowest get 2 bits; entropy and random: "
-        "reference only",
-    )
-    scope: Literal["separate", "joint"] = Field(
-        "separate",
-        description="K and V heads ranked apart; joint, as in the paper's Fig. 7b, by k_low_heads and v_low_heads only",
+    priority: Literal["priority", "min_max", "variation"] = Field(
+        "priority", description="what ranks the heads when a row's first block closes, lowest get 2 bits"
     )
     k_low_heads: HeadLists | None = Field(None, description="2-bit K heads of each layer, the same for all rows")
     v_low_heads: HeadLists | None = Field(None, description="2-bit V heads of each layer")
     block_kv: Literal[32, 64, 128] = Field(64, description="tokens of a packed block; 32: reference only")
     block_q: Literal[32, 64, 128] = Field(64, description="queries of a prefill that share a scale")
     buffer_size: int = Field(64, gt=0, le=1024, description="tokens of the INT8 buffer, a multiple of block_kv")
-    buffer_scale: Literal["token", "universal"] = Field(
-        "token",
-        description="a scale a token, or (universal: reference only) the paper's one, fixed by a row's first call, "
-        "later values clamped",
-    )
-    p_scale: Literal["row", "tile"] = Field(
-        "row", description="INT8 weights of a prefill scaled by row, or (tile: reference only) by tile as in the paper"
-    )
-
     v_scale: Literal["block", "token"] = Field(
         "block",
         description="what has an INT8 scale of V: a packed block, as in the paper, or each of its tokens, which small "
@@ -110,25 +103,11 @@ class Turbo(WindowedMethod):
 
     @model_validator(mode="after")
     def _fits(self) -> Turbo:
-        if self.smooth_k and self.buffer_scale != "token":
-            raise ValueError(
-                f"smooth_k clashes with buffer_scale={self.buffer_scale!r}: its scale is of keys with their mean; "
-                "take buffer_scale='token'"
-            )
-        if self.v_scale == "token" and self.buffer_scale != "token":
-            raise ValueError(
-                f"v_scale='token' clashes with buffer_scale={self.buffer_scale!r}, which is one for all tokens: take "
-                "buffer_scale='token'"
-            )
         if self.buffer_size % self.block_kv:
             raise ValueError(f"buffer_size={self.buffer_size} must be a multiple of block_kv={self.block_kv}")
         lists = (self.k_low_heads, self.v_low_heads)
         if self.n_h is not None and any(heads is not None for heads in lists):
             raise ValueError("n_h clashes with k_low_heads, v_low_heads: the lists say how many heads get 2 bits")
-        if self.scope == "joint" and None in lists:
-            raise ValueError(
-                "scope='joint' needs k_low_heads and v_low_heads: counts of K and V would vary from row to row"
-            )
         for side, low_heads in zip("kv", lists, strict=True):
             if low_heads is not None and self._side_bits(side) != "mixed":
                 raise ValueError(f"{side}_low_heads needs {side}_bits='mixed', which is {self._side_bits(side)!r}")
@@ -220,7 +199,6 @@ class Turbo(WindowedMethod):
                     low_heads=low_heads,
                     clip=self.clip,
                     transposed=side == "v",
-                    buffer_scale=self.buffer_scale,
                 )
             )
         return SmoothedFormat(inner=formats[0]) if self.smooth_k else formats[0], formats[1]
@@ -229,7 +207,7 @@ class Turbo(WindowedMethod):
         return Window(block=self.block_kv, span=self.buffer_size, horizon=self.crop_horizon)
 
     def arithmetic(self) -> Compute:
-        return dataclasses.replace(super().arithmetic(), block_q=self.block_q, p_scale=self.p_scale)
+        return dataclasses.replace(super().arithmetic(), block_q=self.block_q)
 
 
 METHOD = Turbo

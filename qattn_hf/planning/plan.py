@@ -113,7 +113,7 @@ class Planner:
         if weight_bytes is None and (how := quantization_of(self.config)) is not None:
             raise QAttnError(
                 f"the weights are quantized ({how}), and a config does not say how many bytes they take: give them, "
-                "Planner(..., weight_bytes=N), or qattn plan --weights GIB"
+                "Planner(..., weight_bytes=N), or qattn plan MODEL --weights 16GiB"
             )
         self._model = without_weights(self.config)
         latent.check_stock(self._model)

@@ -38,7 +38,7 @@ from transformers import PretrainedConfig
 from qattn_hf.errors import RecipeError, UnsupportedError
 from qattn_hf.layer.memory_budget import shared
 from qattn_hf.messages import cut, named, shown
-from qattn_hf.methods import Method, get_method, list_methods
+from qattn_hf.methods import Method, get_method, is_method, list_methods
 from qattn_hf.model import latent
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.model.layer_kinds import HybridLayerSpec, ModelLayerSpec, hybrid_states, model_layers, of_method
@@ -275,7 +275,7 @@ def find_recipes(texts: Iterable[str]) -> dict[str, Recipe]:
 
 def _by_name(name: Any, settings: dict[str, Any]) -> Recipe:
     """The defaults of the method of this name, or, if there is none, the recipe of this name."""
-    if not isinstance(name, str) or name in list_methods():
+    if not isinstance(name, str) or is_method(name):
         return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
     check_name(name)
     return load_recipe(name, **settings)

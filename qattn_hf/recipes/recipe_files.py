@@ -13,7 +13,7 @@ from pathlib import Path
 from qattn_hf.assets import configs_dir
 from qattn_hf.errors import RecipeError
 from qattn_hf.messages import named
-from qattn_hf.methods import list_methods
+from qattn_hf.methods import is_method, list_methods
 from qattn_hf.recipes.recipe_settings import unknown
 
 RECIPE_FILE = "qattn.yaml"  # the name of a recipe in a checkpoint's folder and in a repository
@@ -55,6 +55,8 @@ def check_name(name: str) -> None:
     Raises:
         RecipeError: with the nearest name.
     """
+    if is_method(name):
+        return
     known = list(dict.fromkeys([*list_methods(), *list_recipes()]))
     if name not in known and Path(name).suffix not in YAML and not os.path.isdir(name) and not is_of_hub(name):
         raise RecipeError(f"{unknown('method', [name], known)}, or a file that ends in .yaml")

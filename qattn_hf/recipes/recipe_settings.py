@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from qattn_hf.errors import RecipeError
 from qattn_hf.messages import named, shown
-from qattn_hf.methods import get_method, list_methods
+from qattn_hf.methods import get_method, is_method, list_methods
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -59,7 +59,7 @@ def find_method(name: Any, origin: str) -> type[Method]:
     """
     if not isinstance(name, str):
         raise RecipeError(f"{origin}: method = {shown(name)}; allowed: {', '.join(list_methods())}")
-    if name not in list_methods():
+    if not is_method(name):
         raise RecipeError(f"{origin}: {unknown('method', [name], list_methods())}")
     return get_method(name)
 

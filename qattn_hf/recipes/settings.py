@@ -16,7 +16,6 @@ NEEDED_WITH: dict[str, dict[str, Any]] = {
     "block_kv": {"buffer_size": 128},
     "priority": {"bits": "mixed"},
     "granularity": {"cache": "model"},
-    **{key: {"sink_num": 3} for key in ("sink_select", "sink_exclude", "sink_prefill")},
 }
 OTHERS = ("impl", "decode", "cache", "family")  # how it runs, not what is computed
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}

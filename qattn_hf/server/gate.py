@@ -96,7 +96,7 @@ class Gate:
         if max(length, announced) > self._max_body:
             raise Refused(
                 f"the body has more than {size(self._max_body)}, this server's bound: send a shorter prompt, or start "
-                "qattn serve with a larger --max-body-mib",
+                "qattn serve with a larger --max-body",
                 status=413,
                 code="body_too_large",
             )

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from helpers import Case, constants_of, feed, make_layer, random_qkv, same_state
+from helpers import PAPERS, Case, constants_of, feed, make_layer, random_qkv, same_state
 from pydantic import ValidationError
 
 from qattn_hf import list_methods
@@ -15,9 +15,8 @@ from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
 from qattn_kernels.layer.spec import Compute
 
-# `impl` and `decode` say who computes and how steps are run; `scope` is how the lists of a recipe are to be read;
-# `sliding` says which layers are packed
-ELSEWHERE = ("impl", "decode", "scope", "sliding")
+# `impl` and `decode` say who computes and how steps are run; `sliding` says which layers are packed
+ELSEWHERE = ("impl", "decode", "sliding")
 VALUES: dict[str, Any] = {
     "sas_threshold": -4.0,
     "sparse_v_tau": 1e-3,
@@ -53,6 +52,9 @@ def choices(annotation: Any) -> list[Any]:
 
 
 SETTINGS = [(method, field) for method in list_methods() for field in get_method(method).model_fields]
+SETTINGS += [
+    (paper.name(), field) for paper in PAPERS for field in paper.__annotations__ if field in paper.model_fields
+]
 
 
 @pytest.mark.parametrize(("method", "field"), [pair for pair in SETTINGS if pair[1] not in ELSEWHERE])

@@ -3,7 +3,7 @@ of every other method that is found, its defaults and variants, as far as kernel
 
 from __future__ import annotations
 
-from helpers import Case, cases
+from helpers import SAGE1, Case, cases
 
 from qattn_hf.recipes.settings import known
 
@@ -88,7 +88,7 @@ MORE_CASES: list[Case] = [
     ("turboquant", {"k_format": "q4", "v_format": "q4"}),
     ("turboquant", {"k_format": "model", "v_format": "turbo4"}),
     ("turboquant", {"k_format": "turbo4", "v_format": "model"}),
-    ("sage2", {"version": 1}),
+    ("sage2", SAGE1),
     ("sage2", {"bits": 4, "granularity": "token", "smooth_k": False, "pv": "model"}),
     ("int8", {"smooth_k": True}),
     ("int_flash", {"bits": 4, "smooth_k": True}),

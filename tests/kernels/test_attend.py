@@ -73,7 +73,9 @@ def test_int8_arithmetic_costs_less_than_the_codes(kind: str):
 def test_tile_scaled_weights_are_worse_than_row_scaled():
     q, k, v = random_qkv(1, 512, dim=64)
     full = attention_fp64(q * 3, k, v)
-    row, tile = (error(feed(make_layer(("turbo", {"p_scale": s})), q * 3, k, v, [512]), full) for s in ("row", "tile"))
+    row, tile = (
+        error(feed(make_layer(("paper_turbo", {"p_scale": s})), q * 3, k, v, [512]), full) for s in ("row", "tile")
+    )
     assert row < tile
 
 
@@ -93,7 +95,7 @@ def test_rounded_weights_by_hand(p_scale: str, block_q: int):
     )
     k[0, 0, ::64, 0] = torch.tensor([-4.0, 4.0])
     v[..., :64, 0], v[..., 64:, 1] = 1.0, 1.0  # outputs are the blocks' shares
-    spec = make_layer(("turbo", {"p_scale": p_scale, "block_q": block_q})).spec
+    spec = make_layer(("paper_turbo", {"p_scale": p_scale, "block_q": block_q})).spec
     layer = QAttnLayer(spec, 128)
     handle, _ = layer.update(k, v)
     got, _ = layer.attend(q, handle, torch.tensor([[0, 128]], dtype=torch.int32), Scores(1.0))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import DEVICE, Case, attention_fp64, feed, make_layer, random_qkv
+from helpers import DEVICE, SAGE1, Case, attention_fp64, feed, make_layer, random_qkv
 from test_fused_kernels import dequantize, step
 
 from qattn_hf.layer.layer import QAttnLayer
@@ -47,7 +47,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def attended(impl: str, settings: dict[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
-    spec = dataclasses.replace(get_method("sage2")(cache="model", **settings).last_layer_spec(1), impl=impl)
+    spec = dataclasses.replace(get_method("paper_sage2")(cache="model", **settings).last_layer_spec(1), impl=impl)
     return attend_over(*(x.to(DEVICE) for x in tensors), OFFSET, spec, SCALE)[0].cpu()
 
 
@@ -111,7 +111,7 @@ CODES = [
     ({"bits": 4, "granularity": "block", "smooth_k": False, "smooth_q": "none"}, Codes("block", 7, False)),
     ({"bits": 4, "granularity": "tensor"}, Codes("tensor", 7, True, "tensor")),
     ({"bits": 8, "smooth_q": "none"}, Codes()),
-    ({"version": 1}, Codes("block")),
+    (SAGE1, Codes("block")),
 ]
 
 
@@ -255,7 +255,7 @@ def _of_levels(q: torch.Tensor, levels: int, layer: QAttnLayer) -> torch.Tensor:
 @pytest.mark.parametrize("pv", ["int8", "e4m3"])
 def test_values_get_the_same_codes_where_keys_have_theirs(pv: str):
     q, k, v, mask = (x.to(DEVICE) for x in inputs())
-    spec = get_method("sage2")(cache="model", pv=pv).last_layer_spec(1)
+    spec = get_method("paper_sage2")(cache="model", pv=pv).last_layer_spec(1)
     rows = _rows(mask, torch.tensor([OFFSET], device=DEVICE), TOKENS)
     unpacked = _unpacked(k, v, mask, rows, spec)
     both = with_codes(q, unpacked, spec, SCALE.scale)

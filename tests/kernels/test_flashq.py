@@ -134,7 +134,7 @@ def test_mixed_bits_are_decided_row_by_row():
 
 
 def test_a_recipe_list_wins_for_all_rows():
-    settings = {"bits": "mixed", "scope": "joint", "k_low_heads": [[]], "v_low_heads": [[0, 1]]}
+    settings = {"bits": "mixed", "k_low_heads": [[]], "v_low_heads": [[0, 1]]}
     layer = make_layer(("turbo", settings))
     feed(layer, *random_qkv(2, 70), [70])
     assert layer.spec.k.bits_per_head(side_of(layer.state, "k"), 2) == [[4, 4]] * 2
@@ -144,7 +144,7 @@ def test_a_recipe_list_wins_for_all_rows():
     assert one.spec.k.bits_per_head(side_of(one.state, "k"), 2) == [[4, 2]] * 2
 
 
-UNIVERSAL = ("turbo", {"buffer_scale": "universal"})
+UNIVERSAL = ("paper_turbo", {"buffer_scale": "universal"})
 
 
 @pytest.mark.parametrize("side", ["k", "v"])

@@ -61,7 +61,7 @@ def test_values_by_channel_by_hand(v_scale: str):
     what later blocks have beyond it is clamped, and counted."""
     q, k, v = random_qkv(2, 192)
     v[:, :, 64:128] *= 3
-    layer = make_layer(("sage2", {"v_scale": v_scale}))
+    layer = make_layer(("paper_sage2", {"v_scale": v_scale}))
     feed(layer, q, k, v, [100, *range(120, 193, 12)])
     blocks = v.unflatten(2, (3, 64))
     scale = blocks.abs().amax(3, keepdim=True) / 448

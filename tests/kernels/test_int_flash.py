@@ -22,7 +22,7 @@ from qattn_kernels.reference.attention import attend
 from qattn_kernels.reference.queries import short_queries
 from qattn_kernels.reference.tiles import FOREVER, Tiles
 
-TENSOR: Case = ("int_flash", {"v_granularity": "tensor"})
+TENSOR: Case = ("paper_int_flash", {"v_granularity": "tensor"})
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -169,7 +169,7 @@ def test_one_scale_goes_with_its_block():
 def test_a_prefill_sees_values_as_they_will_be_read(granularity: str):
     q, k, v = random_qkv(1, 128)
     v[:, :, 64:] *= 2
-    layer = make_layer(("int_flash", {"compute": "model", "v_granularity": granularity}))
+    layer = make_layer(("paper_int_flash", {"compute": "model", "v_granularity": granularity}))
     out = feed(layer, q, k, v, [128])[:, :, -1]
     sides = (("k", layer.spec.k), ("v", layer.spec.v))
     held = [fmt.read(side_of(layer.state, side), 2).dequantize().flatten(2, 3) for side, fmt in sides]

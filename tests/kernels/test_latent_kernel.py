@@ -200,7 +200,7 @@ REASONS = [
     (("turbo", {"block_kv": 128, "buffer_size": 128}), (32, 256), None),
     (("turbo", {"block_kv": 32, "buffer_size": 32}), (64, 512), "32 tokens"),
     (("turbo", {"sparse_v_tau": 1e-3}), (64, 512), "sparse V"),
-    (("turbo", {"buffer_scale": "universal"}), (64, 512), "buffer_scale is 'universal'"),
+    (("paper_turbo", {"buffer_scale": "universal"}), (64, 512), "buffer_scale is 'universal'"),
     (("kivi", {"bits": 3, "group_size": 64}), (64, 512), None),
     (TURBO, (64, 576), "latents of latent attention (MLA) have 576 channels"),
     (TURBO, (24, 512), "RoPE parts of latent attention (MLA) have 24 channels"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE
+from helpers import DEVICE, SAGE1
 
 from qattn_hf.methods import get_method
 from qattn_kernels.launch.tuned import Prefill
@@ -25,7 +25,7 @@ def noise(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def spec_of(impl: str = "reference", **settings: Any) -> LayerSpec:
-    made = get_method("sage2")(cache="model", **settings).last_layer_spec(2)
+    made = get_method("paper_sage2")(cache="model", **settings).last_layer_spec(2)
     return dataclasses.replace(made, impl=impl)
 
 
@@ -58,7 +58,7 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"bits": 4, "smooth_v": True},
     {"granularity": "token", "smooth_q": "block", "smooth_k": False, "pv": "model"},
-    {"version": 1},
+    SAGE1,
     {"pv": "int8"},
     {"prefill_compute": "model"},
 ]

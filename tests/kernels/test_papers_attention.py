@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_layer, random_qkv
+from helpers import SAGE1, make_layer, random_qkv
 
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
@@ -118,7 +118,7 @@ def test_turbo_is_algorithms_1_and_2(prompt: int, given: dict[str, Any], paper: 
     """A prompt, then steps, some of which close a block and read it from its codes."""
     inputs = random_qkv(2, min(prompt + 40, 255), seed=prompt, dim=64)
     cuts = [prompt, *range(prompt + 1, inputs[0].shape[2] + 1)]
-    found = by_layer(make_layer(("turbo", {"sink_num": 0, **given})), inputs, cuts)
+    found = by_layer(make_layer(("paper_turbo", {"sink_num": 0, **given})), inputs, cuts)
     assert_same_bits(found, turbo_by_head(inputs, prompt, lambda b, h: turbo.Settings(**paper)))
 
 
@@ -164,7 +164,7 @@ def test_int_flash_is_algorithm_1(tokens: int, settings: dict[str, Any]):
     """A prefill, in two calls where tokens are enough, and single steps behind it."""
     q, k, v = one_order(tokens + 3)
     cuts = [64, tokens, *range(tokens + 1, tokens + 4)] if tokens > 96 else [tokens, *range(tokens + 1, tokens + 4)]
-    found = by_layer(make_layer(("int_flash", settings)), (q, k, v), cuts)
+    found = by_layer(make_layer(("paper_int_flash", settings)), (q, k, v), cuts)
     options = {{"v_granularity": "v_scale"}.get(key, key): x for key, x in settings.items() if key != "rotate"}
     if "rotate" in settings:
         q, k = rotate(q), rotate(k)
@@ -184,14 +184,12 @@ SAGE: list[dict[str, Any]] = [
     {"bits": 4, "granularity": "token", "smooth_q": "block"},
     {"granularity": "block", "smooth_q": "tensor", "smooth_v": True},
     {"smooth_k": False, "pv": "e5m2"},
-    {"version": 1},
+    SAGE1,
 ]
 
 
 def sage_options(settings: dict[str, Any]) -> dict[str, Any]:
     """Of the method's settings those that the paper's function takes."""
-    if settings.get("version") == 1:
-        return {"granularity": "block", "pv": "model"}
     return {"smooth_q": "tensor" if settings.get("bits") == 4 else "none", **settings}
 
 
@@ -200,7 +198,7 @@ def sage_options(settings: dict[str, Any]) -> dict[str, Any]:
 def test_sage2_is_algorithm_1(tokens: int, settings: dict[str, Any]):
     q, k, v = one_order(tokens)
     inputs = (q, k, around_a_mean(v) if settings.get("smooth_v") else v)
-    found = by_layer(make_layer(("sage2", settings)), inputs, [tokens])
+    found = by_layer(make_layer(("paper_sage2", settings)), inputs, [tokens])
     assert_same_bits(found, by_head(inputs, lambda Q, K, V, h: sage_attention(Q, K, V, **sage_options(settings))))
 
 
@@ -210,7 +208,7 @@ def test_sage2_over_a_stock_cache_is_algorithm_1(queries: int, settings: dict[st
     """The paper's plug-in: the last queries over all that transformers' own cache holds."""
     q, k, v = one_order(230)
     v = around_a_mean(v) if settings.get("smooth_v") else v
-    spec = get_method("sage2")(cache="model", **settings).last_layer_spec(2)
+    spec = get_method("paper_sage2")(cache="model", **settings).last_layer_spec(2)
     mask = torch.ones(2, 230, dtype=torch.bool)
     out = attend_over(q[:, :, -queries:], k, v, mask, 230 - queries, spec, Scores(0.125))
     want = by_head((q[:, :, -queries:], k, v), lambda Q, K, V, h: sage_attention(Q, K, V, **sage_options(settings)))

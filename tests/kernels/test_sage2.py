@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import attention_fp64, feed, make_layer, random_qkv
+from helpers import SAGE1, attention_fp64, feed, make_layer, random_qkv
 from pydantic import ValidationError
 
+from qattn_hf import load_recipe
 from qattn_hf.methods import get_method
 from qattn_kernels.formats.base import Operand, int8_tokens
 from qattn_kernels.formats.granularity import key_groups, query_groups
@@ -31,7 +32,7 @@ def biased(tokens: int = 300) -> Inputs:
 
 def prefill_error(inputs: Inputs, **settings: Any) -> float:
     exact = attention_fp64(*inputs)
-    out = feed(make_layer(("sage2", settings)), *inputs, [inputs[0].shape[2]])
+    out = feed(make_layer(("paper_sage2", settings)), *inputs, [inputs[0].shape[2]])
     return ((out - exact).norm() / exact.norm()).item()
 
 
@@ -119,23 +120,21 @@ def test_a_wrapped_store_survives_as_text():
     assert decode_spec(spec.encode()) == spec
 
 
-def test_version_one_is_its_settings():
-    one, two = (get_method("sage2")(**settings).last_layer_spec(2) for settings in ({"version": 1}, SAGE1))
-    assert one == two
-
-
-SAGE1 = {"bits": 8, "granularity": "block", "smooth_q": "none", "smooth_v": False, "pv": "model"}
+def test_sageattention_the_first_is_a_recipe():
+    assert load_recipe("sage1").settings.last_layer_spec(2) == get_method("sage2")(**SAGE1).last_layer_spec(2)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"version": 1, "bits": 4}, ("bits=4", "version=1")),
         ({"pv": "model", "v_scale": "prompt"}, ("v_scale='prompt'", "pv='model'")),
         ({"pv": "int8", "smooth_v": True}, ("smooth_v", "pv='int8'")),
+        ({"pv": "model", "smooth_v": True}, ("smooth_v", "pv='model'")),
+        ({"granularity": "tensor"}, ("granularity='tensor'", "cache='quantized'")),
+        ({"cache": "model", "v_scale": "prompt"}, ("v_scale='prompt'", "cache='quantized'")),
     ],
 )
 def test_settings_that_clash_are_named(settings: dict[str, Any], words: tuple[str, ...]):
     with pytest.raises(ValidationError) as error:
-        get_method("sage2")(**settings)
+        get_method("paper_sage2")(**settings)
     assert all(word in str(error.value) for word in words)

@@ -70,7 +70,7 @@ def masses(q: torch.Tensor, k: torch.Tensor, block: int, residual: int) -> torch
 def test_sinks_by_attention_are_those_that_got_most(residual: int, cuts: list[int]):
     q, k, v = random_qkv(1, 250)
     q = 3 * q  # peaked, so that more than the first tokens, which meet few others, get much
-    layer = make_layer(("sinkq", {**SMALL, "sink_select": "attention", "residual_length": residual}))
+    layer = make_layer(("paper_sinkq", {**SMALL, "sink_select": "attention", "residual_length": residual}))
     feed(layer, q, k, v, cuts)
     for head in range(2):
         found = table(layer, head)
@@ -85,7 +85,7 @@ def test_sinks_by_attention_are_those_that_got_most(residual: int, cuts: list[in
 def test_a_sink_that_draws_attention_enters_the_pool_wherever_it_stands():
     q, k, v = with_sink()
     k[:, :, 75], k[:, :, 0] = k[:, :, 0], k[:, :, 1].clone()
-    layer = make_layer(("sinkq", {**SMALL, "sink_select": "attention"}))
+    layer = make_layer(("paper_sinkq", {**SMALL, "sink_select": "attention"}))
     feed(layer, q, k, v, [128])
     for head in range(2):
         found = table(layer, head)
@@ -181,17 +181,17 @@ def test_a_pool_helps_where_sinks_are(case):
 def test_variants_of_the_papers_ablation(settings, other):
     """Its Fig. 1(f): other tokens are chosen, or the same ones whose block still feels them; the default errs less."""
     qkv = with_sink(seed=1)
-    layers = [make_layer(("sinkq", {**SMALL, **change})) for change in ({}, settings)]
+    layers = [make_layer(("paper_sinkq", {**SMALL, **change})) for change in ({}, settings)]
     for layer in layers:
         feed(layer, *qkv, [128])
     assert torch.equal(*(layer.state["sink.pos"] for layer in layers)) is not other
     assert not torch.equal(*(layer.state["k.scale"] for layer in layers))
-    assert output_error(("sinkq", SMALL), qkv) < output_error(("sinkq", {**SMALL, **settings}), qkv)
+    assert output_error(("sinkq", SMALL), qkv) < output_error(("paper_sinkq", {**SMALL, **settings}), qkv)
 
 
 def test_the_papers_pool_is_filled_by_the_whole_prompt():
     qkv = random_qkv(1, 400)
-    layer = make_layer(("sinkq", {**SMALL, "sink_prefill": "whole"}))
+    layer = make_layer(("paper_sinkq", {**SMALL, "sink_prefill": "whole"}))
     feed(layer, *qkv, [390])
     norms = qkv[1][0, :, : 390 // 32 * 32].double().abs().sum(-1)
     for head in range(2):
@@ -203,7 +203,7 @@ def test_the_papers_pool_is_filled_by_the_whole_prompt():
 def test_the_papers_pool_leaves_only_its_own_out_of_the_scales():
     """Tokens that were in it for some blocks and are not in the end count in the statistics of theirs."""
     q, k, v = random_qkv(1, 400)
-    layer = make_layer(("sinkq", {**SMALL, "sink_prefill": "whole"}))
+    layer = make_layer(("paper_sinkq", {**SMALL, "sink_prefill": "whole"}))
     feed(layer, q, k, v, [390])
     for head in range(2):
         found = table(layer, head)

@@ -16,9 +16,9 @@ from qattn_kernels.layer.support import no_triton, unsupported
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 REASONS = [
     ("turbo", {"block_kv": 32}, (2, 64), "32 tokens"),
-    ("turbo", {"p_scale": "tile"}, (2, 64), "p_scale is 'tile'"),
-    ("turbo", {"buffer_scale": "universal"}, (2, 64), "buffer_scale is 'universal'"),
-    ("turbo", {"bits": "mixed", "priority": "entropy"}, (2, 64), "priority is 'entropy'"),
+    ("paper_turbo", {"p_scale": "tile"}, (2, 64), "p_scale is 'tile'"),
+    ("paper_turbo", {"buffer_scale": "universal"}, (2, 64), "buffer_scale is 'universal'"),
+    ("paper_turbo", {"bits": "mixed", "priority": "entropy"}, (2, 64), "priority is 'entropy'"),
     ("turbo", {"bits": "mixed", "k_low_heads": [[60]]}, (64, 64), None),
     ("turbo", {"bits": "mixed", "k_low_heads": [[0, 61]]}, (64, 64), "head 61 is listed"),
     ("turbo", {"sparse_v_tau": 1e-3}, (2, 64), None),
@@ -27,7 +27,7 @@ REASONS = [
     ("kivi", {"v_bits": 3}, (2, 64), None),
     ("kivi", {"group_size": 32}, (2, 64), None),
     ("fp8", {}, (2, 128), None),
-    ("int_flash", {"v_granularity": "tensor"}, (2, 64), "v_granularity is 'tensor'"),
+    ("paper_int_flash", {"v_granularity": "tensor"}, (2, 64), "v_granularity is 'tensor'"),
     ("int_flash", {"mode": "half"}, (2, 256), None),
     ("int_flash", {"bits": 4, "rotate": "hadamard"}, (2, 80), None),
     ("turboquant", {}, (2, 96), None),
@@ -36,8 +36,8 @@ REASONS = [
     ("turboquant", {"norm_block": 16}, (2, 128), "16 channels share a norm"),
     ("turboquant", {"compute": "int8"}, (2, 128), "no integers"),
     ("sage2", {"cache": "model", "bits": 4}, (2, 128), None),
-    ("sage2", {"cache": "model", "granularity": "tensor"}, (2, 64), "granularity is 'tensor'"),
-    ("sage2", {"cache": "model", "pv": "e5m2"}, (2, 64), "pv is 'e5m2'"),
+    ("paper_sage2", {"cache": "model", "granularity": "tensor"}, (2, 64), "granularity is 'tensor'"),
+    ("paper_sage2", {"cache": "model", "pv": "e5m2"}, (2, 64), "pv is 'e5m2'"),
     ("turbo", {}, (2, 72), "head dims are 72"),
     ("turbo", {}, (1, 256), None),
     ("int8", {"compute": "model"}, (2, 80), None),
@@ -61,8 +61,8 @@ def test_triton_where_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch):
     specs = find_recipe("turbo", None, {}).layer_specs(config, "cpu")
     assert {spec.impl for spec in specs} == {"reference"}
     assert {spec.impl for spec in find_recipe("turbo", None, {}).layer_specs(config, "cuda")} == {"triton"}
-    with pytest.raises(RecipeError, match="p_scale"):
-        find_recipe("turbo", None, {"impl": "triton", "p_scale": "tile"}).layer_specs(config, "cuda")
+    with pytest.raises(RecipeError, match="block"):
+        find_recipe("turbo", None, {"impl": "triton", "block_kv": 32}).layer_specs(config, "cuda")
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
