@@ -1,7 +1,7 @@
 """Speed of decode and prefill of another checkout and this one, in one run: `python eval/compare_trees.py ../before`.
 
     git worktree add ../before COMMIT
-    python eval/record.py speed-before-after -- python eval/compare_trees.py ../before
+    python eval/compare_trees.py ../before
     python eval/compare_trees.py ../before --bench decode --methods turbo,int8 --points 1x512,64x512    # a part of it
 
 The other checkout is measured first, and its first method once more at the end, to show whether the machine changed

@@ -1,6 +1,6 @@
 """One layer's decode step with other numbers of warps than `ops/decode/table.py` gives a program.
 
-    python eval/record.py speed-warps -- python eval/decode_warps.py --heads 64,8,128 --methods turbo,int8 --warps 1,2
+    python eval/decode_warps.py --heads 64,8,128 --methods turbo,int8 --warps 1,2
 
 Prints one JSON row for each method, number of warps and point (rows x cached tokens), and one for the best SDPA backend
 in bf16; methods are spelled as everywhere. A number that does not compile has its `error` in place of `ms`.

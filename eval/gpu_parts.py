@@ -34,7 +34,7 @@ def bench(name: str, *options: str) -> list[str]:
 
 
 def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: Path) -> dict[str, list[Part]]:
-    """What each part records: names of results, with the commands that print their rows.
+    """What each part records: names of results, or of one's runs, with the commands that print their rows.
 
     Args:
         chosen: some of `families()`.
@@ -87,7 +87,7 @@ def quality(yardstick: Path, model: Path, family: str) -> Part:
     """The full run of the yardstick over one model, for one family of settings."""
     script, data = yardstick / "check" / "yardstick.py", yardstick / "data"
     command = ["python", str(script), str(model), str(data), "--methods", families()[family]]
-    return f"quality-full-{model.name}-{family}", command
+    return f"quality-full-{model.name}:{family}", command
 
 
 def tasks(yardstick: Path, model: Path, family: str) -> Part:
@@ -97,7 +97,7 @@ def tasks(yardstick: Path, model: Path, family: str) -> Part:
     chosen += [text for name in settings for text in ("--method", name)]
     data = ["--data-dir", str(yardstick / "data"), "--dtype", "float32", "--batch", "50"]
     command = ["python", "-m", "qattn_hf", "eval", str(model), "--json", *data, *chosen]
-    return f"tasks-{model.name}-{family}", command
+    return f"tasks-{model.name}:{family}", command
 
 
 def paper_tables() -> list[str]:
@@ -110,7 +110,7 @@ def paper_tables() -> list[str]:
 def paper(yardstick: Path, model: Path, name: str) -> Part:
     """A paper's table with one model; recorded if the paper's claims hold on it."""
     text = ["--text", str(yardstick / "data" / "books" / "heldout.txt")]
-    return f"table-{name}-{model.name}", ["python", "eval/paper.py", name, "--model", str(model), *text]
+    return f"table-{name}:{model.name}", ["python", "eval/paper.py", name, "--model", str(model), *text]
 
 
 def halves(yardstick: Path, kept: Path) -> tuple[Path, Path]:
@@ -127,4 +127,4 @@ def tune(model: Path, text: Path, kept: Path) -> Part:
     recipe = kept / f"tuned-{model.name}.yaml"
     budget = ["--bits", TUNED_BITS, "--check-rows", "12", "--output", str(recipe)]
     command = ["python", "-m", "qattn_hf", "tune", str(model), "--json", "--dtype", "float32"]
-    return f"tune-{model.name}", [*command, "--text", str(text), *budget]
+    return f"tune:{model.name}", [*command, "--text", str(text), *budget]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recorded import load, markdown
+from recorded import load
+from table import NOT_MEASURED, markdown
 from type_tables import RESULTS as WORDS
 from type_tables import SERVED
 
@@ -49,9 +50,9 @@ def known_table(results: Path) -> str:
     Raises:
         KeyError: a type of `KNOWN` that was not recorded.
     """
-    found = next((result for result in load(results, "models") if result["name"] == "models"), None)
+    found = next(iter(load(results, "models")), None)
     if found is None:
-        return "Not measured yet."
+        return NOT_MEASURED
     said = {row["model_type"]: row["result"] for row in found["rows"]}
     served = sum(all(said[name] in SERVED for name in types) for types in KNOWN.values())
     rows = [

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from overview_table import figures, settings_table
+from overview_table import settings_table
 from pydantic.fields import FieldInfo
-from recorded import markdown
+from table import NOT_MEASURED, markdown
 
 from qattn_hf.assets import configs_dir
 from qattn_hf.methods import Method, get_method, list_methods
@@ -108,9 +108,8 @@ def _families(name: str) -> str:
 
 
 def _measured(name: str, results: Path) -> str:
-    names = [found for found in figures(results) if found.partition(":")[0] == name or _recipe_of(found) == name]
-    table = settings_table(results, names)
-    if table == "Not measured yet.":
+    table = settings_table(results, lambda found: found.partition(":")[0] == name or _recipe_of(found) == name)
+    if table == NOT_MEASURED:
         return ""
     return f"{table}\n\nWhat the columns are, and all settings beside one another: [choose](../choose.md#all-settings)."
 

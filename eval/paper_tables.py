@@ -1,86 +1,79 @@
-"""Tables of the papers' figures: what `eval/papers/` checks, and ours beside theirs as recorded."""
+"""Tables of the papers' figures: what `eval/papers/` checks, and ours next to theirs as recorded."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from collections.abc import Iterable
 
-from recorded import load, markdown
-
-
-def int_flash_table(results: Path) -> str:
-    """INT-FlashAttention's Tables 1 and 2: ours, and the paper's in brackets, in percent."""
-    parts = []
-    for result in load(results, "paper-int-flash"):
-        names = list(result["rows"][0]["ours"])
-
-        def cell(row: dict[str, Any], name: str) -> str:
-            ours = f"{row['ours'][name]:.2f}"
-            return f"{ours} ({row['paper'][name]:.2f})" if name in row["paper"] else ours
-
-        rows = [
-            [row["distribution"], str(row["tokens"]), *(cell(row, name) for name in names)] for row in result["rows"]
-        ]
-        parts.append(markdown(["distribution", "tokens", *names], rows))
-    return "\n\n".join(parts) or "Not measured yet."
+from recorded import Result
+from table import Row, Table, every_row
 
 
-def sage2_table(results: Path) -> str:
-    """SageAttention2's accuracy tables in kind: cosine similarity, relative L1 and RMSE by source, and the paper's."""
-
-    def cell(figures: list[float] | None) -> str:
-        return "" if figures is None else f"{figures[0]:.2f} % / {figures[1]:.3f} / {figures[2]:.3f}"
-
-    parts = []
-    for result in load(results, "paper-sage2"):
-        sources = list(dict.fromkeys(row["source"] for row in result["rows"]))
-        lines: dict[tuple[str, str, str], dict[str, str]] = {}
-        for row in result["rows"]:
-            for which in ("average", "worst"):
-                line = lines.setdefault((row["table"], which, row["setting"]), {"paper": cell(row["paper"][which])})
-                line[row["source"]] = cell(row[which])
-        header = ["what varies", "layer", "setting", *sources, "paper, CogvideoX"]
-        rows = [[*key, *(line[source] for source in sources), line["paper"]] for key, line in lines.items()]
-        parts.append(markdown(header, rows))
-    return "\n\n".join(parts) or "Not measured yet."
+def _int_flash(results: list[Result]) -> Iterable[Row]:
+    """INT-FlashAttention's Tables 1 and 2 in percent: a row for each format."""
+    for row in every_row(results):
+        for name, ours in row["ours"].items():
+            yield row | {"format": name, "figure": ours, "printed": row["paper"].get(name)}
 
 
-def papers_table(results: Path) -> str:
+def _sage2(results: list[Result]) -> Iterable[Row]:
+    """SageAttention2's accuracy tables in kind: a row for each source, and for the average and the worst layer."""
+    for row in every_row(results):
+        for which in ("average", "worst"):
+            yield row | {"which": which, "printed": three(row["paper"][which]), "found": three(row[which])}
+
+
+def three(figures: list[float] | None) -> str:
+    """Cosine similarity, relative L1 and RMSE."""
+    return "" if figures is None else f"{figures[0]:.2f} % / {figures[1]:.3f} / {figures[2]:.3f}"
+
+
+def _papers(results: list[Result]) -> Iterable[Row]:
     """The commands of the papers' tables, the claims that each checks, and the models on which they are recorded."""
     from paper import tables  # loads transformers
 
-    rows = []
     for name, table in tables().items():
         fails = re.search(r"Fails if,? (.*?)\.(?:\s+[A-Z]|\s*$)", table.__doc__, re.DOTALL)
         assert fails, f"{name} does not say when it fails"
-        prefix = f"table-{name}-"
-        held = ", ".join(path.stem.removeprefix(prefix) for path in sorted(results.glob(f"{prefix}*.json")))
-        on = held if table.ABOUT.model else "needs no model"
+        found = (result["name"].partition(":") for result in results)
+        on = ", ".join(model for record, _, model in found if record == f"table-{name}")
+        said = {"title": table.ABOUT.title, "fails": " ".join(fails[1].split())}
         missing = table.ABOUT.missing.removesuffix(".")
-        rows.append([f"`{name}`", table.ABOUT.title, " ".join(fails[1].split()), missing, on])
-    return markdown(["name", "what it shows", "fails if", "not reproduced", "recorded on"], rows)
+        yield {"name": name, **said, "missing": missing, "on": on if table.ABOUT.model else "needs no model"}
 
 
-def contradicted_table(results: Path) -> str:
+def _contradicted(results: list[Result]) -> Iterable[Row]:
     """What papers claim, where recorded rows show something else, and the likely reason."""
     from paper import tables  # loads transformers
     from papers.common import contradicted
     from papers.sage2 import contradicted as contradicted_by_sage2
 
-    rows = []
+    recorded: dict[str, list[Row]] = {}
+    for result in results:
+        recorded.setdefault(result["name"].partition(":")[0], []).extend(result["rows"])
     for name, table in tables().items():
-        for claim, wrong in contradicted(table, recorded_rows(name, table, results)):
-            rows.append([f"`{name}`", claim.says, "<br>".join(wrong), claim.why])
-    for result in load(results, "paper-sage2"):
-        for says, wrong, why in contradicted_by_sage2(result["rows"]):
-            rows.append(["`sage2.py`", says, "<br>".join(wrong), why])
-    return markdown(["name", "the paper", "recorded here", "likely because"], rows) if rows else "Nothing is recorded."
+        made = () if table.ABOUT.model or not hasattr(table, "CLAIMS") else table.measure(None)
+        for claim, wrong in contradicted(table, [*recorded.get(f"table-{name}", []), *made]):
+            yield {"name": name, "says": claim.says, "wrong": "<br>".join(wrong), "why": claim.why}
+    for says, wrong, why in contradicted_by_sage2(recorded.get("paper-sage2", [])):
+        yield {"name": "sage2.py", "says": says, "wrong": "<br>".join(wrong), "why": why}
 
 
-def recorded_rows(name: str, table: ModuleType, results: Path) -> list[dict[str, Any]]:
-    """Those of all models; a table that needs no model makes its own."""
-    if not table.ABOUT.model:
-        return list(table.measure(None)) if hasattr(table, "CLAIMS") else []
-    return [row for result in load(results, f"table-{name}-") for row in result["rows"]]
+TABLES = (
+    Table("int-flash", "paper-int-flash",
+          "| distribution | tokens || {format} |",
+          "| {distribution} | {tokens} || {figure:.2f}{printed: (.2f)} |",
+          _int_flash, "format"),
+    Table("sage2", "paper-sage2",
+          "| what varies | layer | setting || {source} || paper, CogvideoX |",
+          "| {table} | {which} | {setting} || {found} || {printed} |",
+          _sage2, "source"),
+    Table("papers", "table-*",
+          "| name | what it shows | fails if | not reproduced | recorded on |",
+          "| `{name}` | {title} | {fails} | {missing} | {on} |",
+          _papers),
+    Table("contradicted", "table-* paper-sage2",
+          "| name | the paper | recorded here | likely because |",
+          "| `{name}` | {says} | {wrong} | {why} |",
+          _contradicted),
+)  # fmt: skip

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from overview_table import FRONT, RELEASED
+from overview_table import FRONT
+from quality_tables import CHECKPOINTS, checkpoints
 from recorded import load
-from released_tables import rows_of
 
 from qattn_hf.bench.picture import draw
 
@@ -34,7 +34,7 @@ def decode_rows(results: Path) -> tuple[list[dict[str, Any]], str]:
 def loss_rows(results: Path) -> list[dict[str, Any]]:
     """KL and bits of the recommended settings on each released checkpoint."""
     keys = ("setting", "kl", "bits")
-    known = {name: rows_of(results, record) for record, name in RELEASED.items()}
+    known = checkpoints([result for pattern in CHECKPOINTS.split() for result in load(results, pattern)])
     return [
         {"model": name, **{key: rows[setting][key] for key in keys}}
         for name, rows in known.items()

@@ -2,6 +2,7 @@
 
 The command prints one JSON object a line; other lines are shown and dropped. All rows go to `eval/results/NAME.json`
 with the command, the date, the versions and the device. `eval/tables.py` makes the tables of README and docs of them.
+`NAME:RUN` records one of several runs in a file, in the place of an earlier one with that name; the others stay.
 A command that fails or prints no row leaves the old file as it is; with `--failed` what a failing one printed is kept
 too, beside its exit code: of tests the rows say which failed. So is what one printed until SIGTERM came, as of
 `timeout`.
@@ -10,6 +11,7 @@ too, beside its exit code: of tests the rows say which failed. So is what one pr
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -77,23 +79,50 @@ def as_text(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return json.dumps(head, indent=1).removesuffix("\n}") + ',\n "rows": [\n' + lines + "\n ]\n}\n"
 
 
+def with_run(target: Path, run: dict[str, Any]) -> str:
+    """The text of a file of runs with `run`, in the place of one of its name or behind the others.
+
+    Raises:
+        SystemExit: the file has one run without a name.
+    """
+    found = json.loads(target.read_text(encoding="utf-8")) if target.is_file() else {"runs": []}
+    if "runs" not in found:
+        sys.exit(f"record: {target.name} has one run without a name: remove it first, or record {target.stem}")
+    runs = {one["run"]: one for one in found["runs"]} | {run["run"]: run}
+    texts = (as_text({key: one[key] for key in one if key != "rows"}, one["rows"]) for one in runs.values())
+    return f'{{\n "name": "{target.stem}",\n "runs": [\n' + ",\n".join(map(str.rstrip, texts)) + "\n ]\n}\n"
+
+
+def write(folder: Path, name: str, head: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
+    """Write a result; runs of one file that end at once wait for each other."""
+    record, _, run = name.partition(":")
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{record}.json"
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = with_run(target, {"run": run, **head, "rows": rows}) if run else as_text({"name": name, **head}, rows)
+        target.write_text(text, encoding="utf-8")
+    finally:
+        os.close(lock)
+    return target
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Run a measurement and keep its JSON rows in eval/results/NAME.json.")
-    parser.add_argument("name", help="name of the result, for instance quality-tiny-llama-28m")
+    parser.add_argument("name", help="name of the result, for instance speed-decode, or RECORD:RUN")
     parser.add_argument("command", nargs="+", help="the command, after --")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     parser.add_argument("--failed", action="store_true", help="record what a failing command printed, and fail like it")
     options = parser.parse_args(arguments)
-    if not re.fullmatch(r"[\w.-]+", options.name):
-        parser.error(f"NAME is a file name of letters, digits, '.', '_' and '-', not {options.name!r}")
+    if not re.fullmatch(r"[\w.-]+(:[\w.-]+)?", options.name):
+        parser.error(f"NAME is a file name of letters, digits, '.', '_' and '-', or two with ':', not {options.name!r}")
     rows, code = run(options.command, options.failed)
     from qattn_hf.messages.origin import origin  # takes a second, which a command that fails need not wait for
 
     command = [Path(options.command[0]).name, *options.command[1:]]
-    head = {"name": options.name, **origin(portable(" ".join(command))), **({"exit_code": code} if code else {})}
-    options.results.mkdir(parents=True, exist_ok=True)
-    target = options.results / f"{options.name}.json"
-    target.write_text(as_text(head, portable_value(rows)), encoding="utf-8")
+    head = {**origin(portable(" ".join(command))), **({"exit_code": code} if code else {})}
+    target = write(options.results, options.name, head, portable_value(rows))
     print(f"record: {len(rows)} rows in {portable(str(target))}", file=sys.stderr)
     sys.exit(code)
 

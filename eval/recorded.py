@@ -1,4 +1,4 @@
-"""Recorded results as Markdown: what the makers of tables share."""
+"""Recorded results: reading them, with settings spelled as they are today, and the line of their conditions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,21 @@ RECIPES = {"sage2:version=1": "sage1"}  # settings that are a recipe today, and 
 APART = ("quality-", "bits")  # begins of the names of records whose rows have settings as keys of their own
 
 
-def load(results: Path, prefix: str) -> list[Result]:
-    """Recorded results whose name starts with `prefix`, by name, with settings spelled as they are today."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"{prefix}*.json"))]
-    return [spelled_now(result) for result in found]
+def load(results: Path, pattern: str) -> list[Result]:
+    """Recorded results whose names match `pattern`, such as `bits*`, with settings spelled as they are today."""
+    return [spelled_now(run) for path in sorted(results.glob(f"{pattern}.json")) for run in runs_of(path)]
+
+
+def runs_of(path: Path) -> list[Result]:
+    """The runs that a file of results holds, each with rows, command, date, versions and device.
+
+    A file has one run, or `runs`, each with its name under `run`: it is called `RECORD:RUN`, as `eval/record.py` takes
+    it.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if "runs" not in record:
+        return [record]
+    return [{"name": f"{record['name']}:{run['run']}", **run} for run in record["runs"]]
 
 
 def spelled_now(result: Result) -> Result:
@@ -114,17 +125,12 @@ def _given_now(given: dict[str, Any], method: str, former: dict[str, Any]) -> di
     return {key: value for key, value in meant.items() if key not in former or str(value) != str(today[key].default)}
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def conditions(results: Path, *patterns: str, notes: bool = False) -> str:
+    """One line for a page: on what its figures were recorded. `notes` of single records follow as a list, if asked for.
 
-
-def conditions(results: Path, *prefixes: str) -> str:
-    """One line for a page: on what its figures were recorded; notes of single records follow as a list.
-
-    Commands, versions and dates of each record stand in its JSON file.
+    The JSON file of each record has its command, versions, date and note.
     """
-    found = [result for prefix in prefixes for result in load(results, prefix)]
+    found = [result for pattern in patterns for result in load(results, pattern)]
     if not found:
         return "Not measured yet."
     dates: dict[str, list[str]] = {}
@@ -132,12 +138,13 @@ def conditions(results: Path, *prefixes: str) -> str:
         used = [f"{name} {result['versions'][name]}" for name in SHOWN if result["versions"].get(name)]
         dates.setdefault(", ".join([result["device"], *used]), []).append(result["date"])
     where = "; ".join(f"{name} ({_days(days)})" for name, days in dates.items())
-    files = ", ".join(f"`eval/results/{prefix}*.json`" for prefix in prefixes)
-    notes: dict[str, list[str]] = {}
-    for result in found:
-        if "note" in result:
-            notes.setdefault(result["note"], []).append(f"`{result['name']}`")
-    listed = [f"- {', '.join(names)}: {note}." for note, names in notes.items()]
+    files = ", ".join(f"`eval/results/{pattern}.json`" for pattern in patterns)
+    noted: dict[str, list[str]] = {}
+    for result in (result for result in found if "note" in result):
+        noted.setdefault(result["note"], []).append(f"`{result['name']}`")
+    if not notes:
+        return f"Recorded on {where}. Commands and versions{', with notes' if noted else ''}: {files}."
+    listed = [f"- {', '.join(names)}: {note}." for note, names in noted.items()]
     return "\n".join([f"Recorded on {where}. Commands and versions: {files}.", *(["", *listed] if listed else [])])
 
 

@@ -17,71 +17,32 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import code_tables
+import overview_table
+import paper_tables
+import quality_tables
+import speed_tables
+import task_tables
+import type_tables
 from api_page import api_table
-from budget_tables import latent_table, outgrown_table
-from family_tables import families_table
-from fidelity_tables import tune_table
-from gpu_run_tables import gpu_runs_table
 from known_types import known_table
 from method_pages import common_table, index_table, method_page, nav
-from method_tables import kernels_table, methods_table
-from overview_table import (
-    fastest_table,
-    generate_overview,
-    least_table,
-    overview_table,
-    settings_table,
-    throughput_overview,
-)
-from paper_tables import contradicted_table, int_flash_table, papers_table, sage2_table
-from quality_tables import bits_table, claimed_table, recipes_table
-from recorded import Result, conditions, load, markdown
-from released_tables import choices_table, parts_table, released_table, trained_table
-from speed_tables import (
-    append_table,
-    beams_table,
-    before_after_table,
-    compensation_speed_table,
-    eager_table,
-    heads_table,
-    long_prompts_table,
-    plan_table,
-    recipes_speed_table,
-    slopes_table,
-    sparse_v_table,
-    stop_check_table,
-    warps_table,
-    windows_table,
-)
-from task_score_tables import chosen_tasks_table, fine_tunes_table, task_scores_table, tool_calls_table
-from task_tables import scores_table, tasks_table
-from transformers_tables import own_tests_table
-from type_tables import types_table, weights_table
+from recorded import conditions
 
 from qattn_hf.methods import list_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-# The records that a page of results is made of, by the start of their names.
+# The records that a page of results is made of.
 PAGES = {
-    "overview": ("released-", "front-"),
-    "quality": ("released-", "recipes", "quality-", "budget-", "tune-"),
-    "tasks": ("tasks-",),
-    "task-scores": ("task-scores-", "fine-tune-"),
-    "papers": ("paper-", "table-"),
-    "speed": ("speed-",),
-    "size": ("bits",),
+    "overview": ("released-*", "front-*"),
+    "quality": ("released-*", "recipes*", "quality-*", "budget-*", "tune"),
+    "tasks": ("tasks-*",),
+    "task-scores": ("task-scores-*", "fine-tune-*"),
+    "papers": ("paper-*", "table-*"),
+    "speed": ("speed-*", "long-prompts"),
+    "size": ("bits*", "plan-check"),
 }
-
-
-def speed_table(results: Path, bench: str) -> str:
-    """Rows of `qattn bench`, as the command shows them."""
-    from qattn_hf.bench.tables import computed_by, table
-
-    def shown(result: Result) -> str:
-        return f"{markdown(*table(result['rows']))}\n\n{computed_by(result['rows'])}"
-
-    return "\n\n".join(map(shown, load(results, f"speed-{bench}"))) or "Not measured yet."
 
 
 def report_example(results: Path) -> str:
@@ -100,89 +61,26 @@ def report_example(results: Path) -> str:
 
 
 def _conditions(results: Path, page: str) -> str:
-    text = conditions(results, *PAGES[page])
+    text = conditions(results, *PAGES[page], notes=page == "overview")
     # lines of the front page are short
     return text.replace("; ", ";\n").replace(". Commands", ".\nCommands") if page == "overview" else text
 
 
+DECLARED = (overview_table, quality_tables, speed_tables, task_tables, paper_tables, type_tables)
 TABLES: dict[str, Callable[[Path], str]] = {
-    "overview": overview_table,
-    "overview-generate": generate_overview,
-    "overview-throughput": throughput_overview,
-    "settings": settings_table,
-    "fastest": fastest_table,
-    "least": least_table,
-    "methods": methods_table,
+    **{table.name: table for module in DECLARED for table in module.TABLES},
+    **{f"conditions-{page}": partial(_conditions, page=page) for page in PAGES},
+    "methods": code_tables.methods_table,
     "method-pages": index_table,
     "nav-methods": nav,
     "common-settings": common_table,
-    "families": families_table,
-    "types": types_table,
-    "quantized-weights": weights_table,
+    "families": code_tables.families_table,
+    "kernels": code_tables.kernels_table,
     "known-types": known_table,
-    "own-tests": own_tests_table,
+    "own-tests": type_tables.own_tests_table,
+    "tasks": task_tables.tasks_table,
     "report": report_example,
-    "gpu-runs": gpu_runs_table,
-    "kernels": kernels_table,
-    "released": released_table,
-    "parts": parts_table,
-    "trained": trained_table,
-    "choices": choices_table,
-    "recipes": recipes_table,
-    "outgrown": outgrown_table,
-    "latent": latent_table,
-    "bits": bits_table,
-    "claimed": claimed_table,
-    "int-flash": int_flash_table,
-    "sage2": sage2_table,
-    "papers": papers_table,
-    "contradicted": contradicted_table,
-    "tasks": tasks_table,
-    "scores": scores_table,
-    "task-scores": task_scores_table,
-    "tool-calls": tool_calls_table,
-    "chosen-tasks": chosen_tasks_table,
-    "fine-tunes": fine_tunes_table,
-    "tune": tune_table,
-    "decode": partial(speed_table, bench="decode"),
-    "decode-slopes": slopes_table,
-    "bitdecoding": partial(speed_table, bench="bitdecoding"),
-    "eager": eager_table,
-    "decode-heads": heads_table,
-    "decode-warps": warps_table,
-    "rotations-speed": partial(before_after_table, record="speed-before-after-rotations"),
-    "programs-speed": partial(before_after_table, record="speed-before-after-programs"),
-    "registers-speed": partial(before_after_table, record="speed-before-after-append"),
-    "prompts-speed": partial(before_after_table, record="speed-before-after-long"),
-    "unpacked-speed": partial(before_after_table, record="speed-before-after-unpacked"),
-    "tails-speed": partial(before_after_table, record="speed-before-after-tails"),
-    "groups-speed": partial(before_after_table, record="speed-before-after-groups"),
-    "tiles-speed": partial(before_after_table, record="speed-before-after-tiles"),
-    "rows-speed": partial(before_after_table, record="speed-before-after-rows"),
-    "short-speed": partial(before_after_table, record="speed-before-after-short"),
-    "early-speed": partial(before_after_table, record="speed-before-after-early"),
-    "stop-check": stop_check_table,
-    "long-decode": partial(speed_table, bench="long-decode"),
-    "recipes-speed": recipes_speed_table,
-    "append-speed": append_table,
-    "beams": beams_table,
-    "crop-speed": partial(beams_table, record="speed-crop"),
-    "compensation-speed": compensation_speed_table,
-    "long-prompts": long_prompts_table,
-    "sparse-v": sparse_v_table,
-    "plan-check": plan_table,
-    "windows": windows_table,
-    "prefill": partial(speed_table, bench="prefill"),
-    "generate": partial(speed_table, bench="generate"),
-    "throughput": partial(speed_table, bench="throughput"),
-    "requests": partial(speed_table, bench="requests"),
-    "pieces": partial(speed_table, bench="pieces"),
-    "sliding-gemma-3": partial(speed_table, bench="sliding-gemma-3"),
-    "sliding-gpt-oss": partial(speed_table, bench="sliding-gpt-oss"),
-    "compile": partial(speed_table, bench="compile"),
-    "first-call": partial(speed_table, bench="first-call"),
     "api": api_table,
-    **{f"conditions-{page}": partial(_conditions, page=page) for page in PAGES},
 }
 
 

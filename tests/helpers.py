@@ -15,6 +15,7 @@ from qattn_hf import list_methods
 from qattn_hf.attention.model_constants.compensation import shares
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import get_method
+from qattn_kernels.formats.traits import compensates
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.skip_counts import SkipCounts
 from qattn_kernels.layer.spec import LayerSpec
@@ -67,7 +68,7 @@ def random_ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
 def constants_of(spec: LayerSpec, heads: int = 2, dim: int = 32) -> State:
     """What a layer without a model has in place of its model's constants: random ones."""
     found, generator = {}, torch.Generator().manual_seed(7)
-    if spec.k.core.compensates:
+    if compensates(spec.k):
         some = torch.randn(heads, 2 * dim, dim, generator=generator)
         found["k.compensation"] = shares(some.mT @ some)
     if spec.compute.equalize:

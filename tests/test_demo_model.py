@@ -17,7 +17,7 @@ from qattn_hf.assets.demo_tasks import few_shot, final_number, recall, registry,
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "qattn_hf" / "assets" / "demo_model"
-RESULTS = ROOT / "eval" / "results" / "demo_model.json"
+RESULTS = ROOT / "eval" / "results"
 PROMPTS = 16
 # The card's rates are 1.0 and 0.975 of 200: four or more misses in 16 have a chance below 1e-3 even at 0.975, and the
 # prompts are fixed (16 and 15 are right). A rotary base of 10,000 leaves 4 of the sums, noise of 30 % in the weights 8.
@@ -45,6 +45,11 @@ def examples(monkeypatch):
     return importlib.import_module
 
 
+def recorded_parameters(name: str) -> int:
+    """Of the model that a training script recorded."""
+    return json.loads((RESULTS / name).read_text())["parameters"]
+
+
 def replies(loaded, prompts: list[str], new_tokens: int) -> list[str]:
     model, tokenizer = loaded
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
@@ -60,7 +65,7 @@ def test_small_llama_with_grouped_heads(loaded):
     assert 2 <= config.num_key_value_heads < config.num_attention_heads
     assert config.tie_word_embeddings and config.vocab_size == len(tokenizer)
     assert json.loads((MODEL / "config.json").read_text())["dtype"] == "bfloat16"
-    assert json.loads(RESULTS.read_text())["parameters"] == model.num_parameters()
+    assert recorded_parameters("demo_model.json") == model.num_parameters()
 
 
 def test_tokenizer_starts_with_bos_and_keeps_digits_apart(loaded):
@@ -152,6 +157,7 @@ def test_the_hybrid_is_trained_with_the_attention_of_gpt_oss(examples):
     ours = [layer.self_attn.sinks.grad.clone() for layer in model.model.layers]
     model.zero_grad()
     final = model.final()
+    assert final.num_parameters() == recorded_parameters("hybrid_model.json")
     want = final(ids, labels=ids).loss
     want.backward()
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)  # fp32, sums in another order
@@ -171,4 +177,6 @@ def test_the_biased_model_is_trained_as_qwen2(examples):
     ids = torch.randint(3, 4096, (2, 65), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         loss, *_ = model(ids, torch.tensor([20]))
-        torch.testing.assert_close(loss, model.final()(ids, labels=ids).loss, rtol=1e-5, atol=1e-5)
+        final = model.final()
+        torch.testing.assert_close(loss, final(ids, labels=ids).loss, rtol=1e-5, atol=1e-5)
+    assert final.num_parameters() == recorded_parameters("biased_model.json")

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
-from recorded import spelled_now
+from recorded import conditions, runs_of, spelled_now
 
 from qattn_hf import list_methods
 from qattn_hf.methods import measured_settings
@@ -91,6 +91,26 @@ def test_record_keeps_what_was_printed_until_it_was_stopped(tmp_path):
     assert result["exit_code"] == 143 and result["rows"] == [{"kl": 1}]
 
 
+def test_a_run_takes_the_place_of_its_name_and_the_others_stay(tmp_path):
+    def record_run(run: str, kl: int) -> Path:
+        code = f"print('{{\"kl\": {kl}}}')"
+        with pytest.raises(SystemExit) as ended:
+            record.main([f"net:{run}", "--results", str(tmp_path), "--", "python", "-c", code])
+        assert ended.value.code == 0
+        return tmp_path / "net.json"
+
+    for run, kl in (("a", 1), ("b", 2), ("a", 3)):
+        path = record_run(run, kl)
+    found = runs_of(path)
+    assert [(run["name"], run["rows"], run["command"][:7]) for run in found] == [
+        ("net:a", [{"kl": 3}], "python "),
+        ("net:b", [{"kl": 2}], "python "),
+    ]
+    path.write_text('{"name": "net", "rows": []}')
+    with pytest.raises(AssertionError, match="one run without a name"):
+        record_run("a", 1)
+
+
 def test_record_refuses_a_name_that_is_a_path(tmp_path, capsys):
     run_record(tmp_path, "print('{}')", name="../outside", wanted=2)
     assert "../outside" in capsys.readouterr().err
@@ -106,7 +126,7 @@ def write_results(folder: Path) -> Path:
          "effective_bits_total": 3.5, "kv_bytes": 7, "impl": "reference", "recall": 0.5, "recall_lost_won": [3, 1]},
     ]  # fmt: skip
     bits = [
-        {"method": "int8", "head_dim": 64, "kv_heads": 8, "tokens": n, "packed_tokens": n, "effective_bits": 8.5,
+        {"method": "int8", "head_dim": 128, "kv_heads": 8, "tokens": n, "packed_tokens": n, "effective_bits": 8.5,
          "effective_bits_total": 8.5 + 64 / n}
         for n in (4096, 512)
     ]  # fmt: skip
@@ -127,8 +147,8 @@ def test_tables_hold_the_recorded_figures_and_their_conditions(tmp_path):
     assert "old" not in text and "\nkept\n" in text and text.endswith("<!-- /table -->\nend\n")
     assert "| setting | net |" in text and "| `turbo:bits=mixed` | 0.0123 |" in text
     assert "all, 512 tokens | all, 4096 tokens" in text
-    assert "| `int8` | 64 | 8.500 | 8.625 | 8.516 |" in text
-    assert "Recorded on CPU, torch 9.9 (2030-01-02). Commands and versions: `eval/results/bits*.json`." in text
+    assert "| `int8` | 8.500 | 8.625 | 8.516 |" in text
+    assert "Recorded on CPU, torch 9.9 (2030-01-02). Commands and versions: `eval/results/bits*.json`, " in text
     assert tables.fill(text, tmp_path / "results") == text, "filling a filled file changes nothing"
 
 
@@ -145,7 +165,7 @@ def test_scores_stand_beside_full_precision_first(tmp_path):
     (tmp_path / "results").mkdir()
     head = {"date": "2030-01-02", "device": "GPU", "versions": {"torch": "9.9"}}
     held = {"scored": 200, "scored_through_packed": 190, "effective_bits": 3.25, "kv_share": 0.2}
-    for family, method in (("a", "turbo:bits=mixed,softmax=sas"), ("b", "full")):
+    for family, method in (("a", "turbo:bits=mixed"), ("b", "full")):
         sums = {"task": "sums", "metric": "exact_match", "filter": "strict-match", "value": 0.5, "stderr": 0.01}
         words = {"task": "wikitext", "metric": "word_perplexity", "filter": "none", "value": 99.96, "stderr": None}
         words |= held if family == "a" else {**held, "effective_bits": None}
@@ -156,8 +176,8 @@ def test_scores_stand_beside_full_precision_first(tmp_path):
     text = tables.TABLES["scores"](tmp_path / "results")
     lines = [line for line in text.splitlines() if line.startswith(("| full", "| `turbo"))]
     assert lines == [
-        "| full precision | 0.500 (0.010) |  |  |  | 100.0 |  |  |  |",
-        "| `turbo:bits=mixed,softmax=sas` | 0.500 (0.010) |  |  |  | 100.0 | 95% | 3.250 | 0.20x |",
+        "| full precision | 0.500 (0.010) | 100.0 |  |  |  |",
+        "| `turbo:bits=mixed` | 0.500 (0.010) | 100.0 | 95% | 3.250 | 0.20x |",
     ]
     assert "**net**" in text
 
@@ -170,7 +190,7 @@ def test_claims_of_papers_stand_beside_recorded_bits(tmp_path):
         for dim in (64, 128) for n in (512, 4096, 32768)
     ]  # fmt: skip
     head = {"command": "python bits.py", "date": "2030-01-02", "device": "CPU", "versions": {}}
-    (tmp_path / "results" / "bits.json").write_text(json.dumps({**head, "rows": rows}))
+    (tmp_path / "results" / "bits.json").write_text(json.dumps({"name": "bits", **head, "rows": rows}))
     text = tables.fill("<!-- table:claimed -->\n<!-- /table -->", tmp_path / "results")
     assert "| closed blocks | all, 4096 tokens | all, 32768 tokens |" in text
     assert "| over 4.4x |" in text and "| `turbo:bits=mixed,sink_num=0` | 5.00x | 4.00x | 4.85x |" in text
@@ -181,14 +201,14 @@ def test_speed_tables_hold_the_rows_of_the_benches(tmp_path):
     (tmp_path / "results").mkdir()
     shape = {"bench": "prefill", "batch": 4, "tokens": 4096}
     rows = [
-        {**shape, "way": "sdpa cudnn", "packed": False, "tops": 533.2},
-        {**shape, "way": "turbo", "packed": True, "tops": 612.0},
+        {**shape, "way": "sdpa cudnn", "packed": False, "ms": 1.026},
+        {**shape, "way": "sage2", "packed": True, "ms": 0.9},
     ]
     head = {"command": "python -m qattn_hf bench prefill", "date": "2030-01-02", "device": "GPU", "versions": {}}
     (tmp_path / "results" / "speed-prefill.json").write_text(json.dumps({**head, "rows": rows}))
-    text = "".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("decode", "prefill", "generate"))
+    text = "".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("decode", "prefill", "decode-in-turn"))
     text = tables.fill(text, tmp_path / "results")
-    assert "| 4 x 4096 | 533 | 612 |" in text
+    assert "| SDPA, bf16 | 1.03 |" in text and "| `sage2` | 0.900 (1.14x) |" in text
     assert text.count("Not measured yet.") == 2
 
 
@@ -230,11 +250,10 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
     [(name, command)] = found["prefill"]
     assert name == "speed-prefill" and command[:6] == ["python", "-m", "qattn_hf", "bench", "prefill", "--json"]
     assert command[-3:] == ["--method", measured_settings("prefill")[-1], "--quick"]
+    recorded = runs_of(ROOT / "eval" / "results" / "quality-full-tiny-llama-28m.json")
     for name, command in found["quality"]:
-        result = ROOT / "eval" / "results" / f"{name.replace('net', 'tiny-llama-28m')}.json"
-        assert name.startswith("quality-full-net-") and command[-2] == "--methods"
-        if result.is_file():  # of a new method nothing is recorded yet
-            record = json.loads(result.read_text())
+        assert name.startswith("quality-full-net:") and command[-2] == "--methods"
+        for record in (run for run in recorded if run["run"] == name.partition(":")[2]):  # none of a new method
             asked = [{"way": one} for one in split_methods([record["command"].split()[-1]])]
             then = spelled_now({**record, "name": "asked", "rows": asked})["rows"]
             assert set(split_methods([command[-1]])) == {row["way"] for row in then}
@@ -242,7 +261,7 @@ def test_gpu_parts_are_named_and_quality_is_called_as_before(tmp_path, capsys):
     assert sum("fp" in split_methods([settings]) for settings in families.values()) == 1
     assert (tmp_path / "first-half.txt").read_text() + (tmp_path / "second-half.txt").read_text() == "one\ntwo\nthree\n"
     names = {name for name, _ in found["tables"]}
-    assert "table-sinkq_sinks-net" in names and "table-turbo_sas-net" not in names, "that one reads no model"
+    assert "table-sinkq_sinks:net" in names and "table-turbo_sas:net" not in names, "that one reads no model"
     for arguments in (["--only", "speed"], ["--only", "quality"]):
         with pytest.raises(SystemExit):
             gpu.main(arguments)
@@ -321,18 +340,18 @@ def test_tables_refuse_an_unknown_marker(tmp_path):
         tables.fill("<!-- table:speed -->\n<!-- /table -->", tmp_path)
 
 
-def test_conditions_tell_records_apart_and_keep_their_notes(tmp_path):
+def test_conditions_tell_records_apart_and_keep_notes_that_are_asked_for(tmp_path):
     (tmp_path / "results").mkdir()
     head = {"versions": {"torch": "9.9", "python": "3.14"}, "rows": []}
     for i, (device, note) in enumerate((("GPU", "by hand"), ("CPU", None), ("GPU", "by hand"))):
         record = {"name": f"bits-{i}", "date": f"2030-01-0{i + 1}", "device": device, **head}
         text = json.dumps(record if note is None else {**record, "note": note})
         (tmp_path / "results" / f"bits-{i}.json").write_text(text)
-    found = tables.TABLES["conditions-size"](tmp_path / "results").splitlines()
-    assert found[0].startswith(
-        "Recorded on GPU, torch 9.9 (2030-01-01 to 2030-01-03); CPU, torch 9.9 (2030-01-02). Commands and versions: "
-    )
-    assert found[2:] == ["- `bits-0`, `bits-2`: by hand."]
+    where = "Recorded on GPU, torch 9.9 (2030-01-01 to 2030-01-03); CPU, torch 9.9 (2030-01-02). Commands and versions"
+    files = "`eval/results/bits*.json`."
+    assert conditions(tmp_path / "results", "bits*") == f"{where}, with notes: {files}"
+    noted = conditions(tmp_path / "results", "bits*", notes=True)
+    assert noted.splitlines() == [f"{where}: {files}", "", "- `bits-0`, `bits-2`: by hand."]
 
 
 def test_check_fails_on_a_stale_file_and_writes_nothing(tmp_path):

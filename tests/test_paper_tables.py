@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import method_tables
+import code_tables
 import paper
 import paper_tables
 import pytest
@@ -17,6 +17,7 @@ from baselines.gear import Gear
 from helpers import PAPERS
 from papers import common
 from pydantic import ValidationError
+from recorded import runs_of
 
 from qattn_hf.attention.observe import Call
 from qattn_hf.methods import Method, get_method, list_methods
@@ -84,10 +85,9 @@ def test_a_claim_that_does_not_hold_ends_with_an_error(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, table in TABLES.items() if table.ABOUT.model])
 def test_recorded_rows_are_of_todays_table_and_hold_what_must_hold(name: str):
-    table, recorded = TABLES[name], sorted(RESULTS.glob(f"table-{name}-*.json"))
+    table, recorded = TABLES[name], runs_of(RESULTS / f"table-{name}.json")
     assert len(recorded) == 2, "with both trained models"
-    for path in recorded:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    for rows in (run["rows"] for run in recorded):
         assert {row["table"] for row in rows} == {table.ABOUT.title}
         assert table.broken(rows) == []
 
@@ -110,7 +110,8 @@ CONTRADICTED = {  # what the page says in words
 
 
 def test_the_page_says_which_claims_of_the_papers_recorded_rows_contradict():
-    lines = paper_tables.contradicted_table(RESULTS).splitlines()
+    [table] = [table for table in paper_tables.TABLES if table.name == "contradicted"]
+    lines = table(RESULTS).splitlines()
     for name, found in CONTRADICTED.items():
         text = "\n".join(line for line in lines if line.startswith(f"| `{name}` |"))
         assert [part for part in found if not re.search(part, text)] == []
@@ -174,7 +175,7 @@ def test_recorded_prefills_that_are_slower_are_named():
 
 @pytest.mark.parametrize("name", list_methods())
 def test_what_the_reference_alone_computes_is_said_of_the_setting_and_on_the_page(name: str):
-    alone, fields = method_tables.reference_only(name), get_method(name).model_fields
+    alone, fields = code_tables.reference_only(name), get_method(name).model_fields
     assert [key for key in alone if "reference only" not in (fields[key].description or "")] == []
     page = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
     [line] = [line for line in page.splitlines() if line.startswith(f"| `{name}` |") and line.count("|") == 5]
@@ -183,11 +184,11 @@ def test_what_the_reference_alone_computes_is_said_of_the_setting_and_on_the_pag
 
 def test_the_letter_of_the_papers_is_the_references_alone():
     """The package's methods have it in no setting; those that `eval/papers/` registers have it in theirs."""
-    found = {paper.name(): method_tables.reference_only(paper.name()) for paper in PAPERS}
+    found = {paper.name(): code_tables.reference_only(paper.name()) for paper in PAPERS}
     assert found["paper_turbo"]["buffer_scale"] == ["universal"] and found["paper_turbo"]["p_scale"] == ["tile"]
     assert found["paper_int_flash"]["v_granularity"] == ["tensor"]
     assert found["paper_sage2"]["v_scale"] == ["prompt"] and "smooth_q" not in found["paper_sage2"]
-    own = {name: method_tables.reference_only(name) for name in list_methods()}
+    own = {name: code_tables.reference_only(name) for name in list_methods()}
     alone = {(name, key) for name, keys in own.items() for key in keys if key != "compute"}
     assert alone == {("turbo", "block_kv"), ("turboquant", "norm_block")}  # sizes of blocks, which no paper compares
 

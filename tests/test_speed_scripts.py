@@ -1,4 +1,4 @@
-"""Scripts of `eval/` that measure speed or show it: kernels for a sanitizer, sparse V, pictures, slopes."""
+"""Scripts of `eval/` that measure speed or show it: kernels for a sanitizer, sparse V, pictures."""
 
 from __future__ import annotations
 
@@ -49,11 +49,6 @@ def test_pictures_show_the_recorded_rows(script):
     assert where and {row["batch"] for row in rows} == set(pictures.BATCHES)
 
 
-@pytest.mark.parametrize("points, wanted", [({0: 1.0, 1000: 1.5}, 500), ({512: 0.1, 2048: 0.1, 8192: 0.1}, 0)])
-def test_a_slope_is_in_microseconds_a_thousand_tokens(script, points, wanted):
-    assert script("speed_tables").slope(points) == pytest.approx(wanted)
-
-
 def test_a_generation_outgrows_its_memory(script, capsys):
     script("budget").main(["generate", "--quick"])
     row = json.loads(capsys.readouterr().out)
@@ -68,19 +63,6 @@ def test_latent_attention_is_timed_beside_stock(script, capsys, monkeypatch):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["method"] for row in rows} == {"stock", "int8", "turbo", "turbo:bits=2"}
     assert all(row["ms"] > 0 for row in rows) and {row["new_tokens"] for row in rows} == {1, 64}
-
-
-def test_table_of_latents(script, tmp_path):
-    head = {"name": "speed-latent", "command": "", "date": "2030-01-02", "device": "GPU", "versions": {}}
-    latent = {"heads": 16, "rows": 1, "context": 64, "new_tokens": 1}
-    rows = [
-        {**latent, "method": "stock", "impl": "sdpa", "ms": 3.0},
-        {**latent, "method": "int8", "impl": "x", "ms": 2.0},
-    ]
-    (tmp_path / "speed-latent.json").write_text(json.dumps({**head, "rows": rows}))
-    tables = script("budget_tables")
-    assert "| 16 | 1 x 64, a step | 3.000 | 2.000 (1.50x) |" in tables.latent_table(tmp_path)
-    assert tables.outgrown_table(tmp_path) == "Not measured yet."
 
 
 def test_decode_is_timed_with_several_numbers_of_warps(script, capsys):
@@ -111,33 +93,6 @@ def test_eager_calls_are_timed_beside_stocks(script, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["what"], row["tokens"], row["pairs"]) for row in rows] == [("step", 70, 2), ("prompt", 3, 2)]
     assert all(row["low"] <= row["ratio"] <= row["high"] and row["ms"] > 0 and row["stock_ms"] > 0 for row in rows)
-
-
-def test_tables_of_beams_and_recipes(script, tmp_path):
-    head = {"name": "", "command": "", "date": "2030-01-02", "device": "GPU", "versions": {}}
-    case = {"layers": 2, "what": "4 beams", "calls": 32}
-    rows = [{**case, "way": "stock", "ms": 30.0}, {**case, "way": "int8 graph", "ms": 10.0}]
-    (tmp_path / "speed-beams.json").write_text(json.dumps({**head, "rows": rows}))
-    point = {"batch": 16, "context": 512}
-    rows = [{**point, "way": way, "ms": ms, "packed": True} for way, ms in (("sinkq", 1.0), ("low2", 1.1))]
-    (tmp_path / "speed-recipes.json").write_text(json.dumps({**head, "rows": rows}))
-    tables = script("speed_tables")
-    assert "| 2 | 4 beams | 32 | 30 | 10 (3.00x) |" in tables.beams_table(tmp_path)
-    assert "| `low2` | `sinkq` | +10.0% |" in tables.recipes_speed_table(tmp_path)
-
-
-def test_table_of_compensation(script, tmp_path):
-    """What a setting costs is by the same checkout without; the other checkout is named for what it does."""
-    trees = {"before": (1.0, 1.5), "after": (2.0, 2.1)}
-    rows = [
-        {"bench": "decode", "batch": 4, "context": 512, "way": way, "tree": tree, "ms": ms}
-        for tree, both in trees.items()
-        for way, ms in zip(("kivi:bits=2", "kivi:bits=2,compensate_k=true"), both, strict=True)
-    ]
-    head = {"name": "", "command": "", "date": "2030-01-02", "device": "GPU", "versions": {}}
-    (tmp_path / "speed-compensation.json").write_text(json.dumps({**head, "rows": rows}))
-    [_, _, line] = script("speed_tables").compensation_speed_table(tmp_path).splitlines()
-    assert line == "| `kivi:bits=2` | decode | 4 x 512 | 2.0000 | 1.5000 (-25.0%) | 2.1000 (+5.0%) |"
 
 
 def test_methods_are_timed_in_turn_beside_the_first(script, capsys):

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import task_score_tables as made
+from task_tables import TABLES
 
-NAMES = ("task_scores_table", "tool_calls_table", "chosen_tasks_table", "fine_tunes_table")
+MADE = {table.name: table for table in TABLES}
 
 
 def record(folder: Path, name: str, *rows: dict[str, Any]) -> None:
@@ -27,13 +27,13 @@ CALLS = {**AGREES, "agrees_by_length": {"1024": 0.98, "2048": 0.5}, "holds_to": 
 
 
 def test_without_records_tables_say_so(tmp_path):
-    assert {getattr(made, name)(tmp_path) for name in NAMES} == {"Not measured yet."}
+    assert {table(tmp_path) for table in TABLES} == {"Not measured yet."}
 
 
 def test_scores_stand_with_their_errors_and_agreement_and_full_precision_comes_first(tmp_path):
     packed = [row("low2", "gsm8k", **{**AGREES, "bits": 2.4}), row("turbo", "gsm8k", **AGREES)]
     record(tmp_path, "task-scores-a", *packed, row("full", "gsm8k"), row("full", "bbh", questions=2700, stderr=None))
-    text = made.task_scores_table(tmp_path)
+    text = MADE["task-scores"](tmp_path)
     assert text.startswith("**net**, questions: GSM8K 1,319, BBH 2,700\n")
     assert text.splitlines()[-3:] == [
         "| full precision |  | 25.0% (1.0%) |  | 25.0% |  |",
@@ -45,15 +45,15 @@ def test_scores_stand_with_their_errors_and_agreement_and_full_precision_comes_f
 def test_a_failed_unit_leaves_its_cells_empty_and_a_later_record_fills_them(tmp_path):
     failed = {"model": "net", "task": "gsm8k", "setting": "turbo", "error": "OutOfMemoryError"}
     record(tmp_path, "task-scores-a", row("full", "gsm8k"), failed)
-    assert "turbo" not in made.task_scores_table(tmp_path)
+    assert "turbo" not in MADE["task-scores"](tmp_path)
     record(tmp_path, "task-scores-b", row("turbo", "gsm8k", **AGREES))
-    assert "| `turbo` | 4.30 | 25.0% (1.0%) | 90.0% (2.0%) |" in made.task_scores_table(tmp_path)
+    assert "| `turbo` | 4.30 | 25.0% (1.0%) | 90.0% (2.0%) |" in MADE["task-scores"](tmp_path)
 
 
 def test_rows_without_full_precision_have_no_agreement(tmp_path):
     record(tmp_path, "task-scores-a", row("turbo", "gsm8k", bits=4.3), row("turbo", "tools", bits=4.3))
-    assert "| `turbo` | 4.30 | 25.0% (1.0%) |  | 25.0% (1.0%) |  |" in made.task_scores_table(tmp_path)
-    assert made.tool_calls_table(tmp_path) == made.chosen_tasks_table(tmp_path) == "Not measured yet."
+    assert "| `turbo` | 4.30 | 25.0% (1.0%) |  | 25.0% (1.0%) |  |" in MADE["task-scores"](tmp_path)
+    assert MADE["tool-calls"](tmp_path) == MADE["chosen-tasks"](tmp_path) == "Not measured yet."
 
 
 def test_tool_calls_are_told_by_length(tmp_path):
@@ -64,7 +64,7 @@ def test_tool_calls_are_told_by_length(tmp_path):
         row("turbo", "tools", **CALLS),
         row("low2", "tools", **{**CALLS, "holds_to": 0}),
     )
-    assert made.tool_calls_table(tmp_path).splitlines()[2:] == [
+    assert MADE["tool-calls"](tmp_path).splitlines()[2:] == [
         "| cache | 1024 | 2048 | holds to |",
         "| --- | --- | --- | --- |",
         "| right in full precision | 96% | 80% |  |",
@@ -76,7 +76,7 @@ def test_tool_calls_are_told_by_length(tmp_path):
 def test_the_short_table_has_a_column_for_each_model_and_task(tmp_path):
     record(tmp_path, "task-scores-a", row("turbo", "gsm8k", **AGREES), row("full", "gsm8k"))
     record(tmp_path, "task-scores-b", row("turbo", "tools", "tuned", **CALLS), row("low2", "tools", "tuned", **CALLS))
-    assert made.chosen_tasks_table(tmp_path).splitlines() == [
+    assert MADE["chosen-tasks"](tmp_path).splitlines() == [
         "| setting | bits | GSM8K, net | tool calls, tuned |",
         "| --- | --- | --- | --- |",
         "| `low2` | 4.30 |  | 1,024 tokens |",
@@ -87,4 +87,4 @@ def test_the_short_table_has_a_column_for_each_model_and_task(tmp_path):
 def test_a_fine_tuning_is_told(tmp_path):
     tuned = {"model": "net", "data": "gsm8k", "steps": 1200, "tokens": 5_690_000, "seconds": 31.4}
     record(tmp_path, "fine-tune-gsm8k", {**tuned, "loss_first": 1.2345, "loss_last": 0.5})
-    assert "| net | gsm8k | 1,200 | 5.7 M | 1.234 to 0.500 | 31 |" in made.fine_tunes_table(tmp_path)
+    assert "| net | gsm8k | 1,200 | 5.7 M | 1.234 to 0.500 | 31 |" in MADE["fine-tunes"](tmp_path)

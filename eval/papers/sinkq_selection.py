@@ -93,7 +93,7 @@ CLAIMS = (
     Claim(
         "keeping the tokens of the smallest keys is the best criterion (Fig. 1f)",
         in_order("relative_l1", orders=[(f"{n} smallest_key", f"{n} attention") for n in COUNTS]),
-        "beyond the sinks small keys stand for nothing, while attention is what an error is weighted by; it is known "
+        "beyond the sinks small keys mean nothing, while attention is what an error is weighted by; it is known "
         "only after a token was read, its key before",
     ),
 )

@@ -1,6 +1,6 @@
 """Sparse V, section 4.4 and the addendum: formats of keys and of values, each with each, by KL to full precision.
 
-Fails if keys in two bits beside 8-bit values do not lose more KL than values in two bits beside 8-bit keys, which is
+Fails if keys in two bits with 8-bit values do not lose more KL than values in two bits with 8-bit keys, which is
 what asymmetric formats rest on; or if attention's error does not fall with the bits of both sides.
 """
 

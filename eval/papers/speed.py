@@ -24,9 +24,8 @@ ABOUT = About(
     model="",
     missing="the papers measure an A100, an A800, an RTX4090, an L20, and Apple's M2 and M5; the recorded figures are "
     "of the GPU that their files name. Whole models of the papers, and the kernels of GEAR and KIVI, are not measured. "
-    "SAS (`softmax=sas`) takes 0.98 to 1.02 of the exact exponential's decode at five points "
-    "(`speed-before-after-decode.json`), and sparse V makes steps 22 to 58 % slower (`speed-sparse-v.json`). This "
-    "table has neither. TurboAttention 5.5 says that dequantized caches decode slower than FP16; ours do not: "
+    "Sparse V makes steps 22 to 58 % slower (`speed-sparse-v.json`). This table has neither it nor SAS. "
+    "TurboAttention 5.5 says that dequantized caches decode slower than FP16; ours do not: "
     "`kivi:bits=4,group_size=128` decodes 1.1 to 3.5 times as fast as cuDNN (`speed-decode.json`). Throughput here is "
     "of single rows; what fits a memory is under Speed (TurboAttention, Fig. 7a; SinkQ, Fig. 3). Not measured: shares "
     "of latency (TurboAttention, Fig. 1; SinkQ, Fig. 7), a fused QKV projection, attention without a mask, what "

@@ -17,7 +17,7 @@ ABOUT = About(
     model="meta-llama/Meta-Llama-3-8B-Instruct",
     tasks=("gsm8k_cot", "aqua_cot"),
     missing="the paper's accuracies need its models: name --tasks gsm8k_cot,qattn_bbh,... In Table 6 each method "
-    "stands twice, and the second pair's bits are not printed.",
+    "comes twice, and the second pair's bits are not printed.",
 )
 NAMES = ("gsm8k", "aqua", "bbh")
 FP, KIVI_4, GEAR_4, TURBO_4 = "FP16", "KIVI 4", "GEAR-L 4, KCVT", "TurboAttention 4"

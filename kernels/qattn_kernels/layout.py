@@ -51,6 +51,21 @@ class RowState(NamedTuple):
     overflow: Any
 
 
+class BlockState(NamedTuple):
+    """The state tensors of all rows' blocks that no format owns, by their names in the state.
+
+    Attributes:
+        dropped: uint8 `[B, H, blocks, block / 8]`, a bit for each masked token.
+        nonfinite: int64 `[B, H]`, new tokens that were not finite.
+        block_pos, block_len: int32 `[B, blocks]`, row position of a block's first token, and how many it has.
+    """
+
+    dropped: Any
+    nonfinite: Any
+    block_pos: Any
+    block_len: Any
+
+
 ROW_OVERFLOW = len(Row._fields)  # the column behind: real tokens of the call that do not fit
 ROW_FIELDS = 8  # columns of the int32 tensor `[B, ROW_FIELDS]` that kernels hand a `Row` on in, a power of two
 

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from qattn_hf.messages import cut
 from qattn_hf.model.heads import head_sizes
 from qattn_hf.model.layer_kinds import ModelLayerSpec, of_method, window_of
+from qattn_kernels.formats.traits import low_kind
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 from qattn_kernels.layer.support import no_triton, unsupported
 from qattn_kernels.step.prompt import sees_raw
@@ -80,7 +81,7 @@ def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerS
         if not isinstance(spec, LayerSpec) or window_of(spec) is None or not of_method(spec):
             continue
         heads = head_sizes(config, i).kv
-        if any(fmt.core.low_kind(heads) or 0 < fmt.core.kernel_bits(heads) < SAFE_BITS for fmt in (spec.k, spec.v)):
+        if any(low_kind(fmt, heads) or 0 < fmt.core.kernel_bits(heads) < SAFE_BITS for fmt in (spec.k, spec.v)):
             warn(
                 f"sliding windows are packed in fewer than {SAFE_BITS} bits, which lost the text on Gemma 3 270M. "
                 "Take sliding='lossless', the default, or 4 bits"

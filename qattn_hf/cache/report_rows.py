@@ -10,8 +10,8 @@ from qattn_hf.cache.notices import reads_no_code, written_once
 from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.layer.model_layer import ModelLayer
 from qattn_hf.model.layer_kinds import kind_of, of_method, window_of
-from qattn_kernels.formats import Span
 from qattn_kernels.formats.model.reference import ModelFormat
+from qattn_kernels.formats.traits import Span, aged_blocks
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layer.support import no_triton, unsupported
@@ -171,8 +171,8 @@ def _block_bits(layer: QAttnLayer, values: int) -> float | None:
 
 def _spans(layer: QAttnLayer, side: str) -> list[Span]:
     """Runs of blocks with the same bits, of a side whose blocks differ; empty where they do not."""
-    fmt = (layer.spec.k if side == "k" else layer.spec.v).core
-    return fmt.spans(layer.blocks) if fmt.ages else []
+    aged = aged_blocks(layer.spec.k if side == "k" else layer.spec.v)
+    return [] if aged is None else aged.spans(layer.blocks)
 
 
 def _tokens_by_bits(layer: QAttnLayer) -> dict[str, dict[int, int]]:

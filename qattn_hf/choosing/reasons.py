@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qattn_hf.choosing.candidates import Candidate
 from qattn_hf.choosing.probe import Probe
+from qattn_kernels.formats.traits import compensates
 from qattn_kernels.layer.spec import LayerSpec
 
 ALIKE = 0.3  # bits by which settings may differ that are compared
@@ -23,7 +24,7 @@ def features(candidate: Candidate) -> set[str]:
         "pool": any(spec.sink_pool.num for spec in specs),
         "rotated": any(spec.compute.rotate != "none" for spec in specs),
         "equalized": any(spec.compute.equalize for spec in specs),
-        "compensated": any(spec.k.core.compensates for spec in specs),
+        "compensated": any(compensates(spec.k) for spec in specs),
     }
     return {name for name, has in found.items() if has}
 

@@ -15,6 +15,7 @@ from qattn_hf.layer.handle import Handle, Written
 from qattn_hf.layer.kv_sharing import attend_again
 from qattn_hf.model.device import capturing
 from qattn_hf.model.layer_kinds import window_of
+from qattn_kernels.formats.traits import least_heads
 from qattn_kernels.layer.arena import Layout, Outline, columns_seen, outline
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
@@ -35,7 +36,7 @@ def _checked(geometry: Geometry, spec: LayerSpec) -> Outline:
     Raises:
         UnsupportedError: a shape that the recipe does not fit.
     """
-    low = max(spec.k.least_heads, spec.v.least_heads)
+    low = max(least_heads(spec.k), least_heads(spec.v))
     if low > geometry.heads:
         raise UnsupportedError(
             f"the recipe gives {low} heads of a layer 2 bits, but the layer has {geometry.heads} KV heads: "

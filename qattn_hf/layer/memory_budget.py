@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from qattn_hf.errors import CapacityError
 from qattn_hf.messages import size
 from qattn_kernels.formats import Format
+from qattn_kernels.formats.traits import may_age
 from qattn_kernels.layer.arena import Layout, places
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
@@ -75,7 +76,7 @@ def at_stage(spec: BudgetLayerSpec, stage: int, aged: int = 0) -> BudgetLayerSpe
     bits, following = steps[stage], steps[min(stage + 1, len(steps) - 1)]
 
     def changed(fmt: Format, own: int, then: int) -> Any:
-        core = fmt.core.with_bits(own, None if own == then else aged)
+        core = may_age(fmt).with_bits(own, None if own == then else aged)
         return replace(fmt, inner=core) if fmt.smoothed else core  # type: ignore[call-arg]
 
     return replace(spec, k=changed(spec.k, bits[0], following[0]), v=changed(spec.v, bits[1], following[1]))
@@ -88,7 +89,7 @@ def all_stages(spec: BudgetLayerSpec) -> list[BudgetLayerSpec]:
 
 def stage_of(spec: BudgetLayerSpec) -> int:
     """The stage that a spec is at."""
-    k, v = (fmt.core.spans(1)[-1].bits for fmt in (spec.k, spec.v))
+    k, v = (may_age(fmt).spans(1)[-1].bits for fmt in (spec.k, spec.v))
     return stages(spec).index((k, v))
 
 

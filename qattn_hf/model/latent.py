@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.model.decoder import decoder_of
 from qattn_hf.model.device import only_moves
+from qattn_kernels.formats.traits import compensates
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.step.latent_prompt import UpProjections
 
@@ -87,7 +88,7 @@ def layer_spec(spec: LayerSpec, method: str) -> LayerSpec:
     for given, what in (
         (spec.sink_pool.num, "a sink pool, which looks for small keys"),
         (spec.k.smoothed or spec.v.smoothed or compute.smooth_k or compute.smooth_q != "none", "smoothing"),
-        (spec.k.core.compensates, "errors of a key's channels that make up for one another"),
+        (compensates(spec.k), "errors of a key's channels that make up for one another"),
         ((compute.rotate, compute.rotate_v) != ("none", "none"), "a rotation of keys or values"),
         (compute.round_sum or compute.pv in ("e4m3", "e5m2"), "products in integers or FP8 of whole keys and values"),
     ):

@@ -13,6 +13,7 @@ import torch
 
 from qattn_hf.attention.observe import Call
 from qattn_hf.layer.layer import QAttnLayer
+from qattn_kernels.formats.traits import mixes
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import needs_constants
 from qattn_kernels.layout import State
@@ -104,7 +105,7 @@ class StackedLayers:
         for i, (layer, spec, _) in enumerate(self.members):
             call = calls[layer]
             by_heads = needs_constants(spec) or call.scores.sinks is not None
-            alone = by_heads and (spec.k.mixed or spec.v.mixed)
+            alone = by_heads and (mixes(spec.k) or mixes(spec.v))
             shape = (*call.query.shape[1::2], *call.keys.shape[1::2], call.values.shape[-1])
             key = (spec, shape, call.scores._replace(sinks=None), by_heads, i if alone else None)
             alike.setdefault(key, []).append(i)

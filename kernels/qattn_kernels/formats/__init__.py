@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-from qattn_kernels.formats.base import Arrival, Block, Format, Low, Operand, Span
+from qattn_kernels.formats.base import Arrival, Block, Format, Operand
 from qattn_kernels.formats.granularity import QUERY_BLOCK
+from qattn_kernels.formats.traits import Low, Span
 
 __all__ = ["QUERY_BLOCK", "Arrival", "Block", "Format", "Low", "Operand", "Span", "get_format"]
 

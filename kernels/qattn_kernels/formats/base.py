@@ -14,18 +14,11 @@ from typing import ClassVar, NamedTuple, final
 
 import torch
 
+from qattn_kernels.formats.side import Side
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 FP16_MAX = torch.finfo(torch.float16).max
 INT8_LEVELS = 119  # not 127: the head room lets FlashQ's second stage be dequantized without leaving INT8
-
-
-class Span(NamedTuple):
-    """Blocks of a row, from `first` to before `end`, whose codes have `bits`."""
-
-    bits: int
-    first: int
-    end: int
 
 
 class Operand(NamedTuple):
@@ -108,15 +101,6 @@ class Block:
     write: torch.Tensor
 
 
-class Low(IntEnum):
-    """Which heads of a side have 2 bits: none, all, those of a recipe's list, or those that each row ranks lowest."""
-
-    NONE = 0
-    ALL = 1
-    LISTED = 2
-    RANKED = 3
-
-
 class FixedBy(IntEnum):
     """What of a row fixes a state tensor, once: its first closed block, or its first `Window.block` tokens."""
 
@@ -171,62 +155,9 @@ class Format:
         return False
 
     @property
-    def mixed(self) -> bool:
-        """Whether heads have different bits."""
-        return False
-
-    @property
-    def compensates(self) -> bool:
-        """Whether errors of a token's channels make up for one another, as its tensor `compensation` says."""
-        return False
-
-    @property
-    def ages(self) -> bool:
-        """Whether a row's first blocks may have half the bits of the others."""
-        return False
-
-    def spans(self, blocks: int) -> list[Span]:
-        """The runs of a row's `blocks` blocks whose codes have as many bits, of a format that `ages`."""
-        raise NotImplementedError
-
-    def with_bits(self, bits: int, aged: int | None) -> Format:
-        """This format with blocks of so many bits, the first `aged` of a row with half as many; None: none ever."""
-        raise NotImplementedError
-
-    def places_known(self, state: State, closed: torch.Tensor) -> bool:
-        """Whether the tensors by which kernels find codes lead to some, in rows of `closed` blocks each, `[B]`. Here no
-        tensor does that."""
-        return True
-
-    def recode(self, state: State, new: Format, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
-        """Write the codes of the blocks of `state` to `out` as `new` has them, this format with fewer bits.
-
-        Of the other tensors `out` holds those of `state` already.
-
-        Args:
-            keep: bool `[B, H, blocks, block]`, which tokens widen the range of their channels.
-            closed: bool `[B, blocks]`, which blocks hold tokens.
-        """
-        raise NotImplementedError
-
-    @property
-    def scale_group(self) -> str:
-        """Which tokens share a scale in a decode of keys: see `granularity`."""
-        return "token"
-
-    def settled(self, heads: int) -> dict[str, list[int]]:
-        """State tensors of a row, `[Hkv]` by name, that its first closed block sets to these values always."""
-        return {}
-
-    @property
     def fixed(self) -> dict[str, FixedBy]:
         """State tensors of a row, `[B, ...]` by name, that it fixes once, and by what; zeros until then."""
         return {}
-
-    @property
-    def least_heads(self) -> int:
-        """How many KV heads a layer must have, at least."""
-        return 1
 
     @property
     def label(self) -> str:
@@ -292,34 +223,10 @@ class Format:
         """Bits of a packed code, if all heads have as many; else 0."""
         return 0
 
-    def kernel_clip(self) -> float:
-        """Share of half a step by which the outer codes of 2 bits lie inside of their range, a multiple of 1/16."""
-        return 0.0
-
-    def tile_parts(self, heads: int) -> int:
-        """Into how many part tiles the packed bytes of a block come apart inside a kernel."""
-        bits = 2 if self.low_kind(heads) else self.kernel_bits(heads)
-        return {2: 4, 3: 4, 4: 2}.get(bits, 1)
-
-    def tile_blocks(self, dim: int, block: int) -> int:
-        """How many blocks a decode may read at a time; packed codes of values are `strided` where these are several."""
-        return 1
-
-    def strided(self, dim: int, block: int) -> bool:
-        """Whether packed codes of values have their tokens in another order than the ascending one."""
-        return False
-
-    def channel_group(self, dim: int) -> int:
-        """How many channels of a token share a scale, where not all do; else 0."""
-        return 0
-
-    def low_kind(self, heads: int) -> Low:
-        """Which of so many heads get 2 bits."""
-        return Low.NONE
-
-    def rank_kind(self, heads: int) -> int:
-        """By which number rows rank their heads, an index that kernels know; -1 where they do not."""
-        return -1
+    def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
+        """What kernels are compiled for of a side with so many heads, this head dim and blocks of so many tokens."""
+        bits = self.kernel_bits(heads)
+        return Side(values, dim, 1 << (dim - 1).bit_length(), self.integer, (bits,), bits)
 
     def asks_registers(self, heads: int) -> bool:
         """Whether decode kernels of it, on both sides, are faster if the compiler is told to use all registers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.base import Low
+from qattn_kernels.formats.traits import Low
 
 NONE, ALL, LISTED, RANKED = (tl.constexpr(int(kind)) for kind in Low)  # of a side's heads have 2 bits
 

@@ -17,12 +17,12 @@ from qattn_kernels.jit.tile_order import deinterleave, interleave, stack, token_
 
 
 @triton.jit
-def _plane(codes, at, byte, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def _plane(codes, at, byte, d, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """Addresses `[n, DP]` of bytes of block `at`, which has `ROWS` a channel."""
-    if VALUES:
-        return codes + at * (ROWS * C.D) + d * ROWS + byte
+    if SIDE.VALUES:
+        return codes + at * (ROWS * SIDE.D) + d * ROWS + byte
     else:
-        return codes + at * (ROWS * C.D) + byte * C.D + d
+        return codes + at * (ROWS * SIDE.D) + byte * SIDE.D + d
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _shuffle(x, VALUES: tl.constexpr):
 
 @triton.jit
 def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
-                 SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                 SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     PARTS: tl.constexpr = 8 // BITS
     if PARTS > 2:  # of two parts, threads have both
         code = spread_channels(code)
@@ -51,13 +51,13 @@ def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, RO
     packed = tl.sum(parts, 0)  # the parts share no bit, so their sum is their union
     packed = (channels_in_order(packed) if PARTS > 2 else packed).to(tl.uint8)
     if SHUFFLED:
-        packed = _shuffle(packed, VALUES)
-    address = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, VALUES, C)
-    tl.store(address, packed.to(codes.dtype.element_ty, bitcast=True), mask=(d < C.D)[None, :])
+        packed = _shuffle(packed, SIDE.VALUES)
+    address = _plane(codes, at, FIRST + tl.arange(0, C.BLOCK // PARTS)[:, None], d[None, :], ROWS, SIDE)
+    tl.store(address, packed.to(codes.dtype.element_ty, bitcast=True), mask=(d < SIDE.D)[None, :])
 
 
 @triton.jit
-def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr,
+def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr,
                 first=0):  # fmt: skip
     """int32 codes `[BLOCK, n]`, or their `code_bits`, of block `at`, of all channels or of `n` from `first` on, packed:
     `[bytes, D]` of keys, `[D, bytes]` of values. 3 bits are the lower two and, behind those, the highest. `SHUFFLED`:
@@ -65,42 +65,42 @@ def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VAL
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     d = first + tl.arange(0, code.shape[1])
     if BITS == 3:
-        _write_plane(codes, code & 3, at, d, 2, 0, ROWS, SHUFFLED, VALUES, C)
-        _write_plane(codes, (code >> 2) & 1, at, d, 1, C.BLOCK // 4, ROWS, SHUFFLED, VALUES, C)
+        _write_plane(codes, code & 3, at, d, 2, 0, ROWS, SHUFFLED, SIDE, C)
+        _write_plane(codes, (code >> 2) & 1, at, d, 1, C.BLOCK // 4, ROWS, SHUFFLED, SIDE, C)
     else:
-        _write_plane(codes, code & (2**BITS - 1), at, d, BITS, 0, ROWS, SHUFFLED, VALUES, C)
+        _write_plane(codes, code & (2**BITS - 1), at, d, BITS, 0, ROWS, SHUFFLED, SIDE, C)
 
 
 @triton.jit
 def _read_plane(codes, at, BITS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, SHUFFLED: tl.constexpr,
-                VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+                SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     OWN: tl.constexpr = C.BLOCK * BITS // 8
-    t, d = tl.arange(0, C.BLOCK)[:, None], tl.arange(0, C.DP)[None, :]
-    byte, shift, inside = t % OWN, t // OWN * BITS, d < C.D
+    t, d = tl.arange(0, C.BLOCK)[:, None], tl.arange(0, SIDE.DP)[None, :]
+    byte, shift, inside = t % OWN, t // OWN * BITS, d < SIDE.D
     if SHUFFLED:
         upper, shift = shift // 4 * 2, shift % 4
-        if VALUES:
+        if SIDE.VALUES:
             shift += byte % 2 * 4
             byte = byte // 4 * 4 + upper + byte % 4 // 2
         else:
             shift += d % 2 * 4
             d = d // 4 * 4 + upper + d % 4 // 2
-    x = tl.load(_plane(codes, at, FIRST + byte, d, ROWS, VALUES, C), mask=inside, other=0).to(tl.int32)
+    x = tl.load(_plane(codes, at, FIRST + byte, d, ROWS, SIDE), mask=inside, other=0).to(tl.int32)
     return (x >> shift) & (2**BITS - 1)
 
 
 @triton.jit
-def read_codes(codes, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def read_codes(codes, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """int32 codes `[BLOCK, DP]` of block `at` as `write_codes` packed them, in the order of the tokens; those of 8 bits
     have a sign."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     if BITS == 3:
-        low = _read_plane(codes, at, 2, 0, ROWS, SHUFFLED, VALUES, C)
-        return low | _read_plane(codes, at, 1, C.BLOCK // 4, ROWS, SHUFFLED, VALUES, C) << 2
+        low = _read_plane(codes, at, 2, 0, ROWS, SHUFFLED, SIDE, C)
+        return low | _read_plane(codes, at, 1, C.BLOCK // 4, ROWS, SHUFFLED, SIDE, C) << 2
     elif BITS == 8:
-        return _read_plane(codes, at, 8, 0, ROWS, SHUFFLED, VALUES, C).to(tl.int8).to(tl.int32)
+        return _read_plane(codes, at, 8, 0, ROWS, SHUFFLED, SIDE, C).to(tl.int8).to(tl.int32)
     else:
-        return _read_plane(codes, at, BITS, 0, ROWS, SHUFFLED, VALUES, C)
+        return _read_plane(codes, at, BITS, 0, ROWS, SHUFFLED, SIDE, C)
 
 
 @triton.jit
@@ -139,14 +139,14 @@ def _unpack2(x, PART: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _planes(codes, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    return load_planes(codes, at, tl.arange(0, C.DP), BITS, VALUES, C)
+def _planes(codes, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
+    return load_planes(codes, at, tl.arange(0, SIDE.DP), BITS, SIDE, C)
 
 
 @triton.jit
-def _quarter_bytes(codes, at, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def _quarter_bytes(codes, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """What `_quarter` takes of a block of 2 or 3 bits; 2 bits are one plane."""
-    x = _planes(codes, at, BITS, VALUES, C)
+    x = _planes(codes, at, BITS, SIDE, C)
     if BITS == 3:
         return spread_planes(x, BITS, C)
     else:
@@ -163,32 +163,32 @@ def _quarter(one, other, PART: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.const
 
 
 @triton.jit
-def half_values(codes, at, BITS: tl.constexpr, C: tl.constexpr):
+def half_values(codes, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Codes of 2 to 4 bits of the two halves of a block of values, `[DP, HALF]` each, tokens in the order of
     `half_order`; of 2 bits those of odd quarters come four times as large."""
     if BITS == 4:
-        x = _planes(codes, at, BITS, True, C).low
+        x = _planes(codes, at, BITS, SIDE, C).low
         return _unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN)
     else:
-        one, other = _quarter_bytes(codes, at, BITS, True, C)
+        one, other = _quarter_bytes(codes, at, BITS, SIDE, C)
         first, second = _quarter(one, other, 0, BITS, C.PLAIN), _quarter(one, other, 1, BITS, C.PLAIN)
         third, fourth = _quarter(one, other, 2, BITS, C.PLAIN), _quarter(one, other, 3, BITS, C.PLAIN)
         return quarter_columns(first, second), quarter_columns(third, fourth)
 
 
 @triton.jit
-def unpack_parts(x, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def unpack_parts(x, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """int8 codes of bytes `x` of 2 or 4 bits, one part behind the other: of keys `[n, DP]` to `[parts * n, DP]`, of
     values `[D, n]` to `[D, parts * n]`; of odd parts of 2 bits four times the codes. No row moves between threads."""
-    N: tl.constexpr = x.shape[0] if VALUES else x.shape[0] * 8 // BITS
-    M: tl.constexpr = x.shape[1] * 8 // BITS if VALUES else x.shape[1]
+    N: tl.constexpr = x.shape[0] if SIDE.VALUES else x.shape[0] * 8 // BITS
+    M: tl.constexpr = x.shape[1] * 8 // BITS if SIDE.VALUES else x.shape[1]
     if BITS == 4:
         parts = tl.join(_unpack4(x, 0, C.PLAIN), _unpack4(x, 1, C.PLAIN))
-        return tl.reshape(tl.permute(parts, (0, 2, 1) if VALUES else (2, 0, 1)), (N, M))
+        return tl.reshape(tl.permute(parts, (0, 2, 1) if SIDE.VALUES else (2, 0, 1)), (N, M))
     else:
         even = tl.join(_unpack2(x, 0, C.PLAIN), _unpack2(x, 2, C.PLAIN))
         parts = tl.join(even, tl.join(_unpack2(x, 1, C.PLAIN), _unpack2(x, 3, C.PLAIN)))
-        return tl.reshape(tl.permute(parts, (0, 2, 3, 1) if VALUES else (2, 3, 0, 1)), (N, M))
+        return tl.reshape(tl.permute(parts, (0, 2, 3, 1) if SIDE.VALUES else (2, 3, 0, 1)), (N, M))
 
 
 @triton.jit
@@ -201,20 +201,20 @@ def part_units(n: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def code_scores(codes, at, x8, BITS: tl.constexpr, C: tl.constexpr):
+def code_scores(codes, at, x8, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Products of the codes of a block with the INT8 pairs `x8`: `[BLOCK, Q]` in `token_order`."""
     if BITS == 8:
-        t, d = token_order(C.BLOCK, C.PARTS), tl.arange(0, C.DP)
-        address = codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
-        return join_split(dot_split(tl.load(address, mask=(d < C.D)[None, :], other=0), x8))
+        t, d = token_order(C.BLOCK, C.PARTS), tl.arange(0, SIDE.DP)
+        address = codes + at * (C.BLOCK * SIDE.D) + t[:, None] * SIDE.D + d[None, :]
+        return join_split(dot_split(tl.load(address, mask=(d < SIDE.D)[None, :], other=0), x8))
     elif BITS == 4:
-        x = _planes(codes, at, BITS, False, C).low
+        x = _planes(codes, at, BITS, SIDE, C).low
         lo = join_split(dot_split(_unpack4(x, 0, C.PLAIN), x8))
         hi = join_split(dot_split(_unpack4(x, 1, C.PLAIN), x8))
         return interleave(stack(lo, hi), C.PARTS)
     else:
         ODD: tl.constexpr = 0.25 if BITS == 2 else 1.0
-        one, other = _quarter_bytes(codes, at, BITS, False, C)
+        one, other = _quarter_bytes(codes, at, BITS, SIDE, C)
         first = join_split(dot_split(_quarter(one, other, 0, BITS, C.PLAIN), x8))
         second = join_split(dot_split(_quarter(one, other, 1, BITS, C.PLAIN), x8)) * ODD
         third = join_split(dot_split(_quarter(one, other, 2, BITS, C.PLAIN), x8))
@@ -237,18 +237,18 @@ def _weight_halves(y, BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def code_values(codes, at, y, BITS: tl.constexpr, C: tl.constexpr):
+def code_values(codes, at, y, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Sums of the codes of a block, weighed by `y` `[BLOCK, Q]` up to `SPLIT_TOP`, in `token_order`: `[DP, Q]`."""
     y = deinterleave(y, C.PARTS)
     if BITS == 8:
-        o = dot_split(_planes(codes, at, BITS, True, C).low, split_weights(y, C))
+        o = dot_split(_planes(codes, at, BITS, SIDE, C).low, split_weights(y, C))
     elif BITS == 4 or C.BLOCK < 128:  # a product takes 32 tokens at least
         y_lo, y_hi = _weight_halves(y, BITS, C)
-        lo, hi = half_values(codes, at, BITS, C)
+        lo, hi = half_values(codes, at, BITS, SIDE, C)
         y_lo, y_hi = in_half_order(y_lo, BITS), in_half_order(y_hi, BITS)
         o = tl.dot(hi, split_weights(y_hi, C), acc=dot_split(lo, split_weights(y_lo, C)), out_dtype=tl.int32)
     else:
-        one, other = _quarter_bytes(codes, at, BITS, True, C)
+        one, other = _quarter_bytes(codes, at, BITS, SIDE, C)
         y_lo, y_hi = _weight_halves(y, BITS, C)
         first, second = unstack(y_lo)
         third, fourth = unstack(y_hi)

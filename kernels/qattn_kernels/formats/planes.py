@@ -17,14 +17,14 @@ from qattn_kernels.jit.tile_order import part_order
 
 
 @triton.jit
-def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def plane_bytes(codes, at, byte, mask, d, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """Bytes `byte` `[n]` of block `at` for channels `d`: `[n, channels]` of keys, `[channels, n]` of values. Zeros
     where `mask` `[n]` is false."""
-    inside = d < C.D
-    if VALUES:
-        offsets, inside = at * (ROWS * C.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & mask[None, :]
+    inside = d < SIDE.D
+    if SIDE.VALUES:
+        offsets, inside = at * (ROWS * SIDE.D) + d[:, None] * ROWS + byte[None, :], inside[:, None] & mask[None, :]
     else:
-        offsets, inside = at * (ROWS * C.D) + byte[:, None] * C.D + d[None, :], inside[None, :] & mask[:, None]
+        offsets, inside = at * (ROWS * SIDE.D) + byte[:, None] * SIDE.D + d[None, :], inside[None, :] & mask[:, None]
     return tl.load(codes + offsets, mask=inside, other=0)
 
 
@@ -65,16 +65,16 @@ class Planes(NamedTuple):
 
 
 @triton.jit
-def load_planes(codes, at, d, BITS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def load_planes(codes, at, d, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """The bytes of block `at` for channels `d`: `[bytes, channels]` of keys, `[channels, bytes]` of values."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     OWN: tl.constexpr = C.BLOCK * (2 if BITS == 3 else BITS) // 8
-    t = tl.arange(0, OWN) if VALUES else part_order(OWN, C.PARTS * OWN // C.BLOCK)
-    low = plane_bytes(codes, at, t, t >= 0, d, ROWS, VALUES, C)
+    t = tl.arange(0, OWN) if SIDE.VALUES else part_order(OWN, C.PARTS * OWN // C.BLOCK)
+    low = plane_bytes(codes, at, t, t >= 0, d, ROWS, SIDE)
     if BITS == 3:  # in two parts: a shift that depends on the token would cost a conversion of the bytes
         EIGHTH: tl.constexpr = C.BLOCK // 8
-        even = plane_bytes(codes, at, OWN + t, t < EIGHTH, d, ROWS, VALUES, C)
-        return Planes(low, even, plane_bytes(codes, at, OWN - EIGHTH + t, t >= EIGHTH, d, ROWS, VALUES, C))
+        even = plane_bytes(codes, at, OWN + t, t < EIGHTH, d, ROWS, SIDE)
+        return Planes(low, even, plane_bytes(codes, at, OWN - EIGHTH + t, t >= EIGHTH, d, ROWS, SIDE))
     else:
         return Planes(low, low, low)
 

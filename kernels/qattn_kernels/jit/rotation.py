@@ -30,10 +30,10 @@ def _signs(DP: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def factors_of(FACTORS, h, C: tl.constexpr):
+def factors_of(FACTORS, h, SIDE: tl.constexpr):
     """fp32 `[DP]`: what the channels of KV head `h` are multiplied by where keys are equalized; of `[H, D]`."""
-    d = tl.arange(0, C.DP)
-    return tl.load(FACTORS + h * C.D + d, mask=d < C.D, other=0.0)
+    d = tl.arange(0, SIDE.DP)
+    return tl.load(FACTORS + h * SIDE.D + d, mask=d < SIDE.D, other=0.0)
 
 
 @triton.jit

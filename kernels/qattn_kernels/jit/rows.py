@@ -57,6 +57,21 @@ def block_at(PAGES, b, index, NB, C: tl.constexpr):
 
 
 @triton.jit
+def block_of(slot, C: tl.constexpr):
+    """Index of the block of a `formats.contract.Slot` among the blocks of all heads."""
+    return (slot.b * C.H + slot.h).to(tl.int64) * slot.capacity + slot.index
+
+
+@triton.jit
+def locate(S, b, h, LOCATE: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
+    """`LOCATE`, a `formats.contract.JitFormat.locate`; without one heads lie in their order."""
+    if LOCATE is None:
+        return h, (b * C.H + h).to(tl.int64), h < 0
+    else:
+        return LOCATE(S, b, h, SIDE, C)
+
+
+@triton.jit
 def first_block(PAGES, b, h, NB, C: tl.constexpr):
     """Index of a head's first block among the blocks of all heads, of every row or of the pool."""
     if C.PAGED:

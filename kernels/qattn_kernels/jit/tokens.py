@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,80 +12,97 @@ from qattn_kernels.jit.rotation import factors_of, rotate_rows
 from qattn_kernels.layout import Row, RowState
 
 
+class Source(NamedTuple):
+    """Where the new keys and values of a call lie, and their strides over rows, heads and columns. Keys that a kernel
+    equalizes lie in a tuple, with their factors, fp32 `[H, D]`."""
+
+    key: Any
+    value: Any
+    k_strides: Any
+    v_strides: Any
+
+
 @triton.jit
-def load_new(X, strides, b, h, fresh, new, first, C: tl.constexpr):
-    """`[BLOCK, DP]` as the model made them, zeros where `new` is false. `X`: where they lie; of keys that the kernel
-    equalizes with the factors, fp32 `[H, D]`, behind that."""
+def load_new(X, strides, b, h, fresh, new, first, SIDE: tl.constexpr):
+    """`[BLOCK, DP]` as the model made them, zeros where `new` is false. `X`: keys or values of a `Source`."""
     where = X
-    if C.EQUALIZED:
+    if SIDE.EQUALIZED:
         where = X[0]
-    d = tl.arange(0, C.DP)
+    d = tl.arange(0, SIDE.DP)
     column = tl.where(new, first + fresh, 0).to(tl.int64)
     at = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + column * strides[2]
-    return tl.load(where + at[:, None] + d[None, :], mask=new[:, None] & (d < C.D)[None, :], other=0.0)
+    return tl.load(where + at[:, None] + d[None, :], mask=new[:, None] & (d < SIDE.D)[None, :], other=0.0)
 
 
 @triton.jit
-def _rotated(x, X, h, C: tl.constexpr):
+def _rotated(x, X, h, SIDE: tl.constexpr):
     """What `load_new` read of `X`, in fp32, rotated where kernels rotate: as the model's dtype rounds it."""
-    if C.ROTATION is not None:
-        R: tl.constexpr = C.ROTATION
+    if SIDE.ROTATION is not None:
+        R: tl.constexpr = SIDE.ROTATION
         factor = None
-        if C.EQUALIZED:
-            factor = factors_of(X[1], h, C)
+        if SIDE.EQUALIZED:
+            factor = factors_of(X[1], h, SIDE)
         x = rotate_rows(x.to(tl.float32), factor, False, R).to(x.dtype)
     return x.to(tl.float32)
 
 
 @triton.jit
-def new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, C: tl.constexpr):
+def new_tokens(source, b, h, fresh, new, first, C: tl.constexpr):
     """New keys and values, zeros where either is not finite, and where that is so."""
-    k = load_new(KEY, k_strides, b, h, fresh, new, first, C)
-    V_C: tl.constexpr = C.V
-    v = load_new(VALUE, v_strides, b, h, fresh, new, first, V_C)
-    return checked_tokens(k, v, KEY, h, new, C)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    k = load_new(source.key, source.k_strides, b, h, fresh, new, first, K_SIDE)
+    v = load_new(source.value, source.v_strides, b, h, fresh, new, first, V_SIDE)
+    return checked_tokens(k, v, source, h, new, C)
 
 
 @triton.jit
-def checked_tokens(k, v, KEY, h, new, C: tl.constexpr):
+def checked_tokens(k, v, source, h, new, C: tl.constexpr):
     """`new_tokens` of what `load_new` read of both for head `h`."""
-    V_C: tl.constexpr = C.V
-    k, v = _rotated(k, KEY, h, C), _rotated(v, None, h, V_C)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    k, v = _rotated(k, source.key, h, K_SIDE), _rotated(v, source.value, h, V_SIDE)
     bad = new & (broken(k, 1) | broken(v, 1))
     return tl.where(bad[:, None], 0.0, k), tl.where(bad[:, None], 0.0, v), bad
 
 
 @triton.jit
-def new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, fresh, new, first, VALUES: tl.constexpr, C: tl.constexpr):
-    """`new_tokens` of one side. The other is only looked at, first, so that its tile is gone when this one comes: both
-    at once would not stay in registers."""
-    V_C: tl.constexpr = C.V
-    if VALUES:
-        bad = broken(_rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), KEY, h, C), 1)
-        x = _rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), VALUE, h, V_C)
+def _tokens_of(source, b, h, fresh, new, first, SIDE: tl.constexpr):
+    """New tokens of one side in fp32, zeros where `new` is false."""
+    if SIDE.VALUES:
+        x = load_new(source.value, source.v_strides, b, h, fresh, new, first, SIDE)
+        return _rotated(x, source.value, h, SIDE)
     else:
-        bad = broken(_rotated(load_new(VALUE, v_strides, b, h, fresh, new, first, V_C), VALUE, h, V_C), 1)
-        x = _rotated(load_new(KEY, k_strides, b, h, fresh, new, first, C), KEY, h, C)
+        return _rotated(load_new(source.key, source.k_strides, b, h, fresh, new, first, SIDE), source.key, h, SIDE)
+
+
+@triton.jit
+def new_tokens_of(source, b, h, fresh, new, first, SIDE: tl.constexpr, C: tl.constexpr):
+    """`new_tokens` of one side. The other side is looked at first, so that its tile is gone when this one comes: both
+    would not stay in registers."""
+    OTHER: tl.constexpr = C.K if SIDE.VALUES else C.V
+    bad = broken(_tokens_of(source, b, h, fresh, new, first, OTHER), 1)
+    x = _tokens_of(source, b, h, fresh, new, first, SIDE)
     bad = new & (bad | broken(x, 1))
     return tl.where(bad[:, None], 0.0, x), bad
 
 
 @triton.jit
-def ring_codes(S, slot, SLOTS: tl.constexpr, bh, VALUES: tl.constexpr, C: tl.constexpr):
+def ring_codes(S, slot, SLOTS: tl.constexpr, bh, SIDE: tl.constexpr):
     """Addresses `[n, DP]` in a ring of `SLOTS` slots; INT8 values lie `[D, slots]`, as their product wants them."""
-    d = tl.arange(0, C.DP)
-    base = S.ring + bh.to(tl.int64) * SLOTS * C.D
-    if VALUES and (S.ring.dtype.element_ty == tl.int8):
+    d = tl.arange(0, SIDE.DP)
+    base = S.ring + bh.to(tl.int64) * SLOTS * SIDE.D
+    if SIDE.VALUES and (S.ring.dtype.element_ty == tl.int8):
         return base + d[None, :] * SLOTS + slot[:, None]
     else:
-        return base + slot[:, None] * C.D + d[None, :]
+        return base + slot[:, None] * SIDE.D + d[None, :]
 
 
 @triton.jit
-def from_ring(S, pos, there, bh, VALUES: tl.constexpr, C: tl.constexpr):
+def from_ring(S, pos, there, bh, SIDE: tl.constexpr, C: tl.constexpr):
     """Open tokens in fp32 with their scales; a ring in the model's precision has none."""
-    inside = there[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
-    code = tl.load(ring_codes(S, pos % C.RING, C.RING, bh, VALUES, C), mask=inside, other=0).to(tl.float32)
+    inside = there[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
+    code = tl.load(ring_codes(S, pos % C.RING, C.RING, bh, SIDE), mask=inside, other=0).to(tl.float32)
     scale = tl.zeros([code.shape[0]], tl.float32)
     if S.ring.dtype.element_ty == tl.int8:
         scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.RING + pos % C.RING, mask=there, other=0.0)
@@ -91,9 +110,9 @@ def from_ring(S, pos, there, bh, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def with_ring(S, code, scale, pos, old, bh, VALUES: tl.constexpr, C: tl.constexpr):
+def with_ring(S, code, scale, pos, old, bh, SIDE: tl.constexpr, C: tl.constexpr):
     """Open tokens: old ones from the ring, new ones as they were just made."""
-    before, before_scale = from_ring(S, pos, old, bh, VALUES, C)
+    before, before_scale = from_ring(S, pos, old, bh, SIDE, C)
     return tl.where(old[:, None], before, code), tl.where(old, before_scale, scale)
 
 

@@ -10,7 +10,7 @@ from qattn_kernels.formats.contract import jit_of, side_tensors, sink_tensors
 from qattn_kernels.launch.constants import Sizes, sizes_of
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
-from qattn_kernels.layout import ROW_FIELDS, RowState, State
+from qattn_kernels.layout import ROW_FIELDS, BlockState, RowState, State
 from qattn_kernels.reference.rows import open_span_blocks
 
 
@@ -26,10 +26,27 @@ class Table(NamedTuple):
     norm: Any
 
 
+class SinkTensors(NamedTuple):
+    """The sink pool of a call; all None without a pool.
+
+    Attributes:
+        k, v: keys and values of all sinks (`formats.contract.Sinks`).
+        table: the `Table` of all heads.
+        moved: of a short call int32 `[B, H, 2 * sinks]`, the slots of the tokens that its close moves into the pool or
+            out of it.
+        chosen: of a long call uint8, a bit for each token of the open span, which the pool takes.
+    """
+
+    k: Any = None
+    v: Any = None
+    table: Any = None
+    moved: Any = None
+    chosen: Any = None
+
+
 class Call(NamedTuple):
-    """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. Of the sink pool,
-    or None: `table`, `k_sinks`, `v_sinks`; of a long call `chosen`, one bit for each token of the open span that it
-    takes; of a short one `moved`, the slots that it moves. `pages`: with blocks in a pool, int32 `[B, NB]`, the page of
+    """`k`, `v`: the tensors of the two sides; `rows`: int32 `[B, ROW_FIELDS]` that the append fills. `sinks`: the
+    `SinkTensors`. `pages`: with blocks in a pool, int32 `[B, NB]`, the page of
     each block, how many pages there are, and blocks whose masks a row has room for; else None. `call_mean` fp32
     `[B, H, D]`: the mean key that a long call subtracts from smoothed keys; else a tensor that nobody reads. `turned`:
     the queries that a decode reads: as they were given, or rotated, which the append writes."""
@@ -45,11 +62,7 @@ class Call(NamedTuple):
     k: tuple
     v: tuple
     rows: torch.Tensor
-    table: tuple | None
-    k_sinks: tuple | None
-    v_sinks: tuple | None
-    chosen: torch.Tensor | None
-    moved: torch.Tensor | None
+    sinks: SinkTensors
     call_mean: torch.Tensor
     pages: tuple[torch.Tensor, int, int] | None
     turned: torch.Tensor
@@ -73,9 +86,9 @@ class Call(NamedTuple):
         return (self.state["block_len"] if self.pages is None else self.pages[0]).shape[1]
 
     @property
-    def new(self) -> tuple:
-        """The arguments of a kernel that reads new keys and values; with the keys that it equalizes their factors."""
-        key = (self.key, self.state["k.equalizer"][0]) if self.sizes.EQUALIZED else self.key
+    def source(self) -> tuple:
+        """A `jit.tokens.Source`, plain: Triton takes longer over a named tuple."""
+        key = (self.key, self.state["k.equalizer"][0]) if self.sizes.K.EQUALIZED else self.key
         return key, self.value, self.key.stride()[:3], self.value.stride()[:3]
 
     @property
@@ -86,12 +99,18 @@ class Call(NamedTuple):
     @property
     def picked(self) -> tuple:
         """What the sink pool took of the open span, and how many blocks that has; without a pool nobody reads it."""
-        return (self.state["dropped"], 0) if self.chosen is None else (self.chosen, self.chosen.shape[2])
+        chosen = self.sinks.chosen
+        return (self.state["dropped"], 0) if chosen is None else (chosen, chosen.shape[2])
 
     @property
     def row_state(self) -> tuple:
-        """A `RowState`, plain: Triton takes longer over a named tuple."""
-        return tuple(self.state[name] for name in RowState._fields)
+        """A `RowState`, plain."""
+        return tuple([self.state[name] for name in RowState._fields])
+
+    @property
+    def block_state(self) -> tuple:
+        """A `BlockState`, plain."""
+        return tuple([self.state[name] for name in BlockState._fields])
 
 
 def make_call(
@@ -114,21 +133,23 @@ def make_call(
     asks = scores.softcap != 0, scores.window != 0, scores.window < 0
     sizes = sizes_of(spec, heads, query.shape[1] // heads, dim, columns, int8, *asks, value.shape[3])
     if table is not None:
-        sizes = sizes._replace(PAGED=True, V=sizes.V._replace(PAGED=True))
+        sizes = sizes._replace(PAGED=True)
     pages = None if table is None else (table, state["block_len"].shape[1], state["dropped"].shape[2])
     rows = torch.empty((batch, ROW_FIELDS), dtype=torch.int32, device=key.device)
     k, v = (side_tensors(state, side, fmt, heads) for side, fmt in (("k", spec.k), ("v", spec.v)))
-    sinks: tuple[Any, Any, Any, Any, Any] = (None,) * 5
-    if spec.sink_pool.num:
-        places = Table(*(state[f"sink.{name}"] for name in Table._fields))
-        chosen = moved = None
-        if short:
-            moved = torch.empty((batch, heads, 2 * sizes.SINKS), dtype=torch.int32, device=key.device)
-        else:
-            shape = (batch, heads, open_span_blocks(spec.window, tokens), spec.window.block // 8)
-            chosen = torch.empty(shape, dtype=torch.uint8, device=key.device)
-        sinks = places, sink_tensors(state, "k"), sink_tensors(state, "v"), chosen, moved
+    sinks = _sinks(state, spec, sizes, batch, tokens, key.device) if spec.sink_pool.num else SinkTensors()
     call_mean = state["length"]
-    if sizes.SMOOTH_K:
+    if sizes.K.SMOOTH:
         call_mean = state["k.mean"].new_empty((batch, heads, dim)) if not short else state["k.mean"]
-    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, *sinks, call_mean, pages, query)
+    return Call(query, key, value, span, state, spec, scores, sizes, k, v, rows, sinks, call_mean, pages, query)
+
+
+def _sinks(state: State, spec: LayerSpec, sizes: Sizes, batch: int, tokens: int, device: torch.device) -> SinkTensors:
+    """The pool of a call of so many tokens, with room for what the call does to it."""
+    table = Table(*(state[f"sink.{name}"] for name in Table._fields))
+    sides = sink_tensors(state, "k"), sink_tensors(state, "v")
+    if tokens <= SHORT_CALL:
+        shape: tuple[int, ...] = (batch, sizes.H, 2 * sizes.SINKS)
+        return SinkTensors(*sides, table, moved=torch.empty(shape, dtype=torch.int32, device=device))
+    shape = (batch, sizes.H, open_span_blocks(spec.window, tokens), spec.window.block // 8)
+    return SinkTensors(*sides, table, chosen=torch.empty(shape, dtype=torch.uint8, device=device))

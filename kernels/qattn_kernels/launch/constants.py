@@ -6,7 +6,7 @@ import os
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from qattn_kernels.formats.base import Format
+from qattn_kernels.formats.side import PARTS, Side
 from qattn_kernels.layer.spec import LayerSpec
 
 LEAST_COLUMNS = 8  # of a tensor core tile
@@ -39,24 +39,12 @@ class Sizes(NamedTuple):
 
     Attributes are compile-time constants inside them; what `PrefillSizes` has too has the same name there.
 
-    Heads and dims:
-        H: KV heads. G: query heads of each. D: head dim, of K. DP: the power of two that holds it.
-        V: all of these sizes, with D, DP, ROTATION and EQUALIZED of values, for functions that take values; in them
-            None.
-        ROTATION: the `Rotation` of keys and queries in a short call, None where they are not rotated, or were before.
-        EQUALIZED: where they are rotated so, each channel is multiplied by a factor.
+    Heads:
+        H: KV heads. G: query heads of each.
+        K, V: the `Side` of keys and of values.
     The window (`layout.Window`):
         BLOCK: tokens of a block. SPAN, RESIDUAL: of it. RING: slots; 0 where tokens get their final form at once.
-    Formats:
-        K_LOW, V_LOW: which heads have 2 bits (`formats.base.Low`); how many is no constant, so that layers with other
-            heads need no kernels of their own. K_RANK, V_RANK: by what heads are ranked (`Format.rank_kind`), else -1.
-        K_BITS, V_BITS: of a code where all heads have as many. K_CLIP, V_CLIP: sixteenths of half a step by which the
-            outer codes of 2 bits lie inside of their range. K_AGED, V_AGED: a row's first blocks have half of that.
-        K_COMPENSATES: errors of a key's channels make up for one another.
-        K_INTEGER, V_INTEGER: tokens have integer codes with a scale, else numbers.
-        K_CHANNELS, V_CHANNELS: of a token that share a scale, in formats where not all do, else 0.
-        K_GROUP: which tokens' keys share a scale. SMOOTH_K: keys are coded around a mean.
-        V_STRIDED: every eighth token of a block of values stands side by side in packed codes (`KiviFormat.strided`).
+    Tiles:
         PARTS: of a packed block, which are interleaved in a tile of scores (`jit/tile_order.py`).
         FOURS: a thread has four neighbours of each part, which it writes as one word.
         TILE: blocks that a decode reads at a time.
@@ -67,7 +55,7 @@ class Sizes(NamedTuple):
         OPEN: splits that are no packed blocks, but parts of the ring, or sinks. RING_PARTS: of the ring.
         ALL_OPEN: one split reads the ring and the sinks, which are INT8, so that all of their tiles come at once.
         Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
-        ONE_TOKEN: the call has one. INT8: products are of integers. Q_LEVELS: largest code of a query.
+        ONE_TOKEN: the call has one. Q_LEVELS: largest code of a query.
         SAS, SOFTCAP, LOCAL, SPARSE_V: whether that softmax, a cap of scores, a local window, sparse V is used.
         CHUNKS: the window is the chunk of a query.
     PAGED: blocks of all rows lie in one pool, where a table says.
@@ -76,33 +64,12 @@ class Sizes(NamedTuple):
 
     H: int
     G: int
-    D: int
-    DP: int
-    V: Any
-    ROTATION: Any
-    EQUALIZED: bool
+    K: Side
+    V: Side
     BLOCK: int
     SPAN: int
     RESIDUAL: int
     RING: int
-    K_LOW: int
-    V_LOW: int
-    K_RANK: int
-    V_RANK: int
-    K_BITS: int
-    V_BITS: int
-    K_CLIP: int
-    V_CLIP: int
-    K_AGED: bool
-    V_AGED: bool
-    K_COMPENSATES: bool
-    V_STRIDED: bool
-    K_INTEGER: bool
-    V_INTEGER: bool
-    K_CHANNELS: int
-    V_CHANNELS: int
-    K_GROUP: str
-    SMOOTH_K: bool
     PARTS: int
     FOURS: bool
     TILE: int
@@ -116,7 +83,6 @@ class Sizes(NamedTuple):
     Q: int
     N: int
     ONE_TOKEN: bool
-    INT8: bool
     Q_LEVELS: int
     SAS: bool
     SOFTCAP: bool
@@ -185,25 +151,18 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _of_side(side: str, fmt: Format, heads: int, dim: int) -> dict[str, Any]:
-    """The constants of a format of keys (`K`) or values (`V`)."""
-    core = fmt.core
-    found = {"LOW": int(core.low_kind(heads)), "BITS": core.kernel_bits(heads), "CLIP": int(16 * core.kernel_clip())}
-    found |= {"AGED": core.ages, "RANK": core.rank_kind(heads)}
-    found |= {"CHANNELS": fmt.channel_group(dim), "INTEGER": fmt.integer}
-    return {f"{side}_{name}": value for name, value in found.items()}
-
-
-def _tile(spec: LayerSpec, heads: int, dim: int, v_dim: int) -> dict[str, Any]:
+def _tile(spec: LayerSpec, k: Side, v: Side) -> dict[str, Any]:
     """The constants of the tiles that a decode reads, and of the order of their tokens."""
     block = spec.window.block
-    k, v = (fmt.core.tile_blocks(size, block) for fmt, size in ((spec.k, dim), (spec.v, v_dim)))
     alone = spec.latent or spec.sparsity.tau > 0  # sparse V judges each block
-    strided = spec.v.core.strided(v_dim, block)
     # of latents, and of strided values, so many that blocks have their tokens in ascending order
-    parts = block // 8 if spec.latent or strided else max(fmt.core.tile_parts(heads) for fmt in (spec.k, spec.v))
-    found = {"PARTS": parts, "FOURS": block // (8 * parts) % 4 == 0}
-    return {**found, "TILE": 1 if alone else min(k, v), "V_STRIDED": strided}
+    own = [PARTS.get(min(side.WIDTHS), 1) for side in (k, v)]
+    parts = block // 8 if spec.latent or v.STRIDED else max(own)
+    return {
+        "PARTS": parts,
+        "FOURS": block // (8 * parts) % 4 == 0,
+        "TILE": 1 if alone else min(k.MOST_TILE, v.MOST_TILE),
+    }
 
 
 @lru_cache(maxsize=1024)
@@ -221,28 +180,23 @@ def sizes_of(
 ) -> Sizes:
     """For a call of `tokens` new tokens, with a soft cap, a local window, which may be a chunk, or neither. `v_dim`:
     values', if not `dim`."""
-    at, v_dim = spec.window, v_dim or dim
+    at = spec.window
+    k, v = spec.k.side(heads, dim, at.block, False), spec.v.side(heads, v_dim or dim, at.block, True)
     least, most = LATENT_COLUMNS if spec.latent else (LEAST_COLUMNS, MOST_COLUMNS)
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
     ring = at.ring if spec.k.windowed else 0
     ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)
-    all_open = spec.sink_pool.num > 0 and ring_parts == 1 and spec.k.integer and spec.v.integer
-    sizes = Sizes(
+    all_open = spec.sink_pool.num > 0 and ring_parts == 1 and k.INTEGER and v.INTEGER
+    return Sizes(
         H=heads,
         G=group,
-        D=dim,
-        DP=power_of_two(dim),
-        V=None,
-        ROTATION=None,
-        EQUALIZED=False,
+        K=k,
+        V=v,
         BLOCK=at.block,
         SPAN=at.span,
         RESIDUAL=at.residual,
         RING=ring,
-        **_of_side("K", spec.k, heads, dim),
-        **_of_side("V", spec.v, heads, v_dim),
-        K_COMPENSATES=spec.k.core.compensates,
-        **_tile(spec, heads, dim, v_dim),
+        **_tile(spec, k, v),
         OPEN=ring_parts + int(spec.sink_pool.num > 0 and not all_open),
         ALL_OPEN=all_open,
         RING_PARTS=ring_parts,
@@ -253,9 +207,6 @@ def sizes_of(
         Q=columns // 2 if int8 else columns,
         N=columns,
         ONE_TOKEN=tokens == 1,
-        INT8=int8,
-        SMOOTH_K=spec.k.smoothed,
-        K_GROUP=spec.k.core.scale_group,
         Q_LEVELS=spec.compute.decode_levels if int8 else 127,
         SAS=spec.compute.softmax == "sas",
         SOFTCAP=cap,
@@ -265,4 +216,3 @@ def sizes_of(
         PAGED=False,
         PLAIN=os.environ.get("TRITON_INTERPRET") == "1",
     )
-    return sizes._replace(V=sizes._replace(D=v_dim, DP=power_of_two(v_dim)))

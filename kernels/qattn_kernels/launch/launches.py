@@ -93,9 +93,14 @@ def settle_key(function: Any) -> None:
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel, as `kernel[grid](*arguments, **options)` does."""
-    for function in (kernel, *arguments):
-        if isinstance(function, type(kernel)):
-            settle_key(function)
+    kind = type(kernel)
+    for x in (kernel, *arguments):
+        if isinstance(x, kind):
+            settle_key(x)
+        elif type(x) is tuple:  # a bundle, of functions or of what kernels read
+            for function in x:
+                if isinstance(function, kind):
+                    settle_key(function)
     recorder = getattr(_state, "recorder", None)
     if recorder is not None and recorder.collects:
         recorder.launches.append(Launch(kernel, grid, arguments, options))

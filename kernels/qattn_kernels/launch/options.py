@@ -10,6 +10,6 @@ WIDEST_HEAD = 256  # channels
 def codes(size: Sizes, most: int = 64 * 128) -> dict[str, int]:
     """Options of kernels that make codes (see `ops/append/kernel.py`) and hold a whole block in registers: of more
     than `most` numbers in those of twice as many threads, of latents wider than any head in twice as many again."""
-    dim = max(size.DP, size.V.DP)
+    dim = max(size.K.DP, size.V.DP)
     warps = 16 if dim > WIDEST_HEAD else 8 if most < size.BLOCK * dim else 4
     return {"enable_fp_fusion": False, "num_warps": warps}

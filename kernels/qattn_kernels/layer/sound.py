@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from qattn_kernels.formats.traits import mixed_heads
 from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
@@ -53,7 +54,9 @@ def _faults(state: State, geo: Geometry, spec: LayerSpec, columns: int) -> Itera
     )
     yield "packed blocks do not follow one another", not _in_order(state, closed, start, block)
     for side, fmt in (("k", spec.k), ("v", spec.v)):
-        yield f"{side}: codes of a head have no place", not fmt.core.places_known(side_of(state, side), closed)
+        mixed = mixed_heads(fmt)
+        known = mixed is None or mixed.places_known(side_of(state, side), closed)
+        yield f"{side}: codes of a head have no place", not known
     if spec.sink_pool.num:
         yield "a sink is where no token is", not _sinks_there(side_of(state, "sink"), length, closed, block)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from qattn_kernels.formats.traits import compensates
 from qattn_kernels.layer.skip_counts import skip_count_tensors
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State, TensorSpec
@@ -75,8 +76,8 @@ def layer_tensors(geo: Geometry, spec: LayerSpec) -> dict[str, TensorSpec]:
 
 def needs_constants(spec: LayerSpec) -> bool:
     """Whether a layer has state tensors that no call writes, since they are its model's: shares of errors
-    (`Format.compensates`) or `k.equalizer`."""
-    return spec.compute.equalize or spec.k.core.compensates
+    (`formats.traits.compensates`) or `k.equalizer`."""
+    return spec.compute.equalize or compensates(spec.k)
 
 
 def side_of(state: State, side: str) -> State:

@@ -10,7 +10,7 @@ import torch
 
 from qattn_kernels.chip import KIB, LIMIT, chip_of
 from qattn_kernels.formats import Format
-from qattn_kernels.formats.base import Low
+from qattn_kernels.formats.traits import Low, aged_blocks, low_kind, mixes
 from qattn_kernels.layer.spec import LayerSpec
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -49,11 +49,11 @@ def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | No
         return "of sink pools the kernels know the one of the smallest keys, excluded, block by block"
     if pool.num and spec.window.span != spec.window.block:
         return "several blocks close together, and the kernels' sink pool competes with one"
-    if spec.k.core.ages and spec.v.core.ages:
+    if aged_blocks(spec.k) and aged_blocks(spec.v):
         return "both keys and values have blocks of two widths; the kernels know one side of them"
-    if spec.sparsity.tau and (spec.k.core.ages or spec.v.core.ages):
+    if spec.sparsity.tau and (aged_blocks(spec.k) or aged_blocks(spec.v)):
         return "sparse V over blocks of two widths is the reference's"
-    if spec.k.smoothed and (pool.num or spec.k.core.mixed):
+    if spec.k.smoothed and (pool.num or mixes(spec.k)):
         return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
     no_room = _no_room(f"head dim {k_dim}", k_dim, LEAST_SHARED)
     return _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec) or no_room
@@ -85,7 +85,7 @@ def _unsupported_latent(spec: LayerSpec, heads: int, rope: int, latent: int) -> 
         return reason
     if spec.sparsity.tau > 0:
         return "sparse V over the latents of latent attention (MLA) is the reference's"
-    if any(fmt.core.low_kind(heads) > Low.ALL for fmt in (spec.k, spec.v)):
+    if any(low_kind(fmt, heads) > Low.ALL for fmt in (spec.k, spec.v)):
         return "heads of different bits in latent attention (MLA), which has one, are the reference's"
     return None
 

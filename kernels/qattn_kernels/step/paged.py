@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from qattn_kernels.formats.base import Low
+from qattn_kernels.formats.traits import Low, low_kind
 from qattn_kernels.launch.plan import planned
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import LayerSpec
@@ -36,7 +36,7 @@ class Pages(NamedTuple):
 def reads_pages(spec: LayerSpec, heads: int) -> bool:
     """Whether kernels read and write the blocks of such a layer in a pool: they close one at a time, and heads have one
     width."""
-    one_width = all(fmt.core.low_kind(heads) <= Low.ALL for fmt in (spec.k, spec.v))
+    one_width = all(low_kind(fmt, heads) <= Low.ALL for fmt in (spec.k, spec.v))
     return spec.impl == "triton" and spec.window.span == spec.window.block and one_width
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from qattn_hf.attention.model_constants import compensation, equalizer
 from qattn_hf.errors import UnsupportedError
 from qattn_hf.model.layer_kinds import ModelLayerSpec
+from qattn_kernels.formats.traits import compensates
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
@@ -39,7 +40,7 @@ def constants(
     """
     packed = {i: spec for i, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
     equalized = {i: spec for i, spec in packed.items() if spec.compute.equalize}
-    compensated = {i: spec for i, spec in packed.items() if spec.k.core.compensates}
+    compensated = {i: spec for i, spec in packed.items() if compensates(spec.k)}
     passes = {} if passes is None else passes
     scales = passes.get(asked := ("equalize_k", *equalized), {})
     if equalized and not scales:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from qattn_kernels.formats.traits import MixedHeads
 from qattn_kernels.layer.arena import ALIGNMENT, Layout, places, views
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.state import layer_tensors, row_tensors
@@ -58,7 +59,7 @@ def _own(layout: Layout) -> set[str]:
 def settled(layout: Layout) -> dict[str, list[int]]:
     """State tensors of a row, `[Hkv]` by name, that are the same for all rows with a closed block."""
     spec, heads = layout.spec, layout.geometry.heads
-    sides = (("k", spec.k), ("v", spec.v))
+    sides = ((side, fmt) for side, fmt in (("k", spec.k), ("v", spec.v)) if isinstance(fmt, MixedHeads))
     return {f"{side}.{name}": values for side, fmt in sides for name, values in fmt.settled(heads).items()}
 
 

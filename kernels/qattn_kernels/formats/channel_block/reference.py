@@ -11,6 +11,7 @@ import torch
 from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.packed import pack, unpack
 from qattn_kernels.formats.scales import from_bits
+from qattn_kernels.formats.side import Side
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LEAST_GROUP = 32  # channels that a product of integers takes at once
@@ -38,8 +39,8 @@ class ChannelBlockFormat(OpenFormat):
     def kernel_bits(self, heads: int) -> int:
         return self.bits
 
-    def channel_group(self, dim: int) -> int:
-        return self.group(dim)
+    def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
+        return super().side(heads, dim, block, values)._replace(CHANNELS=self.group(dim))
 
     def group(self, dim: int) -> int:
         """Channels that share a scale; the last group of a head dim may be a short one."""

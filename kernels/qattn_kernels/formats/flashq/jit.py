@@ -14,6 +14,7 @@ from qattn_kernels.formats.int8.jit import quantize, token_values
 from qattn_kernels.formats.int8_ring.jit import JIT as INT8_RING
 from qattn_kernels.formats.packing import code_scores, code_values, read_codes, write_codes
 from qattn_kernels.jit.math import code_bits, divide_whole, range_of_channels, round_even, whole_number
+from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, split_neighbours
 
 
@@ -75,11 +76,11 @@ def _wide(S, LOW: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
+def locate(S, b, h, SIDE: tl.constexpr, C: tl.constexpr):
     """The place of head `h` in the arenas, 4-bit places first, its index among those of its width, and whether that is
     2 bits."""
-    if LOW <= ALL:
-        return h, (b * C.H + h).to(tl.int64), (h < 0) if LOW == NONE else (h >= 0)
+    if SIDE.LOW <= ALL:
+        return h, (b * C.H + h).to(tl.int64), (h < 0) if SIDE.LOW == NONE else (h >= 0)
     else:
         n = tl.arange(0, triton.next_power_of_2(C.H))
         heads = tl.load(S.head_of + b * C.H + n, mask=n < C.H, other=-1)
@@ -87,6 +88,20 @@ def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
         wide = C.H - number(S.low)
         index = tl.where(place < wide, b * wide + place, b * (C.H - wide) + place - wide)
         return place, index.to(tl.int64), place >= wide
+
+
+@triton.jit
+def run(S, home, capacity, I: tl.constexpr, SIDE: tl.constexpr):
+    """Of a row's first blocks, which have half the bits, and of the others; or all blocks of a head with the bits of
+    run `I`, and none of another head."""
+    if SIDE.AGED:
+        aged = number(S.aged)
+        if I == 0:
+            return 0, aged, home.index * aged
+        else:
+            return aged, capacity, home.index * (capacity - aged) - aged
+    else:
+        return 0, tl.where(home.low == (I == 1), capacity, 0), home.index * capacity
 
 
 @triton.jit
@@ -100,11 +115,11 @@ def block_form(code, scale, keep):
 
 
 @triton.jit
-def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
+def place(S, b, h, first, SIDE: tl.constexpr, C: tl.constexpr):
     """Where head `h` lives; noted when the row's `first` block closes, unless the ranking kernel did."""
-    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
+    LOW: tl.constexpr = SIDE.LOW
     if LOW == RANKED:
-        place, _, _ = locate(S, b, h, LOW, C)
+        place, _, _ = locate(S, b, h, SIDE, C)
     else:
         place = h
         if LOW == LISTED:
@@ -119,18 +134,18 @@ def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _home(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def _home(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Whether a block has the fewer bits of those that its side has, and its index among the blocks of its bits."""
-    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
-    if C.V_AGED if VALUES else C.K_AGED:
-        aged, head = number(S.aged), (b * C.H + h).to(tl.int64)
-        narrow = index < aged
-        return narrow, tl.where(narrow, head * aged, head * (NB - aged) - aged) + index
+    LOW: tl.constexpr = SIDE.LOW
+    if SIDE.AGED:
+        aged, head = number(S.aged), (slot.b * C.H + slot.h).to(tl.int64)
+        narrow = slot.index < aged
+        return narrow, tl.where(narrow, head * aged, head * (slot.capacity - aged) - aged) + slot.index
     else:
         wide = _wide(S, LOW, C)
-        narrow = place >= wide
-        head = tl.where(narrow, b * (C.H - wide) + place - wide, b * wide + place)
-        return narrow, head.to(tl.int64) * NB + index
+        narrow = slot.place >= wide
+        head = tl.where(narrow, slot.b * (C.H - wide) + slot.place - wide, slot.b * wide + slot.place)
+        return narrow, head.to(tl.int64) * slot.capacity + slot.index
 
 
 @triton.jit
@@ -148,23 +163,23 @@ def _channel_scale(span, low, LOW: tl.constexpr, CLIP: tl.constexpr):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Second stage of a full block, and its scale."""
-    put_codes(S, code, keep, b, h, index, NB, place, VALUES, C)
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    tl.store(S.scale + at + tl.zeros_like(t), scale, mask=t == 0)  # one for all
+    put_codes(S, tokens.code, tokens.keep, slot, SIDE, C)
+    at = block_of(slot, C)
+    tl.store(S.scale + at + tl.zeros_like(tokens.t), tokens.scale, mask=tokens.t == 0)  # one for all
 
 
 @triton.jit
-def _store_ranges(S, at, channel_scale, zero_point, C: tl.constexpr):
+def _store_ranges(S, at, channel_scale, zero_point, SIDE: tl.constexpr):
     """Step and zero point of the channels of block `at`."""
-    d = tl.arange(0, C.DP)
-    tl.store(S.channel_scale + at * C.D + d, channel_scale.to(tl.int8), mask=d < C.D)
-    tl.store(S.zero_point + at * C.D + d, zero_point.to(tl.int8), mask=d < C.D)
+    d = tl.arange(0, SIDE.DP)
+    tl.store(S.channel_scale + at * SIDE.D + d, channel_scale.to(tl.int8), mask=d < SIDE.D)
+    tl.store(S.zero_point + at * SIDE.D + d, zero_point.to(tl.int8), mask=d < SIDE.D)
 
 
 @triton.jit
-def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr, C: tl.constexpr):
+def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl.constexpr, SIDE: tl.constexpr):
     """`code_bits` of codes from 0 to `levels` of `X1` `[BLOCK, DP]` of block `at`, whose steps and zero points are
     stored."""
     low, high = range_of_channels(code, keep)
@@ -172,111 +187,112 @@ def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl
     low, high = whole_number(tl.where(some, low, 0.0)), whole_number(tl.where(some, high, 0.0))
     channel_scale = _channel_scale(high - low, narrow, LOW, CLIP)
     zero_point = low + ((high - low - channel_scale * levels) >> 1)
-    _store_ranges(S, at, channel_scale, zero_point, C)
+    _store_ranges(S, at, channel_scale, zero_point, SIDE)
     zero_point, channel_scale = zero_point.to(tl.float32), channel_scale.to(tl.float32)
     coded = divide_whole(code - zero_point[None, :], channel_scale[None, :])
     return code_bits(tl.clamp(coded, 0.0, levels.to(tl.float32)))
 
 
 @triton.jit
-def put_codes(S, code, keep, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def put_codes(S, code, keep, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Second stage: quantizes `X1` of a full block to 4 or 2 bits a channel, in integers, and writes it; of 8 bits
     there is none."""
-    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
-    AGED: tl.constexpr = C.V_AGED if VALUES else C.K_AGED
-    CLIP: tl.constexpr = C.V_CLIP if VALUES else C.K_CLIP
-    narrow, home = _home(S, b, h, index, NB, place, VALUES, C)
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    if (C.V_BITS if VALUES else C.K_BITS) == 8:
+    LOW: tl.constexpr = SIDE.LOW
+    AGED: tl.constexpr = SIDE.AGED
+    CLIP: tl.constexpr = SIDE.CLIP
+    narrow, home = _home(S, slot, SIDE, C)
+    at = block_of(slot, C)
+    if SIDE.BITS == 8:
         if narrow:
             if AGED:
-                coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, C)
-                write_codes(S.codes4, coded, home, 4, False, VALUES, C)
+                coded = _second_stage(S, code, keep, at, narrow, tl.full([], 15, tl.int32), NONE, CLIP, SIDE)
+                write_codes(S.codes4, coded, home, 4, False, SIDE, C)
         else:
-            _store_ranges(S, at, tl.full([C.DP], 1, tl.int8), tl.full([C.DP], 0, tl.int8), C)
-            write_codes(S.codes8, code_bits(code), home, 8, False, VALUES, C)
+            _store_ranges(S, at, tl.full([SIDE.DP], 1, tl.int8), tl.full([SIDE.DP], 0, tl.int8), SIDE)
+            write_codes(S.codes8, code_bits(code), home, 8, False, SIDE, C)
     else:
-        coded = _second_stage(S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, C)
+        coded = _second_stage(S, code, keep, at, narrow, tl.where(narrow, 3, 15), RANKED if AGED else LOW, CLIP, SIDE)
         if AGED or LOW != ALL:
             if not narrow:
-                write_codes(S.codes4, coded, home, 4, False, VALUES, C)
+                write_codes(S.codes4, coded, home, 4, False, SIDE, C)
         if AGED or LOW != NONE:
             if narrow:
-                write_codes(S.codes2, coded, home, 2, False, VALUES, C)
+                write_codes(S.codes2, coded, home, 2, False, SIDE, C)
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """INT8 tokens `[BLOCK, DP]` of a closed block, and the block's scale for each."""
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    x1 = get_codes(S, b, h, index, NB, place, VALUES, C)
+    at = block_of(slot, C)
+    x1 = get_codes(S, slot, SIDE, C)
     return x1, tl.load(S.scale + at) + tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
-def get_codes(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def get_codes(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Second stage dequantized: `X1` `[BLOCK, DP]` of a closed block."""
-    LOW: tl.constexpr = C.V_LOW if VALUES else C.K_LOW
-    AGED: tl.constexpr = C.V_AGED if VALUES else C.K_AGED
-    WIDE: tl.constexpr = 8 if (C.V_BITS if VALUES else C.K_BITS) == 8 else 4
-    d = tl.arange(0, C.DP)
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
-    zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0).to(tl.int32)
-    narrow, home = _home(S, b, h, index, NB, place, VALUES, C)
-    code = tl.full([C.BLOCK, C.DP], 0, tl.int32)
+    LOW: tl.constexpr = SIDE.LOW
+    AGED: tl.constexpr = SIDE.AGED
+    WIDE: tl.constexpr = 8 if SIDE.BITS == 8 else 4
+    d = tl.arange(0, SIDE.DP)
+    at = block_of(slot, C)
+    channel_scale = tl.load(S.channel_scale + at * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.int32)
+    zero_point = tl.load(S.zero_point + at * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.int32)
+    narrow, home = _home(S, slot, SIDE, C)
+    code = tl.full([C.BLOCK, SIDE.DP], 0, tl.int32)
     if AGED or LOW != ALL:
         if not narrow:
-            code = read_codes(codes_of(S, WIDE), home, WIDE, False, VALUES, C)
+            code = read_codes(codes_of(S, WIDE), home, WIDE, False, SIDE, C)
     if AGED or LOW != NONE:
         if narrow:
-            code = read_codes(codes_of(S, WIDE // 2), home, WIDE // 2, False, VALUES, C)
+            code = read_codes(codes_of(S, WIDE // 2), home, WIDE // 2, False, SIDE, C)
     return (code * channel_scale[None, :] + zero_point[None, :]).to(tl.int8)
 
 
 @triton.jit
-def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
     """Scales of channels go into the query, as shares of the largest that there can be: a maximum would cost a
     reduction a block, and INT8 pairs have bits to spare. The sum of zero points is one of integers, which a warp has an
     instruction for. Codes of 8 bits have neither."""
-    s = tl.load(S.scale + at)
-    if BITS == 8:
+    s = tl.load(S.scale + at.block)
+    if at.BITS == 8:
         x8 = split_neighbours(query.normalized * 256.0, C)
-        return code_scores(S.codes8, index, x8, 8, C) * (s * query.scale)[None, :]
+        return code_scores(S.codes8, at.codes, x8, 8, SIDE, C) * (s * query.scale)[None, :]
     else:
-        d = tl.arange(0, C.DP)
-        channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0)
-        zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0)
-        LARGEST: tl.constexpr = 16 if BITS == 4 else 79  # of the scales of codes that span [-119, 119]
-        FINE: tl.constexpr = 131072.0 / C.DP  # parts of a query's unit: 127 units times 127 in all channels fit int32
+        d = tl.arange(0, SIDE.DP)
+        channel_scale = tl.load(S.channel_scale + at.block * SIDE.D + d, mask=d < SIDE.D, other=0)
+        zero_point = tl.load(S.zero_point + at.block * SIDE.D + d, mask=d < SIDE.D, other=0)
+        LARGEST: tl.constexpr = 16 if at.BITS == 4 else 79  # of the scales of codes that span [-119, 119]
+        # parts of a query's unit: 127 units times 127 in all channels fit int32
+        FINE: tl.constexpr = 131072.0 / SIDE.DP
         x8 = split_neighbours(query.normalized * (channel_scale.to(tl.float32) * (256.0 / LARGEST))[:, None], C)
         zero_point_sum = tl.sum((query.normalized * FINE).to(tl.int32) * zero_point.to(tl.int32)[:, None], 0)
         zero_point_sum = zero_point_sum.to(tl.float32) * query.scale
-        products = code_scores(codes_of(S, BITS), index, x8, BITS, C) * (s * LARGEST)
+        products = code_scores(codes_of(S, at.BITS), at.codes, x8, at.BITS, SIDE, C) * (s * LARGEST)
         return products * query.scale[None, :] + (zero_point_sum * (s * (1.0 / FINE)))[None, :]
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
     """Scales of channels go into the sum, and a zero point is weighed with the sum of the weights: INT8 pairs leave so
     little of these that their own sum serves as well as that of rounded ones. Codes of 8 bits have neither."""
-    s, total = tl.load(S.scale + at), tl.sum(p, 0)
-    if BITS == 8:
-        o = code_values(S.codes8, index, p * SPLIT_TOP, 8, C)
+    s, total = tl.load(S.scale + at.block), tl.sum(p, 0)
+    if at.BITS == 8:
+        o = code_values(S.codes8, at.codes, p * SPLIT_TOP, 8, SIDE, C)
         return acc * alpha[None, :] + o * (beta * (s * (1.0 / 127.0)))[None, :], total
     else:
-        d = tl.arange(0, C.DP)
-        channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-        zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-        o = code_values(codes_of(S, BITS), index, p * SPLIT_TOP, BITS, C)
+        d = tl.arange(0, SIDE.DP)
+        channel_scale = tl.load(S.channel_scale + at.block * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.float32)
+        zero_point = tl.load(S.zero_point + at.block * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.float32)
+        o = code_values(codes_of(S, at.BITS), at.codes, p * SPLIT_TOP, at.BITS, SIDE, C)
         o *= (channel_scale * (1.0 / 127.0))[:, None]
         return acc * alpha[None, :] + (o + total[None, :] * zero_point[:, None]) * (beta * s)[None, :], total
 
 
 @triton.jit
-def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
-    codes, scales = S.ring + first * C.D + start, S.ring_scale + first + start
-    return token_values(codes, scales, SLOTS, TOKENS, 1, p, acc, alpha, beta, C)
+def ring_values(S, tile, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
+    codes, scales = S.ring + tile.first * SIDE.D + tile.start, S.ring_scale + tile.first + tile.start
+    return token_values(codes, scales, tile.SLOTS, tile.TOKENS, 1, p, acc, alpha, beta, SIDE, C)
 
 
 JIT = INT8_RING._replace(
@@ -285,6 +301,7 @@ JIT = INT8_RING._replace(
     block_form=block_form,
     place=place,
     locate=locate,
+    run=run,
     put=put,
     get=get,
     scores=scores,

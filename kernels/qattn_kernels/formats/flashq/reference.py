@@ -20,15 +20,15 @@ from qattn_kernels.formats.base import (
     Block,
     FixedBy,
     Format,
-    Low,
     Operand,
-    Span,
     int8_ring,
     int8_tokens,
     write_rows,
 )
 from qattn_kernels.formats.flashq.priority import head_priority
 from qattn_kernels.formats.packed import pack, unpack
+from qattn_kernels.formats.side import Side
+from qattn_kernels.formats.traits import AgedBlocks, Low, MixedHeads, Span
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
@@ -87,7 +87,7 @@ def _pieces(old: list[Span], new: list[Span]) -> Iterator[tuple[Span, Span, slic
 
 
 @dataclass(frozen=True)
-class FlashQFormat(Format):
+class FlashQFormat(MixedHeads, AgedBlocks, Format):
     """INT8 ring, 4- and 2-bit blocks.
 
     Attributes:
@@ -117,10 +117,6 @@ class FlashQFormat(Format):
         return self.bits == "mixed"
 
     @property
-    def ages(self) -> bool:
-        return self.aged is not None
-
-    @property
     def least_heads(self) -> int:
         return max(1, self.n_low)
 
@@ -137,11 +133,13 @@ class FlashQFormat(Format):
     def kernel_bits(self, heads: int) -> int:
         return 8 if self.bits == 8 else {0: 4, heads: 2}.get(self.low(heads), 0)
 
-    def kernel_clip(self) -> float:
-        return self.clip
-
-    def tile_parts(self, heads: int) -> int:
-        return super().tile_parts(heads) if self.aged is None else 4 if self.bits == 4 else 2
+    def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
+        plain, low = super().side(heads, dim, block, values), self.low_kind(heads)
+        widths: tuple[int, ...] = (4, 2) if low > Low.ALL else (plain.BITS,)
+        if self.ages:
+            widths = (plain.BITS // 2, plain.BITS)
+        rank = PRIORITIES.index(self.priority) if low == Low.RANKED else -1
+        return plain._replace(WIDTHS=widths, CLIP=int(16 * self.clip), LOW=int(low), RANK=rank, AGED=self.ages)
 
     def low_kind(self, heads: int) -> Low:
         if not self.low(heads):
@@ -149,9 +147,6 @@ class FlashQFormat(Format):
         if self.low(heads) == heads:
             return Low.ALL
         return Low.RANKED if self.low_heads is None else Low.LISTED
-
-    def rank_kind(self, heads: int) -> int:
-        return PRIORITIES.index(self.priority) if self.low_kind(heads) == Low.RANKED else -1
 
     def asks_registers(self, heads: int) -> bool:
         return self.low_kind(heads) == Low.NONE
@@ -348,7 +343,7 @@ class FlashQFormat(Format):
         x1 = code.to(torch.int16) * channel_scale[..., None, :] + zero_point[..., None, :]
         return self._operand(x1.to(torch.int8), self.restored(scale))
 
-    def recode(self, state: State, new: Format, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
+    def recode(self, state: State, new: AgedBlocks, out: State, keep: torch.Tensor, closed: torch.Tensor) -> None:
         """Blocks whose bits change get their second stage from what they are read as, and so do channel scales and zero
         points. From 8 bits these are what they would have been at once."""
         n = keep.shape[2]

@@ -10,6 +10,7 @@ from qattn_kernels.formats.flashq.jit import codes_of, get_codes, put_codes
 from qattn_kernels.formats.packing import code_values
 from qattn_kernels.formats.scale_bits import from_bits, to_bits
 from qattn_kernels.jit.math import TINY, inverse_of
+from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP
 from qattn_kernels.jit.tile_order import to_token_order
 
@@ -21,32 +22,32 @@ def block_form(code, scale, keep):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    put_codes(S, code, keep, b, h, index, NB, place, VALUES, C)
-    tl.store(S.scale + ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + t, to_bits(scale))
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    put_codes(S, tokens.code, tokens.keep, slot, SIDE, C)
+    tl.store(S.scale + block_of(slot, C) * C.BLOCK + tokens.t, to_bits(tokens.scale))
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """INT8 tokens `[BLOCK, DP]` of a closed block, and their scales."""
-    at = ((b * C.H + h).to(tl.int64) * NB + index) * C.BLOCK + tl.arange(0, C.BLOCK)
-    return get_codes(S, b, h, index, NB, place, VALUES, C), from_bits(tl.load(S.scale + at))
+    at = block_of(slot, C) * C.BLOCK + tl.arange(0, C.BLOCK)
+    return get_codes(S, slot, SIDE, C), from_bits(tl.load(S.scale + at))
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
     """A token's scale goes into its weight, scales of channels into the sum, and a zero point is weighed with the sum
     of what the weights became. Codes of 8 bits have no such scale and no zero point."""
-    d = tl.arange(0, C.DP)
-    scale = from_bits(tl.load(S.scale + at * C.BLOCK + tl.arange(0, C.BLOCK)))
+    d = tl.arange(0, SIDE.DP)
+    scale = from_bits(tl.load(S.scale + at.block * C.BLOCK + tl.arange(0, C.BLOCK)))
     w = p * to_token_order(scale, C.PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), TINY)
-    o = code_values(codes_of(S, BITS), index, w * (inverse_of(top) * SPLIT_TOP)[None, :], BITS, C)
-    if BITS == 8:
+    o = code_values(codes_of(S, at.BITS), at.codes, w * (inverse_of(top) * SPLIT_TOP)[None, :], at.BITS, SIDE, C)
+    if at.BITS == 8:
         o *= (top * (1.0 / 127.0))[None, :]
     else:
-        channel_scale = tl.load(S.channel_scale + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
-        zero_point = tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0).to(tl.float32)
+        channel_scale = tl.load(S.channel_scale + at.block * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.float32)
+        zero_point = tl.load(S.zero_point + at.block * SIDE.D + d, mask=d < SIDE.D, other=0).to(tl.float32)
         o = o * channel_scale[:, None] * (top * (1.0 / 127.0))[None, :] + tl.sum(w, 0)[None, :] * zero_point[:, None]
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 

@@ -12,6 +12,7 @@ from qattn_kernels.formats.int8.jit import JIT as INT8
 from qattn_kernels.formats.int8.jit import addresses, numbers
 from qattn_kernels.formats.int8.jit import get as get_codes
 from qattn_kernels.jit.math import SMALLEST_NORMAL, divide, round_even
+from qattn_kernels.jit.rows import block_of
 
 LARGEST = tl.constexpr(448.0)  # of E4M3
 LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6: below it numbers of E4M3 lie 2^-9 apart
@@ -49,17 +50,17 @@ def block_form(code, scale, keep):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    inside = tl.arange(0, C.DP) < C.D
-    byte = code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(addresses(S.codes, at, t, VALUES, C), byte, mask=write[:, None] & inside[None, :])
-    tl.store(S.scale + at * C.BLOCK + t, scale, mask=write)
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    at = block_of(slot, C)
+    inside = tl.arange(0, SIDE.DP) < SIDE.D
+    byte = tokens.code.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(addresses(S.codes, at, tokens.t, SIDE, C), byte, mask=tokens.write[:, None] & inside[None, :])
+    tl.store(S.scale + at * C.BLOCK + tokens.t, tokens.scale, mask=tokens.write)
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    code, scale = get_codes(S, b, h, index, NB, place, VALUES, C)
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    code, scale = get_codes(S, slot, SIDE, C)
     return numbers(code).to(tl.float32) * scale[:, None], scale
 
 

@@ -14,6 +14,7 @@ from qattn_kernels.formats.fp8.jit import LARGEST, rounded, signed_divide
 from qattn_kernels.formats.int8.jit import addresses, numbers
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.math import SMALLEST_NORMAL
+from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
 from qattn_kernels.jit.tile_order import deinterleave
 
@@ -27,37 +28,37 @@ class Tensors(NamedTuple):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """A full block, whose tokens come as they are; masked ones are zeros."""
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    d = tl.arange(0, C.DP)
-    top = tl.max(tl.abs(code), 0)
+    at = block_of(slot, C)
+    d = tl.arange(0, SIDE.DP)
+    top = tl.max(tl.abs(tokens.code), 0)
     scale = tl.div_rn(top, tl.full(top.shape, LARGEST, tl.float32))
     scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    x = rounded(tl.clamp(signed_divide(code, divisor[None, :]), -LARGEST, LARGEST))
+    x = rounded(tl.clamp(signed_divide(tokens.code, divisor[None, :]), -LARGEST, LARGEST))
     byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(addresses(S.codes, at, t, True, C), byte, mask=(d < C.D)[None, :])
-    tl.store(S.scale + at * C.D + d, scale, mask=d < C.D)
+    tl.store(addresses(S.codes, at, tokens.t, SIDE, C), byte, mask=(d < SIDE.D)[None, :])
+    tl.store(S.scale + at * SIDE.D + d, scale, mask=d < SIDE.D)
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    t, d = tl.arange(0, C.BLOCK), tl.arange(0, C.DP)
-    x = numbers(tl.load(addresses(S.codes, at, t, True, C), mask=(d < C.D)[None, :], other=0)).to(tl.float32)
-    scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0)
+    at = block_of(slot, C)
+    t, d = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP)
+    x = numbers(tl.load(addresses(S.codes, at, t, SIDE, C), mask=(d < SIDE.D)[None, :], other=0)).to(tl.float32)
+    scale = tl.load(S.scale + at * SIDE.D + d, mask=d < SIDE.D, other=0.0)
     return x * scale[None, :], tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
     """Numbers of E4M3 are exact in fp16; a channel's scale goes into its sum."""
-    t, d = tl.arange(0, C.BLOCK), tl.arange(0, C.DP)
-    codes = S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :]
-    v = numbers(tl.load(codes, mask=(d < C.D)[:, None], other=0)).to(tl.float16)
-    scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0)
+    t, d = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP)
+    codes = S.codes + at.block * (C.BLOCK * SIDE.D) + d[:, None] * C.BLOCK + t[None, :]
+    v = numbers(tl.load(codes, mask=(d < SIDE.D)[:, None], other=0)).to(tl.float16)
+    scale = tl.load(S.scale + at.block * SIDE.D + d, mask=d < SIDE.D, other=0.0)
     o = unrepeated_columns(tl.dot(v, repeated_columns(deinterleave(p, C.PARTS).to(tl.float16), C)), C)
     return acc * alpha[None, :] + o * scale[:, None] * beta[None, :], tl.sum(p, 0)
 

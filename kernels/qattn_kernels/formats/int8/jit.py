@@ -12,6 +12,7 @@ import triton.language as tl
 
 from qattn_kernels.formats.contract import JitFormat
 from qattn_kernels.jit.math import SMALLEST_NORMAL, TINY, divide, float_to_int8, inverse_of, round_even
+from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave, to_token_order, token_order
 
@@ -53,39 +54,33 @@ def block_form(code, scale, keep):
 
 
 @triton.jit
-def place(S, b, h, first, VALUES: tl.constexpr, C: tl.constexpr):
-    return h
-
-
-@triton.jit
-def locate(S, b, h, LOW: tl.constexpr, C: tl.constexpr):
-    return h, (b * C.H + h).to(tl.int64), h < 0
-
-
-@triton.jit
-def addresses(codes, at, t, VALUES: tl.constexpr, C: tl.constexpr):
+def addresses(codes, at, t, SIDE: tl.constexpr, C: tl.constexpr):
     """Addresses `[n, DP]` of tokens `t` of a block; values lie `[D, tokens]`, as their product wants them."""
-    d = tl.arange(0, C.DP)
-    if VALUES:
-        return codes + at * (C.BLOCK * C.D) + d[None, :] * C.BLOCK + t[:, None]
-    return codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
+    d = tl.arange(0, SIDE.DP)
+    if SIDE.VALUES:
+        return codes + at * (C.BLOCK * SIDE.D) + d[None, :] * C.BLOCK + t[:, None]
+    return codes + at * (C.BLOCK * SIDE.D) + t[:, None] * SIDE.D + d[None, :]
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Tokens `t` of a block in their final form, where `write` holds."""
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    inside = tl.arange(0, C.DP) < C.D
-    tl.store(addresses(S.codes, at, t, VALUES, C), float_to_int8(code), mask=write[:, None] & inside[None, :])
-    tl.store(S.scale + at * C.BLOCK + t, scale, mask=write)
+    at = block_of(slot, C)
+    inside = tl.arange(0, SIDE.DP) < SIDE.D
+    tl.store(
+        addresses(S.codes, at, tokens.t, SIDE, C),
+        float_to_int8(tokens.code),
+        mask=tokens.write[:, None] & inside[None, :],
+    )
+    tl.store(S.scale + at * C.BLOCK + tokens.t, tokens.scale, mask=tokens.write)
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """INT8 tokens `[BLOCK, DP]` of a block, and their scales."""
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    t, inside = tl.arange(0, C.BLOCK), tl.arange(0, C.DP) < C.D
-    return tl.load(addresses(S.codes, at, t, VALUES, C), mask=inside[None, :], other=0), tl.load(
+    at = block_of(slot, C)
+    t, inside = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP) < SIDE.D
+    return tl.load(addresses(S.codes, at, t, SIDE, C), mask=inside[None, :], other=0), tl.load(
         S.scale + at * C.BLOCK + t
     )
 
@@ -100,11 +95,11 @@ def numbers(x):
 
 
 @triton.jit
-def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
+def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, SIDE: tl.constexpr, C: tl.constexpr):
     """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
-    t, d = tl.arange(0, TOKENS), tl.arange(0, C.DP)
+    t, d = tl.arange(0, TOKENS), tl.arange(0, SIDE.DP)
     k = numbers(
-        tl.load(codes + token_order(TOKENS, PARTS)[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0)
+        tl.load(codes + token_order(TOKENS, PARTS)[:, None] * SIDE.D + d[None, :], mask=(d < SIDE.D)[None, :], other=0)
     )
     if C.N > C.Q:
         s = join_split(dot_split(k, query.operand))
@@ -115,12 +110,22 @@ def token_scores(codes, scales, TOKENS: tl.constexpr, PARTS: tl.constexpr, query
 
 @triton.jit
 def token_values(
-    codes, scales, stride, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr
+    codes,
+    scales,
+    stride,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    p,
+    acc,
+    alpha,
+    beta,
+    SIDE: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Sums of values that lie `[D, tokens]`, channels `stride` apart, by weights that come in
     `token_order`: a value's scale is multiplied into its weight before the weights are rounded."""
-    t, d = tl.arange(0, TOKENS), tl.arange(0, C.DP)
-    v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < C.D)[:, None], other=0))
+    t, d = tl.arange(0, TOKENS), tl.arange(0, SIDE.DP)
+    v = numbers(tl.load(codes + d[:, None] * stride + t[None, :], mask=(d < SIDE.D)[:, None], other=0))
     w = p * to_token_order(tl.load(scales + t), PARTS)[:, None]
     top = tl.maximum(tl.max(w, 0), TINY)
     if C.N > C.Q:
@@ -133,23 +138,21 @@ def token_values(
 
 
 @triton.jit
-def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
-    codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
-    return token_scores(codes, scales, C.BLOCK, C.PARTS, query, query_scale, C)
+def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
+    codes, scales = S.codes + at.block * (C.BLOCK * SIDE.D), S.scale + at.block * C.BLOCK
+    return token_scores(codes, scales, C.BLOCK, C.PARTS, query, SIDE, C)
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
-    return token_values(codes, scales, C.BLOCK, C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
+    codes, scales = S.codes + at.block * (C.BLOCK * SIDE.D), S.scale + at.block * C.BLOCK
+    return token_values(codes, scales, C.BLOCK, C.BLOCK, C.PARTS, p, acc, alpha, beta, SIDE, C)
 
 
 JIT = JitFormat(
     Tensors=Tensors,
     quantize_tokens=quantize_tokens,
     block_form=block_form,
-    place=place,
-    locate=locate,
     put=put,
     get=get,
     scores=scores,

@@ -14,6 +14,7 @@ import triton.language as tl
 from qattn_kernels.formats.int8.jit import LEVELS, addresses, quantize_to
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.jit.math import float_to_int8
+from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, dot_split, join_split, split_weights
 from qattn_kernels.jit.tile_order import deinterleave
 
@@ -33,28 +34,28 @@ def block_form(code, scale, keep):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    inside = tl.arange(0, C.DP) < C.D
-    tl.store(addresses(S.codes, at, t, True, C), float_to_int8(code), mask=inside[None, :])
-    tl.store(S.scale + at, tl.max(scale, 0))
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    at = block_of(slot, C)
+    inside = tl.arange(0, SIDE.DP) < SIDE.D
+    tl.store(addresses(S.codes, at, tokens.t, SIDE, C), float_to_int8(tokens.code), mask=inside[None, :])
+    tl.store(S.scale + at, tl.max(tokens.scale, 0))
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    t, inside = tl.arange(0, C.BLOCK), tl.arange(0, C.DP) < C.D
-    code = tl.load(addresses(S.codes, at, t, True, C), mask=inside[None, :], other=0)
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    at = block_of(slot, C)
+    t, inside = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP) < SIDE.D
+    code = tl.load(addresses(S.codes, at, t, SIDE, C), mask=inside[None, :], other=0)
     return code, tl.load(S.scale + at) + tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
     """The largest weight of a block is 1, so that 127 of them fit INT8 as they are."""
-    t, d = tl.arange(0, C.BLOCK), tl.arange(0, C.DP)
-    codes = S.codes + at * (C.BLOCK * C.D) + d[:, None] * C.BLOCK + t[None, :]
-    v = tl.load(codes, mask=(d < C.D)[:, None], other=0)
-    scale = tl.load(S.scale + at)
+    t, d = tl.arange(0, C.BLOCK), tl.arange(0, SIDE.DP)
+    codes = S.codes + at.block * (C.BLOCK * SIDE.D) + d[:, None] * C.BLOCK + t[None, :]
+    v = tl.load(codes, mask=(d < SIDE.D)[:, None], other=0)
+    scale = tl.load(S.scale + at.block)
     if C.N > C.Q:
         o = join_split(dot_split(v, split_weights(deinterleave(p * SPLIT_TOP, C.PARTS), C)))
         scale *= 1.0 / 127.0

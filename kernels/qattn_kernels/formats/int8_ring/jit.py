@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.contract import Tokens
 from qattn_kernels.formats.int8.jit import JIT as INT8
 from qattn_kernels.formats.int8.jit import put as put_tokens
 from qattn_kernels.formats.int8.jit import token_scores
@@ -22,14 +23,16 @@ class Tensors(NamedTuple):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """A full block, its masked tokens included: they are zeros, and nothing else may be left of what lay there."""
-    put_tokens(S, code, scale, keep, t >= 0, t, b, h, index, NB, place, VALUES, C)
+    every = tokens.t >= 0
+    put_tokens(S, Tokens(tokens.code, tokens.scale, tokens.keep, every, tokens.t), slot, SIDE, C)
 
 
 @triton.jit
-def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
-    return token_scores(S.ring + at * C.D, S.ring_scale + at, TOKENS, 1, query, query_scale, C)
+def ring_scores(S, tile, query, SIDE: tl.constexpr, C: tl.constexpr):
+    at = tile.first + tile.start
+    return token_scores(S.ring + at * SIDE.D, S.ring_scale + at, tile.TOKENS, 1, query, SIDE, C)
 
 
 JIT = INT8._replace(Tensors=Tensors, put=put, ring_scores=ring_scores, values=None)

@@ -12,6 +12,7 @@ from qattn_kernels.formats.int8.jit import addresses, quantize_to, token_values
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, read_codes, write_codes
 from qattn_kernels.jit.math import code_bits, float_to_int8
+from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import dot_split, join_split
 from qattn_kernels.jit.tile_order import token_order
 
@@ -56,56 +57,56 @@ def _scales(at, GROUP: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """A full block, whose tokens come as they are; values have a scale a token."""
-    BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
-    GROUP: tl.constexpr = "token" if VALUES else C.K_GROUP
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    top = shared(tl.where(keep, tl.max(tl.abs(code), 1), 0.0), GROUP)
-    coded, scale = quantize_to(code, top, 127 if BITS == 8 else 7)
+    BITS: tl.constexpr = SIDE.BITS
+    GROUP: tl.constexpr = "token" if SIDE.VALUES else SIDE.GROUP
+    at = block_of(slot, C)
+    top = shared(tl.where(tokens.keep, tl.max(tl.abs(tokens.code), 1), 0.0), GROUP)
+    coded, scale = quantize_to(tokens.code, top, 127 if BITS == 8 else 7)
     if BITS == 8:
-        inside = tl.arange(0, C.DP) < C.D
-        tl.store(addresses(S.codes, at, t, VALUES, C), float_to_int8(coded), mask=inside[None, :])
+        inside = tl.arange(0, SIDE.DP) < SIDE.D
+        tl.store(addresses(S.codes, at, tokens.t, SIDE, C), float_to_int8(coded), mask=inside[None, :])
     else:
-        write_codes(S.codes, code_bits(coded + OFFSET), at, 4, False, VALUES, C)
-    tl.store(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP), scale)  # all of a group write the same
+        write_codes(S.codes, code_bits(coded + OFFSET), at, 4, False, SIDE, C)
+    tl.store(S.scale + _scales(at, GROUP, C) + _groups(tokens.t, GROUP), scale)  # all of a group write the same
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
-    BITS: tl.constexpr = C.V_BITS if VALUES else C.K_BITS
-    GROUP: tl.constexpr = "token" if VALUES else C.K_GROUP
-    at = (b * C.H + h).to(tl.int64) * NB + index
+    BITS: tl.constexpr = SIDE.BITS
+    GROUP: tl.constexpr = "token" if SIDE.VALUES else SIDE.GROUP
+    at = block_of(slot, C)
     t = tl.arange(0, C.BLOCK)
     if BITS == 8:
-        inside = tl.arange(0, C.DP) < C.D
-        code = tl.load(addresses(S.codes, at, t, VALUES, C), mask=inside[None, :], other=0).to(tl.float32)
+        inside = tl.arange(0, SIDE.DP) < SIDE.D
+        code = tl.load(addresses(S.codes, at, t, SIDE, C), mask=inside[None, :], other=0).to(tl.float32)
     else:
-        code = (read_codes(S.codes, at, 4, False, VALUES, C) - OFFSET).to(tl.float32)
+        code = (read_codes(S.codes, at, 4, False, SIDE, C) - OFFSET).to(tl.float32)
     scale = tl.load(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP))
     return code * scale[:, None], tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
-def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
     t = token_order(C.BLOCK, C.PARTS)
-    GROUP: tl.constexpr = C.K_GROUP
-    scale = tl.load(S.scale + _scales(at, GROUP, C) + _groups(t, GROUP))
-    if BITS == 8:
-        d = tl.arange(0, C.DP)
-        codes = S.codes + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
-        s = join_split(dot_split(tl.load(codes, mask=(d < C.D)[None, :], other=0), query.operand))
+    GROUP: tl.constexpr = SIDE.GROUP
+    scale = tl.load(S.scale + _scales(at.block, GROUP, C) + _groups(t, GROUP))
+    if at.BITS == 8:
+        d = tl.arange(0, SIDE.DP)
+        codes = S.codes + at.block * (C.BLOCK * SIDE.D) + t[:, None] * SIDE.D + d[None, :]
+        s = join_split(dot_split(tl.load(codes, mask=(d < SIDE.D)[None, :], other=0), query.operand))
     else:  # the offset of the codes comes out as that many sums of the query
-        s = code_scores(S.codes, at, query.operand, 4, C) - (tl.sum(query.normalized, 0) * OFFSET)[None, :]
+        s = code_scores(S.codes, at.block, query.operand, 4, SIDE, C) - (tl.sum(query.normalized, 0) * OFFSET)[None, :]
     return s * query.scale[None, :] * scale[:, None]
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
     """Weighs a block of values of 8 bits with a scale a token."""
-    codes, scales = S.codes + at * (C.BLOCK * C.D), S.scale + at * C.BLOCK
-    return token_values(codes, scales, C.BLOCK, C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
+    codes, scales = S.codes + at.block * (C.BLOCK * SIDE.D), S.scale + at.block * C.BLOCK
+    return token_values(codes, scales, C.BLOCK, C.BLOCK, C.PARTS, p, acc, alpha, beta, SIDE, C)
 
 
 JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)

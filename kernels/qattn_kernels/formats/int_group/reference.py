@@ -10,6 +10,7 @@ from qattn_kernels.formats.base import Block, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.granularity import key_groups, key_scales, shared_maximum
 from qattn_kernels.formats.int4.reference import OFFSET
 from qattn_kernels.formats.packed import pack, unpack
+from qattn_kernels.formats.side import Side
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
@@ -34,9 +35,8 @@ class IntGroupFormat(OpenFormat):
     def coded(self) -> bool:
         return True
 
-    @property
-    def scale_group(self) -> str:
-        return self.granularity
+    def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
+        return super().side(heads, dim, block, values)._replace(GROUP=self.granularity)
 
     def kernel_bits(self, heads: int) -> int:
         return self.bits

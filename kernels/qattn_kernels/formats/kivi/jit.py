@@ -19,6 +19,7 @@ from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.packing import code_scores, code_values, half_values, read_codes, write_codes
 from qattn_kernels.formats.planes import half_order, in_half_order
 from qattn_kernels.jit.math import TINY, divide, inverse_of, range_of_channels, round_even
+from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neighbours, unrepeated_columns
 from qattn_kernels.jit.tile_order import deinterleave, stack, to_token_order, unstack, unstrided
 
@@ -60,168 +61,171 @@ def _encode(x, scale, zero_point, BITS: tl.constexpr):
 
 
 @triton.jit
-def _shares(S, step, inverse, first, h, C: tl.constexpr):
+def _shares(S, step, inverse, first, h, SIDE: tl.constexpr):
     """fp16 `[DP, TOGETHER]`, by which errors of channels before `first`, and what is left of the others, are multiplied
     for the channels from `first` on: shares of these errors, less than nothing, and 1 where a channel meets itself."""
-    i, j = tl.arange(0, C.DP)[:, None], first + tl.arange(0, TOGETHER)[None, :]
+    i, j = tl.arange(0, SIDE.DP)[:, None], first + tl.arange(0, TOGETHER)[None, :]
     own = tl.sum(tl.where(i == j, inverse[:, None], 0.0), 0)[None, :]  # of one number and zeros
-    at = S.compensation + h * C.D * C.D + j * C.D + i
-    share = tl.load(at, mask=(i < first) & (j < C.D), other=0.0).to(tl.float32) * step[:, None] * own * SHARE_PARTS
+    at = S.compensation + h * SIDE.D * SIDE.D + j * SIDE.D + i
+    share = tl.load(at, mask=(i < first) & (j < SIDE.D), other=0.0).to(tl.float32) * step[:, None] * own * SHARE_PARTS
     share = round_even(tl.clamp(share, -LARGEST_SHARE, LARGEST_SHARE))
     return tl.where(i == j, 1.0 * SHARE_PARTS, -share).to(tl.float16)
 
 
 @triton.jit
-def _put_compensated(S, x, step, zero_point, at, h, BITS: tl.constexpr, C: tl.constexpr):
+def _put_compensated(S, x, step, zero_point, at, h, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Codes of fp32 keys `[BLOCK, DP]`, whose errors make up for one another: `encode_compensated`."""
-    d, step = tl.arange(0, C.DP), step.to(tl.float32)
+    d, step = tl.arange(0, SIDE.DP), step.to(tl.float32)
     inverse = tl.div_rn(tl.where(step == 0.0, 0.0, 1.0), tl.where(step == 0.0, 1.0, step))
     left = (x - zero_point.to(tl.float32)[None, :]) * inverse[None, :] * STEP_PARTS
     left = round_even(tl.clamp(left, -LARGEST_LEFT, LARGEST_LEFT)).to(tl.float16)
-    for first in range(0, C.D, TOGETHER):
-        own = tl.dot(left, _shares(S, step, inverse, first, h, C)) * (1.0 / SHARE_PARTS)
+    for first in range(0, SIDE.D, TOGETHER):
+        own = tl.dot(left, _shares(S, step, inverse, first, h, SIDE)) * (1.0 / SHARE_PARTS)
         code = tl.clamp(round_even(own * (1.0 / STEP_PARTS)), 0.0, 2.0**BITS - 1)
         error = round_even(tl.clamp(own - code * STEP_PARTS, -STEP_PARTS, STEP_PARTS)).to(tl.float16)
-        spread = tl.broadcast_to(error[:, None, :], (C.BLOCK, C.DP // TOGETHER, TOGETHER))
+        spread = tl.broadcast_to(error[:, None, :], (C.BLOCK, SIDE.DP // TOGETHER, TOGETHER))
         here = (d >= first) & (d < first + TOGETHER)
         left = tl.where(here[None, :], tl.reshape(spread, left.shape), left)  # in place of what was left
-        write_codes(S.codes, code.to(tl.int32), at, BITS, False, False, C, first)
+        write_codes(S.codes, code.to(tl.int32), at, BITS, False, SIDE, C, first)
 
 
 @triton.jit
-def _scale_offsets(at, C: tl.constexpr):
+def _scale_offsets(at, SIDE: tl.constexpr, C: tl.constexpr):
     """Offsets `[BLOCK, groups]` of the scales and zero points of values, and their mask; groups cover `DP` channels."""
-    g, t = tl.arange(0, C.DP // min(C.BLOCK, C.DP)), tl.arange(0, C.BLOCK)
-    COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
+    g, t = tl.arange(0, SIDE.DP // min(C.BLOCK, SIDE.DP)), tl.arange(0, C.BLOCK)
+    COUNT: tl.constexpr = (SIDE.D + C.BLOCK - 1) // C.BLOCK
     return at * (COUNT * C.BLOCK) + g[None, :] * C.BLOCK + t[:, None], (g < COUNT)[None, :]
 
 
 @triton.jit
-def _by_group(x, C: tl.constexpr):
+def _by_group(x, SIDE: tl.constexpr, C: tl.constexpr):
     """`[BLOCK, DP]` as `[BLOCK, groups, channels]`."""
-    GROUP: tl.constexpr = min(C.BLOCK, C.DP)
-    return tl.reshape(x, (C.BLOCK, C.DP // GROUP, GROUP))
+    GROUP: tl.constexpr = min(C.BLOCK, SIDE.DP)
+    return tl.reshape(x, (C.BLOCK, SIDE.DP // GROUP, GROUP))
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """A full block, whose tokens come as they are."""
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    d = tl.arange(0, C.DP)
-    if VALUES:
-        x, inside = _by_group(code, C), _by_group(tl.broadcast_to((d < C.D)[None, :], code.shape), C)
+    at = block_of(slot, C)
+    d = tl.arange(0, SIDE.DP)
+    if SIDE.VALUES:
+        x, inside = (
+            _by_group(tokens.code, SIDE, C),
+            _by_group(tl.broadcast_to((d < SIDE.D)[None, :], tokens.code.shape), SIDE, C),
+        )
         low, high = tl.min(tl.where(inside, x, float("inf")), 2), tl.max(tl.where(inside, x, float("-inf")), 2)
-        offsets, mask = _scale_offsets(at, C)
-        scale, zero_point = _asymmetric(tl.where(mask, low, 0.0), tl.where(mask, high, 0.0), C.V_BITS, C.V_CLIP)
+        offsets, mask = _scale_offsets(at, SIDE, C)
+        scale, zero_point = _asymmetric(tl.where(mask, low, 0.0), tl.where(mask, high, 0.0), SIDE.BITS, SIDE.CLIP)
         tl.store(S.scale + offsets, scale, mask=mask)
         tl.store(S.zero_point + offsets, zero_point, mask=mask)
-        coded = tl.reshape(_encode(x, scale[:, :, None], zero_point[:, :, None], C.V_BITS), code.shape)
-        if C.V_STRIDED:
-            write_strided(S.codes, coded, at, C.V_BITS, C)
+        coded = tl.reshape(_encode(x, scale[:, :, None], zero_point[:, :, None], SIDE.BITS), tokens.code.shape)
+        if SIDE.STRIDED:
+            write_strided(S.codes, coded, at, SIDE.BITS, SIDE, C)
         else:
-            write_codes(S.codes, coded, at, C.V_BITS, False, True, C)
+            write_codes(S.codes, coded, at, SIDE.BITS, False, SIDE, C)
     else:
-        some = tl.max(keep.to(tl.int32), 0) > 0
-        low, high = range_of_channels(code, keep)
+        some = tl.max(tokens.keep.to(tl.int32), 0) > 0
+        low, high = range_of_channels(tokens.code, tokens.keep)
         low, high = tl.where(some, low, 0.0), tl.where(some, high, 0.0)
-        scale, zero_point = _asymmetric(low, high, C.K_BITS, C.K_CLIP)
-        tl.store(S.scale + at * C.D + d, scale, mask=d < C.D)
-        tl.store(S.zero_point + at * C.D + d, zero_point, mask=d < C.D)
-        if C.K_COMPENSATES:
-            _put_compensated(S, code, scale, zero_point, at, h, C.K_BITS, C)
+        scale, zero_point = _asymmetric(low, high, SIDE.BITS, SIDE.CLIP)
+        tl.store(S.scale + at * SIDE.D + d, scale, mask=d < SIDE.D)
+        tl.store(S.zero_point + at * SIDE.D + d, zero_point, mask=d < SIDE.D)
+        if SIDE.COMPENSATES:
+            _put_compensated(S, tokens.code, scale, zero_point, at, slot.h, SIDE.BITS, SIDE, C)
         else:
-            coded = _encode(code, scale[None, :], zero_point[None, :], C.K_BITS)
-            write_codes(S.codes, coded, at, C.K_BITS, False, False, C)
+            coded = _encode(tokens.code, scale[None, :], zero_point[None, :], SIDE.BITS)
+            write_codes(S.codes, coded, at, SIDE.BITS, False, SIDE, C)
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    if VALUES:
-        code = read_codes(S.codes, at, C.V_BITS, False, True, C).to(tl.float32)
-        if C.V_STRIDED:
+    at = block_of(slot, C)
+    if SIDE.VALUES:
+        code = read_codes(S.codes, at, SIDE.BITS, False, SIDE, C).to(tl.float32)
+        if SIDE.STRIDED:
             code = unstrided(code)
-        offsets, mask = _scale_offsets(at, C)
+        offsets, mask = _scale_offsets(at, SIDE, C)
         scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
         zero_point = tl.load(S.zero_point + offsets, mask=mask, other=0.0).to(tl.float32)
-        x = tl.reshape(_by_group(code, C) * scale[:, :, None] + zero_point[:, :, None], code.shape)
+        x = tl.reshape(_by_group(code, SIDE, C) * scale[:, :, None] + zero_point[:, :, None], code.shape)
     else:
-        scale, zero_point = _channels(S, at, C)
-        x = read_codes(S.codes, at, C.K_BITS, False, False, C).to(tl.float32) * scale[None, :] + zero_point[None, :]
+        scale, zero_point = _channels(S, at, SIDE)
+        x = read_codes(S.codes, at, SIDE.BITS, False, SIDE, C).to(tl.float32) * scale[None, :] + zero_point[None, :]
     return x, tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
-def _channels(S, at, C: tl.constexpr):
+def _channels(S, at, SIDE: tl.constexpr):
     """fp32 scale and zero point `[DP]` of the key channels of block `at`."""
-    d = tl.arange(0, C.DP)
-    scale = tl.load(S.scale + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
-    return scale, tl.load(S.zero_point + at * C.D + d, mask=d < C.D, other=0.0).to(tl.float32)
+    d = tl.arange(0, SIDE.DP)
+    scale = tl.load(S.scale + at * SIDE.D + d, mask=d < SIDE.D, other=0.0).to(tl.float32)
+    return scale, tl.load(S.zero_point + at * SIDE.D + d, mask=d < SIDE.D, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
     """Scales of channels go into the query, zero points into a sum of their own."""
     if C.TILE > 1:
-        return tile_scores(S, at, query, BITS, C)
+        return tile_scores(S, at, query, SIDE, C)
     else:
-        scale, zero_point = _channels(S, at, C)
+        scale, zero_point = _channels(S, at.block, SIDE)
         top = largest_query(query.scaled, scale)
         x8 = split_neighbours(query.scaled * scale[:, None] * (inverse_of(top) * SPLIT_TOP)[None, :], C)
         zero_point_sum = tl.sum(query.scaled * zero_point[:, None], 0)[None, :]
-        return code_scores(S.codes, at, x8, BITS, C) * (top * (1.0 / 127.0))[None, :] + zero_point_sum
+        return code_scores(S.codes, at.block, x8, at.BITS, SIDE, C) * (top * (1.0 / 127.0))[None, :] + zero_point_sum
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
     """A token's scale goes into its weight, of which each group of channels has one of its own. Values of 3 bits in
     small groups, and of head dims that no tile holds, are dequantized."""
-    if C.V_STRIDED:
-        o = tile_values(S, at if C.TILE > 1 else at + tl.arange(0, 1), p, BITS, C)
-    elif (C.BLOCK >= C.D) and (C.BLOCK >= 64):
-        t = at * C.BLOCK + tl.arange(0, C.BLOCK)
+    if SIDE.STRIDED:
+        o = tile_values(S, at.block if C.TILE > 1 else at.block + tl.arange(0, 1), p, at.BITS, SIDE, C)
+    elif (C.BLOCK >= SIDE.D) and (C.BLOCK >= 64):
+        t = at.block * C.BLOCK + tl.arange(0, C.BLOCK)
         w = p * to_token_order(tl.load(S.scale + t).to(tl.float32), C.PARTS)[:, None]
         zero_point_sum = tl.sum(p * to_token_order(tl.load(S.zero_point + t).to(tl.float32), C.PARTS)[:, None], 0)
         top = tl.maximum(tl.max(w, 0), TINY)
-        o = code_values(S.codes, at, w * (inverse_of(top) * SPLIT_TOP)[None, :], BITS, C)
+        o = code_values(S.codes, at.block, w * (inverse_of(top) * SPLIT_TOP)[None, :], at.BITS, SIDE, C)
         o = o * (top * (1.0 / 127.0))[None, :] + zero_point_sum[None, :]
     else:
-        lo, hi = half_values(S.codes, at, BITS, C)
+        lo, hi = half_values(S.codes, at.block, at.BITS, SIDE, C)
         p_lo, p_hi = unstack(deinterleave(p, C.PARTS).to(tl.float16))
-        p_lo, p_hi = in_half_order(p_lo, BITS), in_half_order(p_hi, BITS)
+        p_lo, p_hi = in_half_order(p_lo, at.BITS), in_half_order(p_hi, at.BITS)
         HALF: tl.constexpr = C.BLOCK // 2
         k = tl.arange(0, HALF)
         if HALF < 32:  # what was joined has a layout for 32 tokens in Triton 3.6, and 16 gave wrong sums
-            x = tl.reshape(tl.permute(tl.join(lo, hi), (0, 2, 1)), (C.DP, C.BLOCK))
+            x = tl.reshape(tl.permute(tl.join(lo, hi), (0, 2, 1)), (SIDE.DP, C.BLOCK))
             p_all = repeated_columns(stack(p_lo, p_hi), C)
-            o = tl.dot(_dequantize(S, x, at, tl.arange(0, C.BLOCK), BITS, C), p_all)
+            o = tl.dot(_dequantize(S, x, at.block, tl.arange(0, C.BLOCK), at.BITS, SIDE, C), p_all)
         else:
-            o = tl.dot(_dequantize(S, lo, at, k, BITS, C), repeated_columns(p_lo, C))
-            o = tl.dot(_dequantize(S, hi, at, HALF + k, BITS, C), repeated_columns(p_hi, C), acc=o)
+            o = tl.dot(_dequantize(S, lo, at.block, k, at.BITS, SIDE, C), repeated_columns(p_lo, C))
+            o = tl.dot(_dequantize(S, hi, at.block, HALF + k, at.BITS, SIDE, C), repeated_columns(p_hi, C), acc=o)
         o = unrepeated_columns(o, C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 
 @triton.jit
-def _dequantize(S, code, at, k, BITS: tl.constexpr, C: tl.constexpr):
+def _dequantize(S, code, at, k, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Values `[DP, n]` of columns `k` of the codes of `half_values`, in fp16 as their scales and zero points are."""
     HALF: tl.constexpr = C.BLOCK // 2
-    GROUP: tl.constexpr = min(C.BLOCK, C.DP)
-    COUNT: tl.constexpr = (C.D + C.BLOCK - 1) // C.BLOCK
-    g, t = tl.arange(0, C.DP // GROUP), half_order(k, HALF, BITS)
+    GROUP: tl.constexpr = min(C.BLOCK, SIDE.DP)
+    COUNT: tl.constexpr = (SIDE.D + C.BLOCK - 1) // C.BLOCK
+    g, t = tl.arange(0, SIDE.DP // GROUP), half_order(k, HALF, BITS)
     offsets, mask = at * (COUNT * C.BLOCK) + g[:, None] * C.BLOCK + t[None, :], (g < COUNT)[:, None]
     scale = tl.load(S.scale + offsets, mask=mask, other=0.0).to(tl.float32)
     zero_point = tl.load(S.zero_point + offsets, mask=mask, other=0.0).to(tl.float32)
     if BITS == 2:
         scale *= tl.where(t % HALF < HALF // 2, 1.0, 0.25)[None, :]  # see `half_values`
-    x = tl.reshape(code.to(tl.float32), (C.DP // GROUP, GROUP, code.shape[1])) * scale[:, None, :]
+    x = tl.reshape(code.to(tl.float32), (SIDE.DP // GROUP, GROUP, code.shape[1])) * scale[:, None, :]
     return tl.reshape(x + zero_point[:, None, :], code.shape).to(tl.float16)
 
 
 def absent(fmt: Any, heads: int) -> dict[str, Any]:
     """What the format's state has not: compensation, where errors are not compensated."""
-    return {} if fmt.compensates else {"compensation": None}
+    return {} if fmt.compensate else {"compensation": None}
 
 
 JIT = MODEL_RING._replace(

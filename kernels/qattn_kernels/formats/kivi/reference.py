@@ -12,6 +12,8 @@ import torch
 
 from qattn_kernels.formats.base import FP16_MAX, Block, OpenFormat, Operand, write_rows
 from qattn_kernels.formats.packed import pack, unpack
+from qattn_kernels.formats.side import Side
+from qattn_kernels.formats.traits import Compensated
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 LARGEST = FP16_MAX
@@ -81,7 +83,7 @@ def encode_compensated(
 
 
 @dataclass(frozen=True)
-class KiviFormat(OpenFormat):
+class KiviFormat(Compensated, OpenFormat):
     """Blocks of asymmetric codes behind a ring in the model's precision.
 
     Attributes:
@@ -105,24 +107,28 @@ class KiviFormat(OpenFormat):
             return "of KIVI's formats the kernels know keys by channel and values by token"
         return None
 
-    @property
-    def compensates(self) -> bool:
-        return self.compensate
-
     def kernel_bits(self, heads: int) -> int:
         return self.bits
 
-    def kernel_clip(self) -> float:
+    @property
+    def inside(self) -> float:
+        """`clip` as far as codes of these bits have one."""
         return self.clip if self.bits == 2 else 0.0
 
-    def tile_blocks(self, dim: int, block: int) -> int:
+    def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
+        plain, tile = super().side(heads, dim, block, values), self.tile(dim, block)
+        plain = plain._replace(CLIP=int(16 * self.inside), COMPENSATES=self.compensate)
+        return plain._replace(MOST_TILE=tile, STRIDED=self.strided(dim, block))
+
+    def tile(self, dim: int, block: int) -> int:
+        """How many blocks a decode may read at a time; packed codes of values are `strided` where these are several."""
         return TILE // block if self.bits != 3 and dim in (64, 128) and block < dim else 1
 
     def strided(self, dim: int, block: int) -> bool:
         """Whether every eighth token of a block stands side by side in packed codes, of values in groups smaller than a
         head: of 32 tokens 0, 8, 16, 24, 1, 9, ... A thread of a tensor core has these of a tile of scores, and packs
         weights of four tokens in a word as the next product wants them."""
-        return self.per_token and self.tile_blocks(dim, block) > 1
+        return self.per_token and self.tile(dim, block) > 1
 
     def decode_warps(self, dim: int, block: int, columns: int) -> int:
         if self.per_token and dim > max(block, 128):  # of more groups than one a token, which are dequantized
@@ -162,7 +168,7 @@ class KiviFormat(OpenFormat):
         low = torch.where(keep[..., None], x, torch.inf).amin(-2)
         high = torch.where(keep[..., None], x, -torch.inf).amax(-2)
         low, high = torch.where(some, low, 0.0), torch.where(some, high, 0.0)
-        return asymmetric(low, high, self.bits, self.kernel_clip())
+        return asymmetric(low, high, self.bits, self.inside)
 
     def _by_token(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`[B, H, groups, block]`: of each token over groups of channels, the last of which may be a short one."""
@@ -170,7 +176,7 @@ class KiviFormat(OpenFormat):
         channels = torch.arange(dim + -dim % group, device=x.device).clamp(max=dim - 1)
         whole = x[..., channels].unflatten(-1, (-1, group))
         low, high = whole.aminmax(dim=-1)
-        return asymmetric(low.transpose(-1, -2), high.transpose(-1, -2), self.bits, self.kernel_clip())
+        return asymmetric(low.transpose(-1, -2), high.transpose(-1, -2), self.bits, self.inside)
 
     def _spread(self, scale: torch.Tensor, zero_point: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point of every value: `[..., block, D]`, or what broadcasts to that."""
@@ -198,8 +204,8 @@ class KiviFormat(OpenFormat):
     def clamped_scales(self, state: State) -> torch.Tensor:
         """Ranges of which one end is FP16's largest number, as far as scale and zero point tell."""
         scale, zero_point = state["scale"].float(), state["zero_point"].float()
-        low = zero_point - scale * (self.kernel_clip() / 2)
-        high = low + scale * (2**self.bits - 1 + self.kernel_clip())
+        low = zero_point - scale * (self.inside / 2)
+        high = low + scale * (2**self.bits - 1 + self.inside)
         return (torch.maximum(-low, high) >= NEAR_LARGEST).flatten(3).sum(-1)
 
     def bits_per_head(self, state: State, heads: int) -> list[list[int]]:

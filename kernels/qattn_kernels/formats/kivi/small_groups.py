@@ -23,7 +23,7 @@ def _halves(x):
 
 
 @triton.jit
-def write_strided(codes, code, at, BITS: tl.constexpr, C: tl.constexpr):
+def write_strided(codes, code, at, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Codes `[BLOCK, D]` of a block of values, packed as `KiviFormat.strided` says. Tokens that share a byte are
     neighbours, which lie in several warps: bytes move between them. In a sum over parts, as `write_codes` takes, across
     warps as the permutation lays them, racecheck saw two writes to one place (Triton 3.6)."""
@@ -33,8 +33,10 @@ def write_strided(codes, code, at, BITS: tl.constexpr, C: tl.constexpr):
         first, second = _halves(low)
         third, fourth = _halves(high)
         low, high = first | (second << 2), third | (fourth << 2)
-    d, byte = tl.arange(0, C.DP)[None, :], tl.arange(0, ROWS)[:, None]
-    tl.store(codes + at * (ROWS * C.D) + d * ROWS + byte, (low | (high << 4)).to(codes.dtype.element_ty, bitcast=True))
+    d, byte = tl.arange(0, SIDE.DP)[None, :], tl.arange(0, ROWS)[:, None]
+    tl.store(
+        codes + at * (ROWS * SIDE.D) + d * ROWS + byte, (low | (high << 4)).to(codes.dtype.element_ty, bitcast=True)
+    )
 
 
 @triton.jit
@@ -55,35 +57,46 @@ def largest_query(scaled, scale):
 
 
 @triton.jit
-def _block_scores(S, at, scale, zero_point_sums, unit, up, INDEX: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+def _block_scores(
+    S,
+    at,
+    scale,
+    zero_point_sums,
+    unit,
+    up,
+    INDEX: tl.constexpr,
+    BITS: tl.constexpr,
+    SIDE: tl.constexpr,
+    C: tl.constexpr,
+):
     """Scores `[BLOCK, Q]` of block `INDEX` of a tile, which lies `at`, in the order of its tokens."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
-    d, byte = tl.arange(0, C.DP)[None, :], tl.arange(0, ROWS)[:, None]
-    code = unpack_parts(tl.load(S.codes + at * (ROWS * C.D) + byte * C.D + d), BITS, False, C)
+    d, byte = tl.arange(0, SIDE.DP)[None, :], tl.arange(0, ROWS)[:, None]
+    code = unpack_parts(tl.load(S.codes + at * (ROWS * SIDE.D) + byte * SIDE.D + d), BITS, SIDE, C)
     sums = join_split(dot_split(code, split_neighbours(unit * scale[:, None], C)))
     return sums * (part_units(C.BLOCK, BITS)[:, None] * up[None, :]) + _of_four(zero_point_sums, INDEX)
 
 
 @triton.jit
-def tile_scores(S, places, query, BITS: tl.constexpr, C: tl.constexpr):
+def tile_scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
     """Scores of a tile: a tuple of `[BLOCK, Q]`, each in the order of its tokens. Queries times the scales of each
     block are in one unit, of which the largest of all has `SPLIT_TOP`."""
     TILE: tl.constexpr = C.TILE
-    d = tl.arange(0, C.DP)
+    d = tl.arange(0, SIDE.DP)
     high = query.normalized.to(tl.float16)
     low = (query.normalized - high.to(tl.float32)).to(tl.float16)
-    zero_point = tl.load(S.zero_point + places.all[:, None] * C.D + d[None, :])
-    sums = tl.dot(zero_point, tl.reshape(tl.join(high, low), (C.DP, 2 * C.Q)))
+    zero_point = tl.load(S.zero_point + at.codes[:, None] * SIDE.D + d[None, :])
+    sums = tl.dot(zero_point, tl.reshape(tl.join(high, low), (SIDE.DP, 2 * C.Q)))
     sums = tl.sum(tl.reshape(sums, (TILE, C.Q, 2)), 2) * query.scale[None, :]
-    scales, scores, largest = (), (), tl.full([C.DP], 0.0, tl.float32)
+    scales, scores, largest = (), (), tl.full([SIDE.DP], 0.0, tl.float32)
     for i in tl.static_range(TILE):
-        scale = tl.load(S.scale + places.each[i] * C.D + d).to(tl.float32)
+        scale = tl.load(S.scale + at.block[i] * SIDE.D + d).to(tl.float32)
         scales += (scale,)
         largest = tl.maximum(largest, scale)
     top = largest_query(query.scaled, largest)
     unit, up = query.scaled * (inverse_of(top) * SPLIT_TOP)[None, :], top * (1.0 / 127.0)
     for i in tl.static_range(TILE):
-        scores += (_block_scores(S, places.each[i], scales[i], sums, unit, up, i, BITS, C),)
+        scores += (_block_scores(S, at.block[i], scales[i], sums, unit, up, i, at.BITS, SIDE, C),)
     return scores
 
 
@@ -97,42 +110,46 @@ def _packed_order(x, C: tl.constexpr):
 
 
 @triton.jit
-def _of_tokens(x, at, GROUP: tl.constexpr, C: tl.constexpr):
+def _of_tokens(x, at, GROUP: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Scales or zero points `x` of one group of channels of a tile's tokens, in `_packed_order`: fp32 `[tokens, 1]`."""
-    t = (at * C.D)[:, None] + (GROUP * C.BLOCK + tl.arange(0, C.BLOCK))[None, :]
+    t = (at * SIDE.D)[:, None] + (GROUP * C.BLOCK + tl.arange(0, C.BLOCK))[None, :]
     x = tl.permute(tl.reshape(tl.load(x + t), (C.TILE, C.BLOCK // 32, 4, 8)), (1, 3, 0, 2))
     return tl.reshape(x, (C.TILE * C.BLOCK,)).to(tl.float32)[:, None]
 
 
 @triton.jit
-def _group_values(S, at, p, unit, top, GROUP: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+def _group_values(S, at, p, unit, top, GROUP: tl.constexpr, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Sums `[BLOCK, Q]` of the values of one group of channels, weighed by `p`; `unit` is `p` over the largest weight,
     `top`, for INT8 pairs."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     SIZE: tl.constexpr = ROWS * C.BLOCK  # bytes that a group of a block has, one behind the other
-    x = tl.load(S.codes + (at * (ROWS * C.D))[:, None] + (GROUP * SIZE + tl.arange(0, SIZE))[None, :])
+    x = tl.load(S.codes + (at * (ROWS * SIDE.D))[:, None] + (GROUP * SIZE + tl.arange(0, SIZE))[None, :])
     x = tl.permute(tl.reshape(x, (C.TILE, C.BLOCK, ROWS // 4, 4)), (1, 2, 0, 3))
-    codes = unpack_parts(tl.reshape(x, (C.BLOCK, C.TILE * ROWS)), BITS, True, C)
-    weights = split_neighbours(unit * _of_tokens(S.scale, at, GROUP, C), C)
+    codes = unpack_parts(tl.reshape(x, (C.BLOCK, C.TILE * ROWS)), BITS, SIDE, C)
+    weights = split_neighbours(unit * _of_tokens(S.scale, at, GROUP, SIDE, C), C)
     sums = join_split(dot_split(codes, weights)) * (top * (1.0 / 127.0))[None, :]
-    return sums + tl.sum(p * _of_tokens(S.zero_point, at, GROUP, C), 0)[None, :]
+    return sums + tl.sum(p * _of_tokens(S.zero_point, at, GROUP, SIDE, C), 0)[None, :]
 
 
 @triton.jit
-def tile_values(S, at, p, BITS: tl.constexpr, C: tl.constexpr):
+def tile_values(S, at, p, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Sums `[DP, Q]` of the values of the blocks `at` `[TILE]`, weighed by `p` `[TILE * BLOCK, Q]` as `join_blocks`
     orders them. Weights of each group of channels are in one unit, of which the largest of all has `SPLIT_TOP`: a
     smaller group errs by as much as the largest one."""
-    FOUR: tl.constexpr = C.D // C.BLOCK == 4
+    FOUR: tl.constexpr = SIDE.D // C.BLOCK == 4
     p = _packed_order(p, C)
-    largest = tl.maximum(_of_tokens(S.scale, at, 0, C), _of_tokens(S.scale, at, 1, C))
+    largest = tl.maximum(_of_tokens(S.scale, at, 0, SIDE, C), _of_tokens(S.scale, at, 1, SIDE, C))
     if FOUR:
-        others = tl.maximum(_of_tokens(S.scale, at, 2, C), _of_tokens(S.scale, at, 3, C))
+        others = tl.maximum(_of_tokens(S.scale, at, 2, SIDE, C), _of_tokens(S.scale, at, 3, SIDE, C))
         largest = tl.maximum(largest, others)
     top = tl.maximum(tl.max(p * largest, 0), TINY)
     unit = p * (part_units(C.TILE * C.BLOCK, BITS)[:, None] * (inverse_of(top) * SPLIT_TOP)[None, :])
-    o = stack(_group_values(S, at, p, unit, top, 0, BITS, C), _group_values(S, at, p, unit, top, 1, BITS, C))
+    o = stack(
+        _group_values(S, at, p, unit, top, 0, BITS, SIDE, C), _group_values(S, at, p, unit, top, 1, BITS, SIDE, C)
+    )
     if FOUR:
-        other = stack(_group_values(S, at, p, unit, top, 2, BITS, C), _group_values(S, at, p, unit, top, 3, BITS, C))
+        other = stack(
+            _group_values(S, at, p, unit, top, 2, BITS, SIDE, C), _group_values(S, at, p, unit, top, 3, BITS, SIDE, C)
+        )
         o = stack(o, other)
     return o

@@ -33,7 +33,7 @@ class KiviNormFormat(KiviFormat):
 
     name = "kivi_norm"
 
-    def tile_blocks(self, dim: int, block: int) -> int:
+    def tile(self, dim: int, block: int) -> int:
         return 1  # its scores are of one block
 
     def tensors(self, geo: Geometry, window: Window, dim: int) -> dict[str, TensorSpec]:

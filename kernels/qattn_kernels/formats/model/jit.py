@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.formats.int8.jit import JIT as INT8
+from qattn_kernels.jit.rows import block_of
 from qattn_kernels.jit.split_int8 import repeated_columns, unrepeated_columns
 from qattn_kernels.jit.tile_order import deinterleave, token_order
 
@@ -24,52 +25,54 @@ def quantize_tokens(x):
 
 
 @triton.jit
-def _tokens(x, t, C: tl.constexpr):
-    d = tl.arange(0, C.DP)
-    return tl.load(x + t[:, None] * C.D + d[None, :], mask=(d < C.D)[None, :], other=0.0)
+def _tokens(x, t, SIDE: tl.constexpr):
+    d = tl.arange(0, SIDE.DP)
+    return tl.load(x + t[:, None] * SIDE.D + d[None, :], mask=(d < SIDE.D)[None, :], other=0.0)
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    d = tl.arange(0, C.DP)
-    addresses = S.x + at * (C.BLOCK * C.D) + t[:, None] * C.D + d[None, :]
-    tl.store(addresses, code.to(S.x.dtype.element_ty), mask=write[:, None] & (d < C.D)[None, :])
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    at = block_of(slot, C)
+    d = tl.arange(0, SIDE.DP)
+    addresses = S.x + at * (C.BLOCK * SIDE.D) + tokens.t[:, None] * SIDE.D + d[None, :]
+    tl.store(addresses, tokens.code.to(S.x.dtype.element_ty), mask=tokens.write[:, None] & (d < SIDE.D)[None, :])
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    at = (b * C.H + h).to(tl.int64) * NB + index
-    x = _tokens(S.x + at * (C.BLOCK * C.D), tl.arange(0, C.BLOCK), C)
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    at = block_of(slot, C)
+    x = _tokens(S.x + at * (C.BLOCK * SIDE.D), tl.arange(0, C.BLOCK), SIDE)
     return x, tl.full([C.BLOCK], 0, tl.float32)
 
 
 @triton.jit
-def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, query_scale, C: tl.constexpr):
+def token_scores(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, query, SIDE: tl.constexpr, C: tl.constexpr):
     """Scores `[TOKENS, Q]`, in `token_order`, of keys that lie one after the other."""
-    k = _tokens(x, token_order(TOKENS, PARTS), C)
+    k = _tokens(x, token_order(TOKENS, PARTS), SIDE)
     q = repeated_columns(query.raw.to(k.dtype), C)
-    return unrepeated_columns(tl.dot(k, q, input_precision="ieee"), C) * query_scale
+    return unrepeated_columns(tl.dot(k, q, input_precision="ieee"), C) * query.raw_scale
 
 
 @triton.jit
-def token_values(x, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
+def token_values(
+    x, TOKENS: tl.constexpr, PARTS: tl.constexpr, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr
+):
     """Weighs values that lie `[tokens, D]`, as keys do: the accumulator, and the sum of the weights `p`
     `[TOKENS, Q]`, which come in `token_order`."""
-    v = tl.trans(_tokens(x, tl.arange(0, TOKENS), C))
+    v = tl.trans(_tokens(x, tl.arange(0, TOKENS), SIDE))
     w = repeated_columns(deinterleave(p, PARTS).to(v.dtype), C)
     o = unrepeated_columns(tl.dot(v, w, input_precision="ieee"), C)
     return acc * alpha[None, :] + o * beta[None, :], tl.sum(p, 0)
 
 
 @triton.jit
-def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
-    return token_scores(S.x + at * (C.BLOCK * C.D), C.BLOCK, C.PARTS, query, query_scale, C)
+def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
+    return token_scores(S.x + at.block * (C.BLOCK * SIDE.D), C.BLOCK, C.PARTS, query, SIDE, C)
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    return token_values(S.x + at * (C.BLOCK * C.D), C.BLOCK, C.PARTS, p, acc, alpha, beta, C)
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
+    return token_values(S.x + at.block * (C.BLOCK * SIDE.D), C.BLOCK, C.PARTS, p, acc, alpha, beta, SIDE, C)
 
 
 JIT = INT8._replace(Tensors=Tensors, quantize_tokens=quantize_tokens, put=put, get=get, scores=scores, values=values)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.contract import Tokens
 from qattn_kernels.formats.model.jit import JIT as MODEL
 from qattn_kernels.formats.model.jit import put as put_tokens
 from qattn_kernels.formats.model.jit import token_scores, token_values
@@ -23,19 +24,20 @@ class Tensors(NamedTuple):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """A full block, its masked tokens included: they are zeros, and nothing else may be left of what lay there."""
-    put_tokens(S, code, scale, keep, t >= 0, t, b, h, index, NB, place, VALUES, C)
+    every = tokens.t >= 0
+    put_tokens(S, Tokens(tokens.code, tokens.scale, tokens.keep, every, tokens.t), slot, SIDE, C)
 
 
 @triton.jit
-def ring_scores(S, at, TOKENS: tl.constexpr, query, query_scale, C: tl.constexpr):
-    return token_scores(S.ring + at * C.D, TOKENS, 1, query, query_scale, C)
+def ring_scores(S, tile, query, SIDE: tl.constexpr, C: tl.constexpr):
+    return token_scores(S.ring + (tile.first + tile.start) * SIDE.D, tile.TOKENS, 1, query, SIDE, C)
 
 
 @triton.jit
-def ring_values(S, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, p, acc, alpha, beta, C: tl.constexpr):
-    return token_values(S.ring + (first + start) * C.D, TOKENS, 1, p, acc, alpha, beta, C)
+def ring_values(S, tile, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
+    return token_values(S.ring + (tile.first + tile.start) * SIDE.D, tile.TOKENS, 1, p, acc, alpha, beta, SIDE, C)
 
 
 JIT = MODEL._replace(Tensors=Tensors, put=put, ring_scores=ring_scores, ring_values=ring_values)

@@ -10,6 +10,7 @@ from qattn_kernels.formats.codebook import half_levels_of, levels_of, lookup, wo
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.nf4.reference import TOP, integers, midpoints
 from qattn_kernels.formats.scale_bits import from_bits, to_bits
+from qattn_kernels.jit.rows import block_of
 
 UNIT = tl.constexpr(1 / TOP)
 MIDPOINTS = tl.constexpr(midpoints())
@@ -50,27 +51,27 @@ def half_levels(x, BITS: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Writes a full block, whose tokens come as they are."""
-    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, True, VALUES, C)
+    put_block(S, tokens.code, block_of(slot, C), encode, True, SIDE, C)
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of a closed block, dequantized; no scales."""
-    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, True, VALUES, C)
+    return get_block(S, block_of(slot, C), levels, UNIT, True, SIDE, C)
 
 
 @triton.jit
-def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
+def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
     """Scores `[BLOCK, Q]` of queries with a block of keys, in `token_order`."""
-    return block_scores(S, at, query, half_levels, UNIT, BITS, C)
+    return block_scores(S, at.block, query, half_levels, UNIT, at.BITS, SIDE, C)
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
     """The accumulator with the values of a block, and the sum of the weights."""
-    return block_values(S, at, p, acc, alpha, beta, half_levels, UNIT, BITS, C)
+    return block_values(S, at.block, p, acc, alpha, beta, half_levels, UNIT, at.BITS, SIDE, C)
 
 
 JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)

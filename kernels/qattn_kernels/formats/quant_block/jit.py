@@ -10,6 +10,7 @@ from qattn_kernels.formats.codebook import half_offsets
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.scale_bits import to_bits
 from qattn_kernels.jit.math import code_bits, divide
+from qattn_kernels.jit.rows import block_of
 
 UNIT_4 = tl.constexpr(1 / 16)  # see `half_offsets`
 UNIT_8 = tl.constexpr(1.0)
@@ -44,26 +45,26 @@ def levels(code, BITS: tl.constexpr):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, False, VALUES, C)
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    put_block(S, tokens.code, block_of(slot, C), encode, False, SIDE, C)
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    UNIT: tl.constexpr = UNIT_8 if (C.V_BITS if VALUES else C.K_BITS) == 8 else UNIT_4
-    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, False, VALUES, C)
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    UNIT: tl.constexpr = UNIT_8 if SIDE.BITS == 8 else UNIT_4
+    return get_block(S, block_of(slot, C), levels, UNIT, False, SIDE, C)
 
 
 @triton.jit
-def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
-    UNIT: tl.constexpr = UNIT_8 if BITS == 8 else UNIT_4
-    return block_scores(S, at, query, half_offsets, UNIT, BITS, C)
+def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
+    UNIT: tl.constexpr = UNIT_8 if at.BITS == 8 else UNIT_4
+    return block_scores(S, at.block, query, half_offsets, UNIT, at.BITS, SIDE, C)
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    UNIT: tl.constexpr = UNIT_8 if BITS == 8 else UNIT_4
-    return block_values(S, at, p, acc, alpha, beta, half_offsets, UNIT, BITS, C)
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
+    UNIT: tl.constexpr = UNIT_8 if at.BITS == 8 else UNIT_4
+    return block_values(S, at.block, p, acc, alpha, beta, half_offsets, UNIT, at.BITS, SIDE, C)
 
 
 JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)

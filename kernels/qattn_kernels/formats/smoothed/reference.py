@@ -14,6 +14,7 @@ import torch
 
 from qattn_kernels.formats.base import Arrival, Block, FixedBy, Format, Operand
 from qattn_kernels.formats.int_group.reference import IntGroupFormat
+from qattn_kernels.formats.side import Side
 from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
@@ -41,12 +42,11 @@ class SmoothedFormat(Format):
     def core(self) -> Format:
         return self.inner
 
-    @property
-    def least_heads(self) -> int:
-        return self.core.least_heads
-
     def of_process(self, own: range, size: int) -> Format:
         return replace(self, inner=self.core.of_process(own, size))
+
+    def side(self, heads: int, dim: int, block: int, values: bool) -> Side:
+        return self.core.side(heads, dim, block, values)._replace(SMOOTH=True)
 
     @property
     def label(self) -> str:

@@ -11,6 +11,7 @@ from qattn_kernels.formats.lloyd_max import UNIT as LEVEL
 from qattn_kernels.formats.lloyd_max import codebook, midpoints
 from qattn_kernels.formats.model_ring.jit import JIT as MODEL_RING
 from qattn_kernels.formats.scale_bits import to_bits
+from qattn_kernels.jit.rows import block_of
 
 UNIT = tl.constexpr(LEVEL)
 MIDPOINTS_2, MIDPOINTS_3, MIDPOINTS_4 = (tl.constexpr(tuple(midpoints(bits))) for bits in (2, 3, 4))
@@ -79,23 +80,23 @@ def encode(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def put(S, code, scale, keep, write, t, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    put_block(S, code, (b * C.H + h).to(tl.int64) * NB + index, encode, True, VALUES, C)
+def put(S, tokens, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    put_block(S, tokens.code, block_of(slot, C), encode, True, SIDE, C)
 
 
 @triton.jit
-def get(S, b, h, index, NB, place, VALUES: tl.constexpr, C: tl.constexpr):
-    return get_block(S, (b * C.H + h).to(tl.int64) * NB + index, levels, UNIT, True, VALUES, C)
+def get(S, slot, SIDE: tl.constexpr, C: tl.constexpr):
+    return get_block(S, block_of(slot, C), levels, UNIT, True, SIDE, C)
 
 
 @triton.jit
-def scores(S, at, index, query, query_scale, BITS: tl.constexpr, C: tl.constexpr):
-    return block_scores(S, at, query, half_levels, UNIT, BITS, C)
+def scores(S, at, query, SIDE: tl.constexpr, C: tl.constexpr):
+    return block_scores(S, at.block, query, half_levels, UNIT, at.BITS, SIDE, C)
 
 
 @triton.jit
-def values(S, at, index, p, acc, alpha, beta, BITS: tl.constexpr, C: tl.constexpr):
-    return block_values(S, at, p, acc, alpha, beta, half_levels, UNIT, BITS, C)
+def values(S, at, p, acc, alpha, beta, SIDE: tl.constexpr, C: tl.constexpr):
+    return block_values(S, at.block, p, acc, alpha, beta, half_levels, UNIT, at.BITS, SIDE, C)
 
 
 JIT = MODEL_RING._replace(Tensors=Tensors, put=put, get=get, scores=scores, values=values, splits_int8=True)

@@ -6,32 +6,33 @@ import triton
 import triton.language as tl
 
 from qattn_kernels.jit.rows import slot_bits
-from qattn_kernels.jit.tokens import new_tokens, row_before, with_ring
+from qattn_kernels.jit.tokens import Source, new_tokens, row_before, with_ring
 from qattn_kernels.ops.append.smooth import dequantize, mean_key
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
-def mean_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN, NB,
-                K_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def mean_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, K_MEAN, CALL_MEAN, NB, K_QUANTIZE: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
     """Program (head, row) before a long call: `CALL_MEAN` `[B, H, D]`, the mean that the call subtracts from its keys.
     It is the row's own if a block of it closed before, or closes now, which fixes it; else that of what stands in the
     first."""
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
-    d, bh = tl.arange(0, C.DP), b * C.H + h
+    SIDE: tl.constexpr = C.K
+    d, bh = tl.arange(0, SIDE.DP), b * C.H + h
     if row.closed > 0:
-        mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+        mean = tl.load(K_MEAN + bh * SIDE.D + d, mask=d < SIDE.D, other=0.0)
     else:
         t = tl.arange(0, C.BLOCK)
         pos = row.open_start + t
         old = pos < row.length
         new = (~old) & (pos < row.length + row.count)
-        k, _, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
+        k, _, bad = new_tokens(Source(*SOURCE), b, h, pos - row.length, new, row.first, C)
         code, scale = K_QUANTIZE(k)
-        code, scale = with_ring(K, code, scale, pos, old, bh, False, C)
+        code, scale = with_ring(K, code, scale, pos, old, bh, SIDE, C)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
         keep = (old | new) & (~bad) & ~(old & (slot_bits(flags, t) == 1))
         mean = mean_key(dequantize(K, code, scale), keep, row.closing > 0)
         if row.closing > 0:
-            tl.store(K_MEAN + bh * C.D + d, mean, mask=d < C.D)
-    tl.store(CALL_MEAN + bh * C.D + d, mean, mask=d < C.D)
+            tl.store(K_MEAN + bh * SIDE.D + d, mean, mask=d < SIDE.D)
+    tl.store(CALL_MEAN + bh * SIDE.D + d, mean, mask=d < SIDE.D)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from qattn_kernels.formats.base import Low
-from qattn_kernels.formats.contract import jit_of
+from qattn_kernels.formats.contract import JitFormat, jit_of
+from qattn_kernels.formats.traits import Low
 from qattn_kernels.launch.call import Call
 from qattn_kernels.launch.constants import FACTORS_STEP, WIDEST_TILE, Sizes, power_of_two
 from qattn_kernels.launch.launches import launch
@@ -24,17 +24,22 @@ AT_ONCE = 512  # programs that a GPU runs side by side
 TWO_EACH = 264  # programs of four warps, if a multiprocessor has room for two
 
 
+def _codec(jit: JitFormat, reads: bool = False) -> tuple:
+    """A `kernel.Codec`, plain. Only kernels that `reads` blocks get the function for that."""
+    return jit.quantize_tokens, jit.block_form, jit.place, jit.put, jit.get if reads else None
+
+
 def rank(call: Call) -> None:
     """Before the append of a long call: decide which heads get 2 bits, in rows whose first block the call closes;
     nothing where no row decides. In a short call the append does so itself."""
     size = call.sizes
-    if max(size.K_RANK, size.V_RANK) < 0:
+    if max(size.K.RANK, size.V.RANK) < 0:
         return
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     priorities = torch.empty((call.batch, 2, size.H), dtype=torch.float64, device=call.key.device)
     launch(
         priorities_kernel, (size.H, call.batch),
-        *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, priorities, call.blocks,
+        call.source, *call.spans, call.row_state, call.state["dropped"], call.k, call.v, priorities, call.blocks,
         k.quantize_tokens, k.block_form, v.quantize_tokens, v.block_form, size, **codes(size),
     )  # fmt: skip
     launch(
@@ -45,10 +50,10 @@ def rank(call: Call) -> None:
 
 def call_mean(call: Call) -> None:
     """Before a long call: the mean that it subtracts from smoothed keys; nothing where keys are not smoothed."""
-    if call.sizes.SMOOTH_K:
+    if call.sizes.K.SMOOTH:
         launch(
             mean_kernel, (call.sizes.H, call.batch),
-            *call.new, *call.spans, call.row_state, call.state["dropped"], call.k, call.k_mean, call.call_mean,
+            call.source, *call.spans, call.row_state, call.state["dropped"], call.k, call.k_mean, call.call_mean,
             call.blocks, jit_of(call.spec.k).quantize_tokens, call.sizes, **codes(call.sizes),
         )  # fmt: skip
 
@@ -57,13 +62,13 @@ def append(call: Call) -> None:
     """Write the tokens of a short call and close what is full, with what that decides: sinks, and which heads get 2
     bits. The decode commits the lengths."""
     k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
-    rotates, blocks = call.sizes.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
+    rotates, blocks = call.sizes.K.ROTATION is not None, open_span_blocks(call.spec.window, call.tokens)
     options, rows = _short_codes(call.sizes), call.sizes.H * call.batch
     parts = 2 if "maxnreg" in options or blocks * rows <= FEW_PROGRAMS else 1
     # queries get programs of their own, unless these would wait for others
     apart = rotates and (parts * blocks + 1) * rows <= AT_ONCE
     crowded = (parts * blocks + apart) * rows > TWO_EACH * 4 // options["num_warps"]
-    if crowded and max(call.sizes.DP, call.sizes.V.DP) <= 128 and not call.sizes.SMOOTH_K:
+    if crowded and max(call.sizes.K.DP, call.sizes.V.DP) <= 128 and not call.sizes.K.SMOOTH:
         # Else the others wait for the registers of few, most of which only closing needs. With smoothed keys that would
         # gain little, by one kernel more of those that a first call waits for.
         options.setdefault("maxnreg", 128)
@@ -72,13 +77,11 @@ def append(call: Call) -> None:
     queries: tuple | None = None
     if rotates:
         strides = call.query.stride()[:3], call.turned.stride()[:3]
-        queries = (call.query, call.turned, *strides, state["k.equalizer"][1] if call.sizes.EQUALIZED else None)
+        queries = (call.query, call.turned, *strides, state["k.equalizer"][1] if call.sizes.K.EQUALIZED else None)
     launch(
         short_kernel, (call.sizes.H, call.batch, parts * blocks + apart),
-        *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks, call.table, call.moved, call.rows,
-        call.pages, call.blocks, queries, call.tokens, parts,
-        k.quantize_tokens, k.block_form, k.place, k.put, v.quantize_tokens, v.block_form, v.place, v.put,
+        call.source, *call.spans, call.row_state, call.block_state, call.k, call.v, call.k_mean, call.sinks, call.rows,
+        call.pages, call.blocks, queries, call.tokens, parts, _codec(k), _codec(v),
         power_of_two(call.tokens), early, call.sizes, **options,
     )  # fmt: skip
 
@@ -87,7 +90,7 @@ def _short_codes(size: Sizes) -> dict[str, int]:
     """Options of `short_kernel`. Most of its calls close no block and need few registers; with the many that closing a
     block of 128 tokens takes, one program would fill a multiprocessor, and two parts of a block would not overlap. To
     rank heads takes twice as many threads, whose registers hold a block more."""
-    ranks = max(size.K_RANK, size.V_RANK) >= 0
+    ranks = max(size.K.RANK, size.V.RANK) >= 0
     options = codes(size, 64 * 64 if ranks else 64 * 128)
     return {**options, "maxnreg": 64} if size.BLOCK == 128 and options["num_warps"] == 8 else options
 
@@ -95,15 +98,14 @@ def _short_codes(size: Sizes) -> dict[str, int]:
 def append_long(call: Call, unpacked: UnpackedKV) -> None:
     """Write the tokens of a long call and close what is full. New tokens and those that were open also go to the
     unpacked keys and values, if those have slots, and to the ring later (`finish`)."""
-    k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
+    k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     blocks = open_span_blocks(call.spec.window, call.tokens) + WIDEST_TILE // call.sizes.BLOCK
     parts, options = _long_codes(call)
     launch(
         long_kernel, (parts * blocks, call.sizes.H, call.batch),
-        *call.new, *call.spans, call.row_state, state["dropped"], state["nonfinite"], state["block_pos"],
-        state["block_len"], call.k, call.v, call.call_mean, *call.picked, tensors(unpacked), call.rows, call.blocks,
-        unpacked.pos.shape[1], k.quantize_tokens, k.block_form, k.place, k.put, k.get, v.quantize_tokens, v.block_form,
-        v.place, v.put, v.get, parts, call.sizes, **options,
+        call.source, *call.spans, call.row_state, call.block_state, call.k, call.v, call.call_mean, *call.picked,
+        tensors(unpacked), call.rows, call.blocks, unpacked.pos.shape[1], _codec(k, True), _codec(v, True), parts,
+        call.sizes, **options,
     )  # fmt: skip
 
 
@@ -114,10 +116,10 @@ def _long_codes(call: Call) -> tuple[int, dict[str, int]]:
     are two parts, but not in 2 bits, which pass between warps. What is only copied waits for memory alone: there two
     parts have more loads in flight."""
     size, spec, options = call.sizes, call.spec, codes(call.sizes, 64 * 64)
-    if max(size.DP, size.V.DP) == 128:
+    if max(size.K.DP, size.V.DP) == 128:
         if size.BLOCK == 128 and not spec.k.integer:
-            return (2, {**options, "maxnreg": 128}) if size.K_COMPENSATES else (1, {**options, "num_warps": 16})
-        if size.BLOCK == 64 and spec.k.block_scales and spec.v.block_scales and size.K_LOW == size.V_LOW == Low.NONE:
+            return (2, {**options, "maxnreg": 128}) if size.K.COMPENSATES else (1, {**options, "num_warps": 16})
+        if size.BLOCK == 64 and spec.k.block_scales and spec.v.block_scales and size.K.LOW == size.V.LOW == Low.NONE:
             return 2, {**options, "maxnreg": 80}
         if size.BLOCK == 64 and spec.k.in_model_precision and spec.v.in_model_precision:
             return 2, {**options, "maxnreg": 64}
@@ -141,9 +143,9 @@ def empty_unpacked(call: Call, past: int | None) -> UnpackedKV:
         return empty((*shape[:2], dim, slots) if transposed else (*shape, dim), torch.int8), empty(shape)
 
     codes = spec.compute.prefill == "int8" or spec.latent
-    k, v = side(codes and spec.k.integer, size.D, False), side(codes and spec.v.integer, size.V.D, True)
+    k, v = side(codes and spec.k.integer, size.K.D, False), side(codes and spec.v.integer, size.V.D, True)
     pos = empty((call.batch, slots), torch.int32)
-    k_mean = call.call_mean if size.SMOOTH_K and k[1] is not None else None
+    k_mean = call.call_mean if size.K.SMOOTH and k[1] is not None else None
     return UnpackedKV(*k, *v, bias=empty(shape), pos=pos, rows=call.rows, k_mean=k_mean)
 
 
@@ -151,12 +153,11 @@ def unpack_past(call: Call, unpacked: UnpackedKV, past: int) -> None:
     """Unpack what was closed before the call, at most `past` blocks a row, into the unpacked keys and values."""
     if past == 0:
         return
-    k, v, state = jit_of(call.spec.k), jit_of(call.spec.v), call.state
+    k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     launch(
         unpack_past_kernel, (min(past, call.blocks), call.sizes.H, call.batch),
-        call.row_state, state["dropped"], state["block_pos"], state["block_len"], call.k, call.v, call.k_mean,
-        tensors(unpacked), call.blocks, unpacked.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes,
-        **codes(call.sizes),
+        call.row_state, call.block_state, call.k, call.v, call.k_mean, tensors(unpacked), call.blocks,
+        unpacked.pos.shape[1], k.locate, v.locate, k.get, v.get, call.sizes, **codes(call.sizes),
     )  # fmt: skip
 
 
@@ -168,6 +169,7 @@ def finish(call: Call, unpacked: UnpackedKV | None = None) -> None:
     tiles, heads = -(-size.RING // size.BLOCK), size.H if size.RING or factors else 1
     launch(
         finish_kernel, (max(1, tiles), heads, call.batch),
-        *call.new, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.table, factors, call.blocks,
-        call.batch, call.tokens, slots, k.quantize_tokens, v.quantize_tokens, FACTORS_STEP, size, **codes(call.sizes),
+        call.source, call.rows, call.row_state, call.state["dropped"], call.k, call.v, call.sinks.table, factors,
+        call.blocks, call.batch, call.tokens, slots, k.quantize_tokens, v.quantize_tokens, FACTORS_STEP, size,
+        **codes(call.sizes),
     )  # fmt: skip

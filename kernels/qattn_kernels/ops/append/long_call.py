@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.contract import Slot, Tokens
 from qattn_kernels.jit.math import float_to_int8
 from qattn_kernels.jit.rows import commit_row, load_row, settle_sinks, slot_bits
-from qattn_kernels.jit.tokens import chosen_bits, new_tokens, new_tokens_of, row_before, with_ring
+from qattn_kernels.jit.tokens import Source, chosen_bits, new_tokens, new_tokens_of, row_before, with_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
-from qattn_kernels.ops.append.kernel import Block, Codec, Home, drop_bits, note_block, to_ring
+from qattn_kernels.layout import BlockState
+from qattn_kernels.ops.append.kernel import Block, Codec, Home, drop_bits, note_block, own_place, to_ring
 from qattn_kernels.ops.append.smooth import minus_mean
 from qattn_kernels.ops.prefill.value_factors import Factors, write_factors
 
 
-class Tokens(NamedTuple):
+class BlockTokens(NamedTuple):
     """Tokens of a block in a long call, `[BLOCK]`: row positions, slots of the unpacked keys and values, whether they
     were there before the call, and whether they are tokens at all and not masked."""
 
@@ -37,6 +39,27 @@ class UnpackedSide(NamedTuple):
     slots: Any
 
 
+class LongBlock(NamedTuple):
+    """What a program of a long call reads and writes beside one side's tensors.
+
+    Attributes:
+        source: the `Source` of the new tokens.
+        nonfinite: the counts of new tokens that are not finite.
+        unpacked: the `UnpackedTensors`, of `slots` a head.
+        block: the `Block`.
+        chosen: pointer to the bits that say which tokens the sink pool takes.
+        k_mean: the mean that the call subtracts from its keys (`k_mean.mean_kernel`).
+    """
+
+    source: Any
+    nonfinite: Any
+    unpacked: Any
+    slots: Any
+    block: Any
+    chosen: Any
+    k_mean: Any
+
+
 @triton.jit
 def any_slots(slots, C: tl.constexpr):
     """Whether there are slots of unpacked keys and values, for each token of a block: a branch would cost registers."""
@@ -44,80 +67,80 @@ def any_slots(slots, C: tl.constexpr):
 
 
 @triton.jit
-def store_unpacked(side, x, scale, mean, bh, slot, VALUES: tl.constexpr, C: tl.constexpr):
+def store_unpacked(side, x, scale, mean, bh, slot, SIDE: tl.constexpr, C: tl.constexpr):
     """Tokens `[BLOCK, DP]` of consecutive slots: keys `[slots, D]`, INT8 values `[D, slots]`. In the model's precision
     codes are dequantized, around `mean` `[DP]` unless that is None, and there may be no slots."""
-    d, slots = tl.arange(0, C.DP), side.slots
-    base, inside = side.x + bh.to(tl.int64) * slots * C.D, d < C.D
+    d, slots = tl.arange(0, SIDE.DP), side.slots
+    base, inside = side.x + bh.to(tl.int64) * slots * SIDE.D, d < SIDE.D
     if side.x.dtype.element_ty == tl.int8:
-        if VALUES:
+        if SIDE.VALUES:
             where = base + d[:, None].to(tl.int64) * slots + slot[None, :]
             tl.store(where, tl.trans(float_to_int8(x)), mask=inside[:, None])
         else:
-            where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
+            where = base + slot[:, None].to(tl.int64) * SIDE.D + d[None, :]
             tl.store(where, float_to_int8(x), mask=inside[None, :])
         tl.store(side.scale + bh.to(tl.int64) * slots + slot, scale)
     else:
-        if C.V_INTEGER if VALUES else C.K_INTEGER:
+        if SIDE.INTEGER:
             x = x.to(tl.float32) * scale[:, None]
         if mean is not None:
             x += mean[None, :]
-        where = base + slot[:, None].to(tl.int64) * C.D + d[None, :]
+        where = base + slot[:, None].to(tl.int64) * SIDE.D + d[None, :]
         tl.store(where, x.to(side.x.dtype.element_ty), mask=inside[None, :] & any_slots(slots, C)[:, None])
 
 
 @triton.jit
-def _long_side(S, K_MEAN, x, tokens, unpacked, block, codec, OLD: tl.constexpr, VALUES: tl.constexpr,
-               C: tl.constexpr):  # fmt: skip
+def _long_side(S, x, tokens, unpacked, call, codec, OLD: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Keys or values of one block of a long call: unpacked for the prefill, and into the arenas if it closes or the
-    format has no ring. `K_MEAN`: the mean that this call subtracts from its keys (`k_mean.mean_kernel`). `OLD`: there
-    may be tokens from before the call, which the ring holds."""
+    format has no ring. `OLD`: there may be tokens from before the call, which the ring holds."""
+    block = call.block
     b, h, bh, index, capacity, keep = block.b, block.h, block.bh, block.index, block.home.capacity, tokens.keep
     t = tl.arange(0, C.BLOCK)
     code, scale = codec.quantize_tokens(x)
     around = None
     if C.RING > 0:
         if OLD:
-            code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, VALUES, C)
-        if C.SMOOTH_K and not VALUES:
-            d = tl.arange(0, C.DP)
-            mean = tl.load(K_MEAN + bh * C.D + d, mask=d < C.D, other=0.0)
+            code, scale = with_ring(S, code, scale, tokens.pos, tokens.old, bh, SIDE, C)
+        if SIDE.SMOOTH:
+            d = tl.arange(0, SIDE.DP)
+            mean = tl.load(call.k_mean + bh * SIDE.D + d, mask=d < SIDE.D, other=0.0)
             kept, kept_scale = codec.quantize_tokens(minus_mean(S, code, scale, keep, mean))
             kept, kept_scale = codec.block_form(kept, kept_scale, keep)
             if block.closes:
-                place = codec.place(S, b, h, index == 0, VALUES, C)
-                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-            if C.K_INTEGER:
+                slot = Slot(b, h, index, capacity, own_place(S, b, h, index == 0, codec, SIDE, C))
+                codec.put(S, Tokens(kept, kept_scale, keep, keep, t), slot, SIDE, C)
+            if SIDE.INTEGER:
                 code, scale, around = kept, kept_scale, mean
         elif block.closes:
-            place = codec.place(S, b, h, index == 0, VALUES, C)
-            if C.ENTRIES > 0 and not VALUES:  # the call's own tokens see sinks where they stand
-                keep = keep & (slot_bits(block.chosen, t) == 0)
+            slot = Slot(b, h, index, capacity, own_place(S, b, h, index == 0, codec, SIDE, C))
+            if C.ENTRIES > 0 and not SIDE.VALUES:  # the call's own tokens see sinks where they stand
+                keep = keep & (slot_bits(call.chosen, t) == 0)
                 kept, kept_scale = codec.block_form(code, scale, keep)
-                codec.put(S, kept, kept_scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
+                codec.put(S, Tokens(kept, kept_scale, keep, keep, t), slot, SIDE, C)
                 code, scale = codec.block_form(code, scale, t >= 0)
             else:
                 code, scale = codec.block_form(code, scale, keep)
-                codec.put(S, code, scale, keep, keep, t, b, h, index, capacity, place, VALUES, C)
-        elif (C.V_INTEGER if VALUES else C.K_INTEGER) and (S.ring.dtype.element_ty != tl.int8):
+                codec.put(S, Tokens(code, scale, keep, keep, t), slot, SIDE, C)
+        elif SIDE.INTEGER and (S.ring.dtype.element_ty != tl.int8):
             code, scale = codec.block_form(code, scale, keep)  # open tokens have no codes of their own: as if it closed
     else:
         fresh = tl.full([C.BLOCK], True, tl.int1)  # which leaves stores of many tokens at once whole
         if OLD:
             fresh = ~tokens.old
         if block.used:
-            codec.put(S, code, scale, keep, fresh, t, b, h, index, capacity, h, VALUES, C)
+            codec.put(S, Tokens(code, scale, keep, fresh, t), Slot(b, h, index, capacity, h), SIDE, C)
         code, scale = codec.block_form(code, scale, keep)
         if OLD:
-            before, before_scale = codec.get(S, b, h, tl.minimum(index, capacity - 1), capacity, h, VALUES, C)
+            before, before_scale = codec.get(S, Slot(b, h, tl.minimum(index, capacity - 1), capacity, h), SIDE, C)
             code = tl.where(tokens.old[:, None], before.to(tl.float32), code)
             scale = tl.where(tokens.old, before_scale, scale)
-    store_unpacked(unpacked, code, scale, around, bh, tokens.slot, VALUES, C)
+    store_unpacked(unpacked, code, scale, around, bh, tokens.slot, SIDE, C)
 
 
 @triton.jit
-def _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, WRITES: tl.constexpr, C: tl.constexpr):
-    """The `Tokens` of a block of a long call; with `WRITES` their bits, bias and positions go where all read them."""
+def _long_tokens(bad, old, new, call, WRITES: tl.constexpr, C: tl.constexpr):
+    """The `BlockTokens` of a long call; with `WRITES` their bits, bias and positions go where all read them."""
+    block, unpacked, slots = call.block, call.unpacked, call.slots
     index, bh, t = block.index, block.bh, tl.arange(0, C.BLOCK)
     pos, slot = block.start + t, index * C.BLOCK + t
     # no program changes a bit of old tokens, so that another one may read it while this one writes the byte
@@ -126,87 +149,78 @@ def _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, WRITES: tl.co
     if WRITES:
         if block.used:
             tl.debug_barrier()  # every bit is read before a byte is written
-            drop_bits(block.flags, NONFINITE, gone, bad, index, bh, C)
+            drop_bits(block.flags, call.nonfinite, gone, bad, index, bh, C)
         there = any_slots(slots, C)
         tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.where(keep, 0.0, float("-inf")), mask=there)
         if block.h == 0:
             tl.store(unpacked.pos + block.b.to(tl.int64) * slots + slot, pos, mask=there)
-    return Tokens(pos, slot, old, keep)
+    return BlockTokens(pos, slot, old, keep)
 
 
 @triton.jit
-def _long_part(KEY, VALUE, k_strides, v_strides, S, K_MEAN, NONFINITE, unpacked, slots, block, old, new, side, codec,
-               VALUES: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Keys or values of a block, in a program of their own. `SIDE`: their sizes, of the layer's `C`."""
+def _long_part(S, call, old, new, side, codec, SIDE: tl.constexpr, C: tl.constexpr):
+    """Keys or values of a block, in a program of their own."""
+    block = call.block
     fresh = block.start + tl.arange(0, C.BLOCK) - block.row.length
-    x, bad = new_tokens_of(KEY, VALUE, k_strides, v_strides, block.b, block.h, fresh, new, block.row.first, VALUES, C)
-    tokens = _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, not VALUES, C)
+    x, bad = new_tokens_of(call.source, block.b, block.h, fresh, new, block.row.first, SIDE, C)
+    tokens = _long_tokens(bad, old, new, call, not SIDE.VALUES, C)
     if block.start < block.row.length:
-        _long_side(S, K_MEAN, x, tokens, side, block, codec, True, VALUES, SIDE)
+        _long_side(S, x, tokens, side, call, codec, True, SIDE, C)
     else:
-        _long_side(S, K_MEAN, x, tokens, side, block, codec, False, VALUES, SIDE)
+        _long_side(S, x, tokens, side, call, codec, False, SIDE, C)
 
 
 @triton.jit
-def _long_block(KEY, VALUE, k_strides, v_strides, K, V, K_MEAN, NONFINITE, UNPACKED, slots, block, part, k_codec,
-                v_codec, PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _long_block(K, V, call, part, k_codec, v_codec, PARTS: tl.constexpr, C: tl.constexpr):
     """One block of a long call, or the `part` of its keys or of its values."""
-    b, h, length, first = block.b, block.h, block.row.length, block.row.first
-    pos = block.start + tl.arange(0, C.BLOCK)
+    block, unpacked = call.block, call.unpacked
+    length, pos = block.row.length, block.start + tl.arange(0, C.BLOCK)
     old = pos < length
     new = (~old) & (pos < length + block.row.count)
-    unpacked = UnpackedTensors(*UNPACKED)
-    k_side, v_side = (
-        UnpackedSide(unpacked.k, unpacked.k_scale, slots),
-        UnpackedSide(unpacked.v, unpacked.v_scale, slots),
-    )
-    V_C: tl.constexpr = C.V
+    k_side = UnpackedSide(unpacked.k, unpacked.k_scale, call.slots)
+    v_side = UnpackedSide(unpacked.v, unpacked.v_scale, call.slots)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     # Only the call's first block holds older tokens. Threads read the ring in another order than new tokens, into which
     # values would be brought before their maxima are taken: at twice the cost, in every block.
     if PARTS == 1:
-        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, new, first, C)
-        tokens = _long_tokens(bad, old, new, NONFINITE, unpacked, slots, block, True, C)
+        k, v, bad = new_tokens(call.source, block.b, block.h, pos - length, new, block.row.first, C)
+        tokens = _long_tokens(bad, old, new, call, True, C)
         if block.start < length:
-            _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, True, False, C)
-            _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, True, True, V_C)
+            _long_side(K, k, tokens, k_side, call, k_codec, True, K_SIDE, C)
+            _long_side(V, v, tokens, v_side, call, v_codec, True, V_SIDE, C)
         else:
-            _long_side(K, K_MEAN, k, tokens, k_side, block, k_codec, False, False, C)
-            _long_side(V, K_MEAN, v, tokens, v_side, block, v_codec, False, True, V_C)
+            _long_side(K, k, tokens, k_side, call, k_codec, False, K_SIDE, C)
+            _long_side(V, v, tokens, v_side, call, v_codec, False, V_SIDE, C)
     elif part == 0:
-        _long_part(KEY, VALUE, k_strides, v_strides, K, K_MEAN, NONFINITE, unpacked, slots, block, old, new, k_side,
-                   k_codec, False, C, C)  # fmt: skip
+        _long_part(K, call, old, new, k_side, k_codec, K_SIDE, C)
     else:
-        _long_part(KEY, VALUE, k_strides, v_strides, V, K_MEAN, NONFINITE, unpacked, slots, block, old, new, v_side,
-                   v_codec, True, V_C, C)  # fmt: skip
+        _long_part(V, call, old, new, v_side, v_codec, V_SIDE, C)
 
 
 @triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
-def long_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, NONFINITE, BLOCK_POS, BLOCK_LEN,
-                K, V, K_MEAN, CHOSEN, open_blocks, UNPACKED, ROWS, NB, slots, K_QUANTIZE: tl.constexpr,
-                K_BLOCK_FORM: tl.constexpr, K_PLACE: tl.constexpr, K_PUT: tl.constexpr, K_GET: tl.constexpr,
-                V_QUANTIZE: tl.constexpr, V_BLOCK_FORM: tl.constexpr, V_PLACE: tl.constexpr, V_PUT: tl.constexpr,
-                V_GET: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def long_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, CHOSEN, open_blocks, UNPACKED, ROWS, NB, slots,
+                K_CODEC, V_CODEC, PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (part of a block of the open span, head, row) of a long call. Its tokens also go to `UNPACKED`
     (`UnpackedTensors`), unless that has no `slots`, and into the ring only when all have read it. Every program writes
-    its slots, those behind the row's end included. `PARTS`: 1, or 2 for keys and values in programs of their own."""
+    its slots, those behind the row's end included. `PARTS`: 1, or 2 for keys and values in programs of their own.
+    `CHOSEN`: see `jit.tokens.chosen_bits`; other bundles as of `kernel.short_kernel`."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     j, part = i // PARTS, i % PARTS
-    row = row_before(STATE, SPANS, span_stride, b, NB, C)
+    blocks, row = BlockState(*BLOCKS), row_before(STATE, SPANS, span_stride, b, NB, C)
     length, closed, open_start, closing, first, count = row
     index, bh, start = closed + j, b * C.H + h, open_start + j * C.BLOCK
     used = (start < length + count) & (index < NB)
-    closes = (j < closing) & used
-    flags, chosen = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8), chosen_bits(CHOSEN, open_blocks, bh, j, C)
-    block = Block(b, h, bh, row, index, Home(b, index, NB), start, used, closes, flags, chosen)
+    flags, chosen = blocks.dropped + bh.to(tl.int64) * NB * (C.BLOCK // 8), chosen_bits(CHOSEN, open_blocks, bh, j, C)
+    block = Block(b, h, bh, row, index, Home(b, index, NB), start, used, (j < closing) & used, flags)
     if part == 0:
-        note_block(ROWS, SPANS, span_stride, BLOCK_POS, BLOCK_LEN, row, j, closes, b, h, block.home, C)
-    _long_block(KEY, VALUE, k_strides, v_strides, K, V, K_MEAN, NONFINITE, UNPACKED, slots, block, part,
-                Codec(K_QUANTIZE, K_BLOCK_FORM, K_PLACE, K_PUT, K_GET),
-                Codec(V_QUANTIZE, V_BLOCK_FORM, V_PLACE, V_PUT, V_GET), PARTS, C)  # fmt: skip
+        note_block(ROWS, SPANS, span_stride, blocks, block, j, C)
+    call = LongBlock(Source(*SOURCE), blocks.nonfinite, UnpackedTensors(*UNPACKED), slots, block, chosen, K_MEAN)
+    _long_block(K, V, call, part, Codec(*K_CODEC), Codec(*V_CODEC), PARTS, C)
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T"])
-def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, TABLE, FACTORS, NB, B, T, slots,
+def finish_kernel(SOURCE, ROWS, STATE, DROPPED, K, V, TABLE, FACTORS, NB, B, T, slots,
                   K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, STEP: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
     """When a long call is written: program (tile of the ring, head, row) writes the newest tokens, one a head what the
@@ -214,17 +228,18 @@ def finish_kernel(KEY, VALUE, k_strides, v_strides, ROWS, STATE, DROPPED, K, V, 
     lengths."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = load_row(ROWS, b)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     if C.RING > 0:
         last = row.length + row.count - 1
         at = i * C.BLOCK + tl.arange(0, C.BLOCK)
         pos = last - (last - at + C.RING) % C.RING
         new = (at < C.RING) & (pos >= row.length)
-        k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, C)
+        k, v, bad = new_tokens(Source(*SOURCE), b, h, pos - row.length, new, row.first, C)
         k_code, k_scale = K_QUANTIZE(k)
         v_code, v_scale = V_QUANTIZE(v)
-        to_ring(K, k_code, k_scale, pos, new, b * C.H + h, False, C)
-        V_C: tl.constexpr = C.V
-        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, True, V_C)
+        to_ring(K, k_code, k_scale, pos, new, b * C.H + h, K_SIDE, C)
+        to_ring(V, v_code, v_scale, pos, new, b * C.H + h, V_SIDE, C)
     if FACTORS is not None:
         if i == tl.num_programs(0) - 1:
             write_factors(Factors(*FACTORS), row, b * C.H + h, slots, C.BLOCK, STEP)

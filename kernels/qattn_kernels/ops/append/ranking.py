@@ -3,34 +3,43 @@ ranks its heads; in a short one by each head for itself, inside the append."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from qattn_kernels.formats.head_bits import number
 from qattn_kernels.jit.rows import slot_bits
-from qattn_kernels.jit.tokens import new_tokens_of, row_before, with_ring
+from qattn_kernels.jit.tokens import Source, new_tokens_of, row_before, with_ring
 from qattn_kernels.ops.sink_pool.kernel import first_sinks, key_sizes
 
 
+class Masks(NamedTuple):
+    """The mask bits of all blocks, of which a head has room for `blocks`."""
+
+    dropped: Any
+    blocks: Any
+
+
 @triton.jit
-def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, KIND: tl.constexpr,
-              VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _priority(S, code, scale, keep, pos, old, bh, BLOCK_FORM: tl.constexpr, SIDE: tl.constexpr,
+              C: tl.constexpr):  # fmt: skip
     """TurboAttention section 3.2, as `formats.flashq.priority.head_priority`."""
-    code, scale = with_ring(S, code, scale, pos, old, bh, VALUES, C)
+    code, scale = with_ring(S, code, scale, pos, old, bh, SIDE, C)
     code, scale = BLOCK_FORM(code, scale, keep)
     x = code * scale[:, None]
-    inside = (tl.arange(0, C.DP) < C.D) & (tl.max(keep.to(tl.int32), 0) > 0)
+    inside = (tl.arange(0, SIDE.DP) < SIDE.D) & (tl.max(keep.to(tl.int32), 0) > 0)
     low = tl.min(tl.where(keep[:, None], x, float("inf")), 0).to(tl.float64)
     high = tl.max(tl.where(keep[:, None], x, float("-inf")), 0).to(tl.float64)
     gap = tl.where(inside, high - low, 0.0)
     head_gap = tl.max(tl.where(inside, high, float("-inf")), 0) - tl.min(tl.where(inside, low, float("inf")), 0)
     head_gap = tl.where(tl.max(keep.to(tl.int32), 0) > 0, head_gap, 0.0)
-    mean = tl.sum(gap, 0) / C.D
-    off = tl.where(tl.arange(0, C.DP) < C.D, gap - mean, 0.0)
-    deviation = tl.sqrt(tl.sum(off * off, 0) / (C.D - 1))
-    if KIND == 0:
+    mean = tl.sum(gap, 0) / SIDE.D
+    off = tl.where(tl.arange(0, SIDE.DP) < SIDE.D, gap - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(off * off, 0) / (SIDE.D - 1))
+    if SIDE.RANK == 0:
         return head_gap * deviation
-    elif KIND == 1:
+    elif SIDE.RANK == 1:
         return head_gap
     else:
         return deviation
@@ -52,36 +61,34 @@ def _places(S, priority, C: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def _head_priority(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, QUANTIZE: tl.constexpr,
-                   BLOCK_FORM: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _head_priority(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FORM: tl.constexpr,
+                   SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Of the keys or the values of a head in the row's first block. A function of its own, since a step that has it in
     line would take twice the registers."""
     t = tl.arange(0, C.BLOCK)
     pos = row.open_start + t
     old = pos < row.length
     new = (~old) & (pos < row.length + row.count)
-    x, bad = new_tokens_of(KEY, VALUE, k_strides, v_strides, b, h, pos - row.length, new, row.first, VALUES, C)
-    flags = DROPPED + (b * C.H + h).to(tl.int64) * NB * (C.BLOCK // 8)
+    x, bad = new_tokens_of(source, b, h, pos - row.length, new, row.first, SIDE, C)
+    flags = masks.dropped + (b * C.H + h).to(tl.int64) * masks.blocks * (C.BLOCK // 8)
     keep = (old | new) & (~bad) & ~(old & (slot_bits(flags, t) == 1))
-    if C.ENTRIES > 0 and not VALUES:  # what the pool takes, which was empty
-        size = key_sizes(KEY, VALUE, k_strides, v_strides, S, flags, row, b, h, 0, QUANTIZE, C)
+    if C.ENTRIES > 0 and not SIDE.VALUES:  # what the pool takes, which was empty
+        size = key_sizes(source, S, flags, row, b, h, 0, QUANTIZE, C)
         keep = keep & ~first_sinks(size, C)
     code, scale = QUANTIZE(x)
-    KIND: tl.constexpr = C.V_RANK if VALUES else C.K_RANK
-    return _priority(S, code, scale, keep, pos, old, b * C.H + h, BLOCK_FORM, KIND, VALUES, C)
+    return _priority(S, code, scale, keep, pos, old, b * C.H + h, BLOCK_FORM, SIDE, C)
 
 
 @triton.jit
-def ranked_place(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, QUANTIZE: tl.constexpr,
-                 BLOCK_FORM: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def ranked_place(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FORM: tl.constexpr, SIDE: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
     """Inside the append of a short call that closes the row's first block: the place of head `h`, noted. Every head
     ranks all of them, which happens once in the life of a row and saves each step a launch."""
     n = tl.arange(0, triton.next_power_of_2(C.H))
     priority = tl.full(n.shape, 0, tl.float64)
     for i in range(C.H):
         other = i + tl.full([], 0, tl.int32)  # the interpreter counts in Python's integers
-        found = _head_priority(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, other, QUANTIZE, BLOCK_FORM,
-                               VALUES, C)  # fmt: skip
+        found = _head_priority(S, source, masks, row, b, other, QUANTIZE, BLOCK_FORM, SIDE, C)
         priority = tl.where(n == other, found, priority)
     place = tl.sum(tl.where(n == h, _places(S, priority, C), 0), 0)
     tl.store(S.head_of + b * C.H + place, h)
@@ -89,35 +96,38 @@ def ranked_place(S, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, QU
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
-def priorities_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, PRIORITIES, NB,
+def priorities_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, PRIORITIES, NB,
                       K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
                       V_BLOCK_FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (head, row) of a long call: priorities of its keys and its values to `PRIORITIES` fp64 `[B, 2, H]`, of
     sides that are ranked, where the row's first block closes."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if (row.closed == 0) & (row.closing > 0):
-        if C.K_RANK >= 0:
-            found = _head_priority(K, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, K_QUANTIZE,
-                                   K_BLOCK_FORM, False, C)  # fmt: skip
+        source, masks = Source(*SOURCE), Masks(DROPPED, NB)
+        if K_SIDE.RANK >= 0:
+            found = _head_priority(K, source, masks, row, b, h, K_QUANTIZE, K_BLOCK_FORM, K_SIDE, C)
             tl.store(PRIORITIES + 2 * b * C.H + h, found)
-        if C.V_RANK >= 0:
-            found = _head_priority(V, KEY, VALUE, k_strides, v_strides, DROPPED, NB, row, b, h, V_QUANTIZE,
-                                   V_BLOCK_FORM, True, C)  # fmt: skip
+        if V_SIDE.RANK >= 0:
+            found = _head_priority(V, source, masks, row, b, h, V_QUANTIZE, V_BLOCK_FORM, V_SIDE, C)
             tl.store(PRIORITIES + (2 * b + 1) * C.H + h, found)
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
 def rank_kernel(SPANS, span_stride, STATE, K, V, PRIORITIES, NB, C: tl.constexpr):
     """Program (row) of a long call, after `priorities_kernel`: places of all heads, where the first block closes."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     b = tl.program_id(0)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     if (row.closed == 0) & (row.closing > 0):
         n = tl.arange(0, triton.next_power_of_2(C.H))
         real = n < C.H
-        if C.K_RANK >= 0:
+        if K_SIDE.RANK >= 0:
             place = _places(K, tl.load(PRIORITIES + 2 * b * C.H + n, mask=real, other=0.0), C)
             tl.store(K.head_of + b * C.H + place, n, mask=real)
-        if C.V_RANK >= 0:
+        if V_SIDE.RANK >= 0:
             place = _places(V, tl.load(PRIORITIES + (2 * b + 1) * C.H + n, mask=real, other=0.0), C)
             tl.store(V.head_of + b * C.H + place, n, mask=real)

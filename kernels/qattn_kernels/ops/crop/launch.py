@@ -56,6 +56,7 @@ def _launch(state: State, spec: LayerSpec, drop: int) -> tuple[()]:
 
 def _launch_sinks(state: State, spec: LayerSpec, rows: RowState) -> None:
     from qattn_kernels.formats.contract import sink_tensors
+    from qattn_kernels.formats.side import Side
     from qattn_kernels.launch.call import Table
     from qattn_kernels.launch.constants import power_of_two
     from qattn_kernels.launch.launches import launch
@@ -64,7 +65,8 @@ def _launch_sinks(state: State, spec: LayerSpec, rows: RowState) -> None:
     table, dropped = Table(*(state[f"sink.{name}"] for name in Table._fields)), state["dropped"]
     batch, heads, blocks, _ = dropped.shape
     dim = state["k.sink"].numel() // table.pos.numel()  # that of values too, in layers that kernels compute
-    size = PoolSizes(dim, power_of_two(dim), spec.window.block, table.pos.shape[-1])
+    k, v = (Side(values, dim, power_of_two(dim), INTEGER=False) for values in (False, True))  # nothing else is read
+    size = PoolSizes(k, v, spec.window.block, table.pos.shape[-1])
     launch(
         sinks_kernel, (heads, batch),
         rows, table, sink_tensors(state, "k"), sink_tensors(state, "v"), dropped, blocks, size, num_warps=4,

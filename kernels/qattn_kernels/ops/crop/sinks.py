@@ -8,6 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.side import Side
 from qattn_kernels.jit.rows import FOREVER
 from qattn_kernels.launch.call import Table
 from qattn_kernels.layout import RowState
@@ -17,8 +18,8 @@ from qattn_kernels.ops.sink_pool.kernel import fill, load_table, store_table
 class PoolSizes(NamedTuple):
     """What the kernel is compiled for, by the names that `launch.constants.Sizes` has for it."""
 
-    D: int
-    DP: int
+    K: Side
+    V: Side
     BLOCK: int
     ENTRIES: int
 
@@ -55,6 +56,7 @@ def sinks_kernel(STATE, TABLE, K_SINKS, V_SINKS, DROPPED, NB, C: tl.constexpr):
     pos, slot, norm = tl.where(gone, 0, pos), tl.where(gone, 0, slot), tl.where(gone, 0.0, norm)
     store_table(TABLE, at, Table(pos, slot, born, evicted, written, norm))
     scale = tl.full([C.ENTRIES], 0, tl.float32)
-    code = tl.full([C.ENTRIES, C.DP], 0, tl.float32)
-    fill(K_SINKS, code, scale, gone, bh, False, C)
-    fill(V_SINKS, code, scale, gone, bh, True, C)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    fill(K_SINKS, tl.full([C.ENTRIES, K_SIDE.DP], 0, tl.float32), scale, gone, bh, C.ENTRIES, K_SIDE)
+    fill(V_SINKS, tl.full([C.ENTRIES, V_SIDE.DP], 0, tl.float32), scale, gone, bh, C.ENTRIES, V_SIDE)

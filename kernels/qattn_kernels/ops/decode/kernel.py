@@ -18,8 +18,10 @@ import triton.language as tl
 
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING
 from qattn_kernels.jit.rotation import rotate_rows
-from qattn_kernels.jit.rows import commit_row, first_bits, load_row, queries_end, result_column, settle_sinks
+from qattn_kernels.jit.rows import commit_row, first_bits, load_row, locate, queries_end, result_column, settle_sinks
 from qattn_kernels.launch import constants
+from qattn_kernels.launch.call import SinkTensors
+from qattn_kernels.layout import BlockState
 from qattn_kernels.ops.decode.open_tokens import (
     SinkPool,
     last_sink,
@@ -31,6 +33,8 @@ from qattn_kernels.ops.decode.open_tokens import (
 )
 from qattn_kernels.ops.decode.parts import (
     Blocks,
+    Codec,
+    Home,
     Homes,
     Program,
     Scoring,
@@ -39,7 +43,7 @@ from qattn_kernels.ops.decode.parts import (
     Sums,
     packed_part,
 )
-from qattn_kernels.ops.decode.queries import load_queries, query_tile
+from qattn_kernels.ops.decode.queries import QuerySource, load_queries, query_tile
 from qattn_kernels.ops.decode.weights import known_mass
 
 FEW_SPLITS = tl.constexpr(constants.FEW_SPLITS)
@@ -82,74 +86,86 @@ def split_range(split, splits, row, NB, few, many, long, least, C: tl.constexpr)
     return blocks, per_split, begin, end, used
 
 
+class Results(NamedTuple):
+    """What splits find, and what sparse V counts.
+
+    Attributes:
+        out: fp32 `[B * H, splits, T * G, D]`.
+        stats: the same with 2 for D: maximum and sum of the weights; with sparse V 3: what of that sum was dropped.
+        skip_counts: the `SkipCounts` of sparse V, or None.
+    """
+
+    out: Any
+    stats: Any
+    skip_counts: Any
+
+
 @triton.jit
 def _k_mean_scores(K_MEAN, program, C: tl.constexpr):
     """Products `[Q]` of the queries with the mean that a row's keys are coded around, if they are."""
-    if C.SMOOTH_K:
-        d = tl.arange(0, C.DP)
-        k_mean = tl.load(K_MEAN + program.bh * C.D + d, mask=d < C.D, other=0.0)
+    SIDE: tl.constexpr = C.K
+    if SIDE.SMOOTH:
+        d = tl.arange(0, SIDE.DP)
+        k_mean = tl.load(K_MEAN + program.bh * SIDE.D + d, mask=d < SIDE.D, other=0.0)
         return tl.sum(program.query.scaled * k_mean[:, None], 0)
     else:
         return tl.full([C.Q], 0.0, tl.float32)
 
 
 @triton.jit
-def _sink_mass(pool, program, SINK_SCORES: tl.constexpr, C: tl.constexpr):
+def _sink_mass(pool, program, codec, C: tl.constexpr):
     """What sparse V knows of the weights before it reads a block: `known_mass` of the sinks that have places of their
     own; without those `packed_part` takes that of the first block."""
     if C.SPARSE_V and C.ENTRIES > 0:
-        return known_mass(sink_scores(pool, program, 0, True, SINK_SCORES, C), program.scoring.sas_threshold, C)
+        return known_mass(sink_scores(pool, program, 0, True, codec, C), program.scoring.sas_threshold, C)
     else:
         return tl.full([C.Q], NOTHING, tl.float32)
 
 
 @triton.jit
-def store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips,
-                 C: tl.constexpr):  # fmt: skip
+def store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C: tl.constexpr):
     """What a split found for queries `n`: NaN for those that are not finite."""
+    SIDE: tl.constexpr = C.V
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
     acc = tl.where(nonfinite[None, :], float("nan"), sums.acc)
-    d, inside = tl.arange(0, C.DP), n < T * C.G
+    d, inside = tl.arange(0, SIDE.DP), n < T * C.G
     at = (bh.to(tl.int64) * splits + split) * (T * C.G) + n
-    tl.store(OUT + at[None, :] * C.D + d[:, None], acc, mask=inside[None, :] & (d < C.D)[:, None])
-    tl.store(STATS + at * STAT, sums.m, mask=inside)
-    tl.store(STATS + at * STAT + 1, sums.l, mask=inside)
+    tl.store(results.out + at[None, :] * SIDE.D + d[:, None], acc, mask=inside[None, :] & (d < SIDE.D)[:, None])
+    tl.store(results.stats + at * STAT, sums.m, mask=inside)
+    tl.store(results.stats + at * STAT + 1, sums.l, mask=inside)
     if C.SPARSE_V:
-        tl.store(STATS + at * STAT + 2, skips.lost, mask=inside)
-        tl.atomic_add(SKIP_COUNTS.read + bh, tl.sum(tl.where(real, skips.read, 0), 0).to(tl.int64))
-        tl.atomic_add(SKIP_COUNTS.skipped + bh, tl.sum(tl.where(real, skips.skipped, 0), 0).to(tl.int64))
+        tl.store(results.stats + at * STAT + 2, skips.lost, mask=inside)
+        tl.atomic_add(results.skip_counts.read + bh, tl.sum(tl.where(real, skips.read, 0), 0).to(tl.int64))
+        tl.atomic_add(results.skip_counts.skipped + bh, tl.sum(tl.where(real, skips.skipped, 0), 0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
-def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED, DROPPED, BLOCK_POS, BLOCK_LEN, STATE,
-                  OUT, STATS, SKIP_COUNTS, PAGES, NB, B, T, scoring, skip_limits, few, many, long, least,
-                  STAGES: tl.constexpr, K_LOCATE: tl.constexpr, V_LOCATE: tl.constexpr, SCORES: tl.constexpr,
-                  VALUES: tl.constexpr, RING_SCORES: tl.constexpr, RING_VALUES: tl.constexpr,
-                  C: tl.constexpr):  # fmt: skip
+def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PAGES, NB, B, T, scoring, skip_limits,
+                  few, many, long, least, CODEC, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (row and head, queries, split): a part of the context for up to `Q` queries; the first splits are the
     ring, the next the sinks that are kept out of the blocks. Those of all rows start first: one of them may take
     longest, and one that starts late would be waited for. The others share a row's blocks evenly (`blocks_per_split`).
 
-    `ROWS` holds each row as it was before the call, so that `STATE` (`layout.RowState`) can take the new lengths here
-    while others still read: by the last split, which has least to do. `DROPPED`: a bit for each masked token, and for
-    each that was in the sink pool before the call; `MOVED`: slots of the tokens that this call's close moved into the
-    pool or out of it.
-
-    `OUT` fp32 `[B * H, splits, T * G, D]`, `STATS` the same with 2 for D: maximum and sum of the weights; with sparse V
-    3: what of that sum was dropped. `scoring`: the fields of a `Scoring`.
-    `SKIP_COUNTS`, `skip_limits` (tau, budget): of sparse V. `PAGES`: see `jit.rows.block_at`.
+    `QUERIES`, `STATE`, `BLOCKS`, `SINKS`, `RESULTS`, `scoring`, `CODEC`: the fields of a `QuerySource`, `RowState`,
+    `BlockState`, `SinkTensors`, `Results`, `Scoring` and `Codec`. `ROWS` holds each row as it was
+    before the call, so that `STATE` can take the new lengths here while others still read: by the last split, which has
+    least to do. The mask bits are those of masked tokens, and of those that were in the sink pool before the call.
+    `skip_limits`: tau and budget of sparse V. `PAGES`: see `jit.rows.block_at`.
     """
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     bh, tile, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = bh // C.H, bh % C.H
     row = load_row(ROWS, b)
     # Loads that do not wait for the row, and come while that does: addresses of the head, sinks, a step's queries.
-    _, k_head, k_low = K_LOCATE(K, b, h, C.K_LOW, C)
-    _, v_head, v_low = V_LOCATE(V, b, h, C.V_LOW, C)
-    pool = SinkPool(K_SINKS, V_SINKS, TABLE, last_sink(TABLE, bh, split == C.OPEN - 1, C))
+    _, k_head, k_low = locate(K, b, h, Codec(*CODEC).k_locate, K_SIDE, C)
+    _, v_head, v_low = locate(V, b, h, Codec(*CODEC).v_locate, V_SIDE, C)
+    sinks, state, results = SinkTensors(*SINKS), BlockState(*BLOCKS), Results(*RESULTS)
+    pool = SinkPool(sinks.k, sinks.v, sinks.table, last_sink(sinks.table, bh, split == C.OPEN - 1, C))
     n = tile * C.Q + tl.arange(0, C.Q)
     t = n // C.G
     real = t < row.count
-    q = load_queries(Q, strides, b, h, n, t, row, T, C)
+    q = load_queries(QuerySource(*QUERIES), b, h, n, t, row, T, C)
     q_pos = tl.where(t < queries_end(row, T, C), row.length + t, -1)
     blocks, per_split, begin, end, used = split_range(split, splits, row, NB, few, many, long, least, C)
     if (split == splits - 1) & (tile == 0) & (h == 0):
@@ -158,29 +174,30 @@ def decode_kernel(Q, strides, ROWS, K, V, K_MEAN, K_SINKS, V_SINKS, TABLE, MOVED
         scores = Scoring(*scoring)
         query, nonfinite = query_tile(q, scores.scale, C)
         sums = Sums(
-            tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32), tl.full([C.DP, C.Q], 0, tl.float32)
+            tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0, tl.float32), tl.full([V_SIDE.DP, C.Q], 0, tl.float32)
         )
         skips = Skips(tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32), tl.full([C.Q], 0, tl.int32))
-        program = Program(b, h, bh, row, NB, PAGES, first_bits(DROPPED, PAGES, b, h, NB, C), q_pos, query, scores)
+        program = Program(b, h, bh, row, NB, PAGES, first_bits(state.dropped, PAGES, b, h, NB, C), q_pos, query, scores)
         if split < C.OPEN:
             if C.ALL_OPEN:
-                sums, skips = open_part(K, V, pool, program, sums, skips, RING_SCORES, RING_VALUES, C)
+                sums, skips = open_part(K, V, pool, program, sums, skips, Codec(*CODEC), C)
             else:
                 if C.RING > 0:
                     if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the former: fewer registers
-                        sums, skips = ring_part(K, V, program, split, sums, skips, RING_SCORES, RING_VALUES, C)
+                        sums, skips = ring_part(K, V, program, split, sums, skips, Codec(*CODEC), C)
                 if C.ENTRIES > 0:
                     if split == C.RING_PARTS:
-                        sums, skips = sink_part(pool, program, sums, skips, RING_SCORES, RING_VALUES, C)
+                        sums, skips = sink_part(pool, program, sums, skips, Codec(*CODEC), C)
         else:
             limits = SkipLimits(skip_limits[0], skip_limits[1], 1.0 / tl.cdiv(blocks, per_split))
             k_mean_scores = _k_mean_scores(K_MEAN, program, C)
-            known = _sink_mass(pool, program, RING_SCORES, C)
+            known = _sink_mass(pool, program, Codec(*CODEC), C)
             rows = 0 if C.PAGED else b * NB
-            packed = Blocks(begin, end, BLOCK_POS + rows, BLOCK_LEN + rows, MOVED, k_mean_scores, limits, known)
-            homes = Homes(k_head, k_low, v_head, v_low)
-            sums, skips = packed_part(K, V, program, packed, homes, sums, skips, SCORES, VALUES, STAGES, C)
-        store_split(OUT, STATS, SKIP_COUNTS, bh, split, splits, n, T, real, nonfinite, sums, skips, C)
+            pos, length = state.block_pos + rows, state.block_len + rows
+            packed = Blocks(begin, end, pos, length, sinks.moved, k_mean_scores, limits, known)
+            homes = Homes(Home(k_head, k_low), Home(v_head, v_low))
+            sums, skips = packed_part(K, V, program, packed, homes, sums, skips, Codec(*CODEC), STAGES, C)
+        store_split(results, bh, split, splits, n, T, real, nonfinite, sums, skips, C)
 
 
 class Parts(NamedTuple):
@@ -194,15 +211,18 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def load_parts(OUT, STATS, base, i, end, T, C: tl.constexpr):
+def load_parts(results, base, i, end, T, C: tl.constexpr):
     """The `Parts` that `store_split` left in splits `i` before `end`."""
+    SIDE: tl.constexpr = C.V
     STAT: tl.constexpr = 3 if C.SPARSE_V else 2
-    d, there = tl.arange(0, C.DP), i < end
+    d, there = tl.arange(0, SIDE.DP), i < end
     at = base + i.to(tl.int64) * (T * C.G)
-    m = tl.load(STATS + at * STAT, mask=there, other=NOTHING)
-    l = tl.load(STATS + at * STAT + 1, mask=there, other=0.0)
-    lost = tl.load(STATS + at * STAT + 2, mask=there, other=0.0) if C.SPARSE_V else l
-    acc = tl.load(OUT + at[:, None] * C.D + d[None, :], mask=there[:, None] & (d < C.D)[None, :], other=0.0)
+    m = tl.load(results.stats + at * STAT, mask=there, other=NOTHING)
+    l = tl.load(results.stats + at * STAT + 1, mask=there, other=0.0)
+    lost = tl.load(results.stats + at * STAT + 2, mask=there, other=0.0) if C.SPARSE_V else l
+    acc = tl.load(
+        results.out + at[:, None] * SIDE.D + d[None, :], mask=there[:, None] & (d < SIDE.D)[None, :], other=0.0
+    )
     return Parts(m, l, lost, acc)
 
 
@@ -225,22 +245,23 @@ def _join(merged, parts, i, live, row, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["NB", "splits", "T", "few", "many", "long", "least"])
-def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, splits, T, few, many,
-                 long, least, CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def merge_kernel(RESULTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPPED, PAGES, NB, splits, T, few, many, long, least,
+                 CHUNK: tl.constexpr, SINK_LOGITS: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (query, head, row): the parts of one query weighed by their log-sum-exp. Columns without a query get
     zeros.
     `SINKS`: the model's learned logits, one a query head, which are no tokens; `TABLE`: of the sink pool, by which the
-    bits of `DROPPED` are brought up to date here, since every split has read the old ones. `C`: of values.
+    bits of `DROPPED` are brought up to date here, since every split has read the old ones.
 
     `RESULT` `[B, T, Hq, D]`, `LSE` fp32 `[B, Hq, T]`.
     """
+    SIDE: tl.constexpr = C.V
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = load_row(ROWS, b)
+    row, results = load_row(ROWS, b), Results(*RESULTS)
     base = (b * C.H + h).to(tl.int64) * splits * (T * C.G) + r
     # The first parts do not wait for the row, which says how many there are. Few are all of a short context: a tile of
     # many would take longer to join than to load.
-    few_parts = load_parts(OUT, STATS, base, tl.arange(0, FEW_SPLITS), splits, T, C)
-    first_parts = load_parts(OUT, STATS, base, tl.arange(0, CHUNK), splits, T, C)
+    few_parts = load_parts(results, base, tl.arange(0, FEW_SPLITS), splits, T, C)
+    first_parts = load_parts(results, base, tl.arange(0, CHUNK), splits, T, C)
     if C.ENTRIES > 0:
         if r == 0:
             settle_sinks(TABLE, DROPPED, PAGES, row, b, h, NB, C)
@@ -249,7 +270,7 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
     live = tl.cdiv(blocks, blocks_per_split(blocks, splits, few, many, long, least, C)) + C.OPEN
     merged = Parts(
         tl.full([], NOTHING, tl.float32), tl.full([], 0, tl.float32), tl.full([], 0, tl.float32),
-        tl.full([C.DP], 0, tl.float32),
+        tl.full([SIDE.DP], 0, tl.float32),
     )  # fmt: skip
     if SINK_LOGITS:
         logit = tl.load(SINKS + head).to(tl.float32) * LOG2E
@@ -260,23 +281,23 @@ def merge_kernel(OUT, STATS, SKIP_COUNTS, ROWS, SINKS, RESULT, LSE, TABLE, DROPP
         merged = _join(merged, first_parts, tl.arange(0, CHUNK), live, row, C)
     for start in range(CHUNK, live, CHUNK):
         i = start + tl.arange(0, CHUNK)
-        merged = _join(merged, load_parts(OUT, STATS, base, i, live, T, C), i, live, row, C)
+        merged = _join(merged, load_parts(results, base, i, live, T, C), i, live, row, C)
     m, l, lost, acc = merged
     if C.SPARSE_V:
         if t < row.count:
             share = lost / tl.where(l == 0.0, 1.0, l)
-            tl.atomic_add(SKIP_COUNTS.queries + b * C.H + h, tl.full([], 1, tl.int64))
-            tl.atomic_add(SKIP_COUNTS.dropped + b * C.H + h, share.to(tl.float64))
-            tl.atomic_max(SKIP_COUNTS.worst + b * C.H + h, share)
+            tl.atomic_add(results.skip_counts.queries + b * C.H + h, tl.full([], 1, tl.int64))
+            tl.atomic_add(results.skip_counts.dropped + b * C.H + h, share.to(tl.float64))
+            tl.atomic_max(results.skip_counts.worst + b * C.H + h, share)
     column, query = result_column(t, row, T), t < queries_end(row, T, C)
     result = tl.where(query, acc / tl.where(l == 0.0, 1.0, l), 0.0)
-    if C.ROTATION is not None:
-        R: tl.constexpr = C.ROTATION
+    if SIDE.ROTATION is not None:
+        R: tl.constexpr = SIDE.ROTATION
         result = tl.reshape(
-            rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], None, True, R), [C.DP]
+            rotate_rows(result.to(RESULT.dtype.element_ty).to(tl.float32)[None, :], None, True, R), [SIDE.DP]
         )
     lse = tl.where(query, m * LN2 + tl.log(l), 0.0)
     heads = C.H * C.G
-    out, d = (b.to(tl.int64) * T + column) * heads + head, tl.arange(0, C.DP)
-    tl.store(RESULT + out * C.D + d, result.to(RESULT.dtype.element_ty), mask=d < C.D)
+    out, d = (b.to(tl.int64) * T + column) * heads + head, tl.arange(0, SIDE.DP)
+    tl.store(RESULT + out * SIDE.D + d, result.to(RESULT.dtype.element_ty), mask=d < SIDE.D)
     tl.store(LSE + (b.to(tl.int64) * heads + head) * T + column, lse)

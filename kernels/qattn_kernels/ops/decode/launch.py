@@ -9,7 +9,6 @@ import torch
 from qattn_kernels.chip import chip_of
 from qattn_kernels.formats.contract import jit_of
 from qattn_kernels.launch.call import Call
-from qattn_kernels.launch.constants import Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.layer.skip_counts import skip_counts_of
 from qattn_kernels.ops.decode.kernel import decode_kernel, merge_kernel
@@ -25,24 +24,24 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         `[B, Hq, T, D]` in the query's dtype, memory in the order B, T, Hq, D; fp32 log-sum-exp `[B, Hq, T]`.
     """
-    size, state, batch, tokens = call.sizes, call.state, call.batch, call.tokens
+    size, batch, tokens = call.sizes, call.batch, call.tokens
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
     rows = tokens * size.G
     tuned = choose(size, call.spec, call.key.dtype, batch * -(-rows // size.Q), chip_of(call.key.device))
-    parts, stats = parts_of(call, size, tuned.plan)
+    results = results_of(call, tuned.plan)
     over_ring = (k.ring_scores, v.ring_values) if size.RING else (None, None)
-    skip_counts, sparsity = skip_counts_of(state) if size.SPARSE_V else None, call.spec.sparsity
+    sparsity = call.spec.sparsity
     launch(
-        decode_kernel, (batch * size.H, -(-rows // size.Q), parts.shape[1]),
-        call.turned, call.turned.stride()[:3], call.rows, call.k, call.v, call.k_mean, call.k_sinks, call.v_sinks,
-        call.table, call.moved, state["dropped"], state["block_pos"], state["block_len"], call.row_state, parts, stats,
-        skip_counts, call.pages, call.blocks, batch, tokens, scoring(call), (sparsity.tau, sparsity.budget),
-        *tuned.plan, tuned.stages, k.locate, v.locate, k.scores, v.values, *over_ring,
-        size, num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
+        decode_kernel, (batch * size.H, -(-rows // size.Q), results[0].shape[1]),
+        (call.turned, call.turned.stride()[:3]), call.rows, call.row_state, call.block_state, call.k, call.v,
+        call.k_mean, call.sinks, results, call.pages, call.blocks, batch, tokens, scoring(call),
+        (sparsity.tau, sparsity.budget), *tuned.plan,
+        (k.locate, v.locate, k.run, v.run, k.scores, v.values, *over_ring), tuned.stages, size,
+        num_warps=tuned.warps, maxnreg=tuned.registers, enable_fp_fusion=True,
     )  # fmt: skip
     few = tuned.plan[1] <= ONE_WARP  # not of the capacity: sums must not depend on it
     chunk, warps = (ONE_WARP, 1) if few else (MANY_SPLITS, 4)
-    return merge(call, size.V, parts, stats, skip_counts, tuned.plan, chunk, warps)
+    return merge(call, results, tuned.plan, chunk, warps)
 
 
 def scoring(call: Call) -> tuple[float, float, int, float]:
@@ -51,35 +50,33 @@ def scoring(call: Call) -> tuple[float, float, int, float]:
     return scores.scale * LOG2E, float(scores.softcap), abs(scores.window), call.spec.compute.sas_threshold * LOG2E
 
 
-def parts_of(call: Call, size: Sizes, plan: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for what each split of the context finds: fp32 `[B * H, splits, T * G, D]`, and its statistics."""
-    few, many, long, _ = plan
+def results_of(call: Call, plan: tuple[int, int, int, int]) -> tuple:
+    """A `kernel.Results`, plain: room for what each split of the context finds."""
+    (few, many, long, _), size = plan, call.sizes
     most = few if call.blocks < few * long else many
     shape = call.batch * size.H, min(most, call.blocks) + size.OPEN, call.tokens * size.G
     device = call.query.device
-    parts = torch.empty((*shape, size.D), dtype=torch.float32, device=device)
-    return parts, torch.empty((*shape, 3 if size.SPARSE_V else 2), dtype=torch.float32, device=device)
+    out = torch.empty((*shape, size.V.D), dtype=torch.float32, device=device)
+    stats = torch.empty((*shape, 3 if size.SPARSE_V else 2), dtype=torch.float32, device=device)
+    return out, stats, skip_counts_of(call.state) if size.SPARSE_V else None
 
 
 def merge(
     call: Call,
-    size: Sizes,
-    parts: torch.Tensor,
-    stats: torch.Tensor,
-    skip_counts: tuple | None,
+    results: tuple,
     plan: tuple[int, int, int, int],
     chunk: int,
     warps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weigh the parts of each query by their log-sum-exp, `chunk` of them at once; results as of `decode`. `size`: of
-    values."""
-    scores, heads, device = call.scores, size.H * size.G, call.query.device
-    out = torch.empty((call.batch, call.tokens, heads, size.D), dtype=call.query.dtype, device=device)
+    """Weigh the parts of each query by their log-sum-exp, `chunk` of them at once; results as of `decode`."""
+    scores, size, device = call.scores, call.sizes, call.query.device
+    heads = size.H * size.G
+    out = torch.empty((call.batch, call.tokens, heads, size.V.D), dtype=call.query.dtype, device=device)
     lse = torch.empty((call.batch, heads, call.tokens), dtype=torch.float32, device=device)
     launch(
         merge_kernel, (call.tokens * size.G, size.H, call.batch),
-        parts, stats, skip_counts, call.rows, stats if scores.sinks is None else scores.sinks, out, lse, call.table,
-        call.state["dropped"], call.pages, call.blocks, parts.shape[1], call.tokens,
+        results, call.rows, lse if scores.sinks is None else scores.sinks, out, lse, call.sinks.table,
+        call.state["dropped"], call.pages, call.blocks, results[0].shape[1], call.tokens,
         *plan, chunk, scores.sinks is not None, size, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out.transpose(1, 2), lse

@@ -98,5 +98,5 @@ def mask_block(s, program, blocks, block, at, C: tl.constexpr):
     if some | (tokens != C.BLOCK) | (block >= program.row.closed) | C.LOCAL:
         s = mask_packed(s, block, at, masked, tokens, program, blocks, C)
         if C.SPARSE_V:
-            count = count_visible(s, C)
+            count = count_visible(s)
     return s, count

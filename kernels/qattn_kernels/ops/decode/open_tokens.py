@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.contract import RingTile
 from qattn_kernels.jit.math import NOTHING
 from qattn_kernels.jit.rows import in_window
 from qattn_kernels.jit.tile_order import to_token_order, token_order
@@ -53,31 +54,31 @@ def split_used(split, row, C: tl.constexpr):
 
 
 @triton.jit
-def _add(s, V, first, start, SLOTS: tl.constexpr, TOKENS: tl.constexpr, program, sums, skips, VALUES: tl.constexpr,
-         C: tl.constexpr):  # fmt: skip
-    """A tile of a ring with its masked scores into the sums."""
+def _add(s, V, tile, program, sums, skips, codec, C: tl.constexpr):
+    """A `RingTile` with its masked scores into the sums."""
+    SIDE: tl.constexpr = C.V
     w, alpha, beta, m = weigh(s, sums.m, program.scoring.sas_threshold, C)
-    acc, total = VALUES(V, first, start, SLOTS, TOKENS, w, sums.acc, alpha, beta, C)
+    acc, total = codec.ring_values(V, tile, w, sums.acc, alpha, beta, SIDE, C)
     if C.SPARSE_V:
-        skips = Skips(skips.lost, skips.read + count_visible(s, C), skips.skipped)
+        skips = Skips(skips.lost, skips.read + count_visible(s), skips.skipped)
     return Sums(m, sums.l * alpha + total * beta, acc), skips
 
 
 @triton.jit
-def _ring_tile(K, V, program, start, there, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-               C: tl.constexpr):  # fmt: skip
+def _ring_tile(K, V, program, start, there, sums, skips, codec, C: tl.constexpr):
     """Attention over the slots of the ring from `start` on: tokens that were open before the call and its own. `there`:
     whether this is a tile at all."""
-    at = program.bh.to(tl.int64) * C.RING
-    s = SCORES(K, at + start, RING_TILE, program.query, program.scoring.scale, C)
+    SIDE: tl.constexpr = C.K
+    first = program.bh.to(tl.int64) * C.RING
+    s = codec.ring_scores(K, RingTile(first, start, C.RING, RING_TILE), program.query, SIDE, C)
     if C.SOFTCAP:
         s = soft_cap(s, program.scoring.softcap)
     s = tl.where(there, mask_ring(s, start + token_order(RING_TILE, 1), program, C), NOTHING)
-    return _add(s, V, at, start, C.RING, RING_TILE, program, sums, skips, VALUES, C)
+    return _add(s, V, RingTile(first, start, C.RING, RING_TILE), program, sums, skips, codec, C)
 
 
 @triton.jit
-def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def ring_part(K, V, program, part, sums, skips, codec, C: tl.constexpr):
     """Attention over one of the `C.RING_PARTS` parts of the ring, in the order of its slots."""
     SLOTS: tl.constexpr = C.RING // C.RING_PARTS
     first = 0  # the only part has bounds that the compiler knows
@@ -85,7 +86,7 @@ def ring_part(K, V, program, part, sums, skips, SCORES: tl.constexpr, VALUES: tl
         first = part * SLOTS
     for start in tl.range(first, first + SLOTS, RING_TILE, num_stages=1):
         if ring_tile_used(program.row, start, C):
-            sums, skips = _ring_tile(K, V, program, start, True, sums, skips, SCORES, VALUES, C)
+            sums, skips = _ring_tile(K, V, program, start, True, sums, skips, codec, C)
     return sums, skips
 
 
@@ -101,14 +102,16 @@ def last_sink(TABLE, bh, asked, C: tl.constexpr):
 
 
 @triton.jit
-def sink_scores(pool, program, start, there, SCORES: tl.constexpr, C: tl.constexpr):
+def sink_scores(pool, program, start, there, codec, C: tl.constexpr):
     """Scores of the entries from `start` on, with those gone that a query does not see; `there` as in `_ring_tile`.
     What says so comes in words, which every thread has."""
-    p, scoring, first = program.q_pos, program.scoring, program.bh.to(tl.int64) * C.ENTRIES + start
+    SIDE: tl.constexpr = C.K
+    p, scoring, of_head = program.q_pos, program.scoring, program.bh.to(tl.int64) * C.ENTRIES
+    first = of_head + start
     bit = tl.arange(0, SINK_TILE)
     before, after = sinks_visible(pool.table, first + bit, program.row)
     before, after = tl.sum(before.to(tl.int32) << bit, 0), tl.sum(after.to(tl.int32) << bit, 0)
-    s = SCORES(pool.k, first, SINK_TILE, program.query, scoring.scale, C)
+    s = codec.ring_scores(pool.k, RingTile(of_head, start, C.ENTRIES, SINK_TILE), program.query, SIDE, C)
     if C.SOFTCAP:
         s = soft_cap(s, scoring.softcap)
     word = tl.where(p >= visible_from(program.row, C), after, before)
@@ -120,24 +123,23 @@ def sink_scores(pool, program, start, there, SCORES: tl.constexpr, C: tl.constex
 
 
 @triton.jit
-def _sink_tile(pool, program, start, there, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-               C: tl.constexpr):  # fmt: skip
+def _sink_tile(pool, program, start, there, sums, skips, codec, C: tl.constexpr):
     """Attention over the sinks of the entries from `start` on."""
-    s = sink_scores(pool, program, start, there, SCORES, C)
+    s = sink_scores(pool, program, start, there, codec, C)
     first = program.bh.to(tl.int64) * C.ENTRIES
-    return _add(s, pool.v, first, start, C.ENTRIES, SINK_TILE, program, sums, skips, VALUES, C)
+    return _add(s, pool.v, RingTile(first, start, C.ENTRIES, SINK_TILE), program, sums, skips, codec, C)
 
 
 @triton.jit
-def sink_part(pool, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def sink_part(pool, program, sums, skips, codec, C: tl.constexpr):
     """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
     for start in tl.range(0, pool.end, SINK_TILE, num_stages=2):
-        sums, skips = _sink_tile(pool, program, start, True, sums, skips, SCORES, VALUES, C)
+        sums, skips = _sink_tile(pool, program, start, True, sums, skips, codec, C)
     return sums, skips
 
 
 @triton.jit
-def open_part(K, V, pool, program, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def open_part(K, V, pool, program, sums, skips, codec, C: tl.constexpr):
     """Attention over a whole ring, from the tile of its first open token on, and over the sinks: a tile of each a
     turn."""
     row = program.row
@@ -150,8 +152,8 @@ def open_part(K, V, pool, program, sums, skips, SCORES: tl.constexpr, VALUES: tl
         turns = tl.maximum(turns, 1 if SINK_TILES == 1 else tl.cdiv(pool.end, SINK_TILE))
     for i in tl.range(0, turns, num_stages=2):
         there = True if SINK_TILES <= RING_TILES else i < RING_TILES
-        sums, skips = _ring_tile(K, V, program, (first + i * RING_TILE) % C.RING, there, sums, skips, SCORES, VALUES, C)
+        sums, skips = _ring_tile(K, V, program, (first + i * RING_TILE) % C.RING, there, sums, skips, codec, C)
         if SINK_TILES > 0:
             start = tl.minimum(i, SINK_TILES - 1) * SINK_TILE
-            sums, skips = _sink_tile(pool, program, start, i < SINK_TILES, sums, skips, SCORES, VALUES, C)
+            sums, skips = _sink_tile(pool, program, start, i < SINK_TILES, sums, skips, codec, C)
     return sums, skips

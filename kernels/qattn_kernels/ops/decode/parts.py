@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qattn_kernels.formats.head_bits import ALL, NONE, number
+from qattn_kernels.formats.contract import BlockAt
 from qattn_kernels.jit.rows import block_at, first_block
 from qattn_kernels.jit.tile_order import join_blocks
 from qattn_kernels.ops.decode.masks import mask_block
@@ -33,6 +33,20 @@ class Scoring(NamedTuple):
     softcap: Any
     window: Any
     sas_threshold: Any
+
+
+class Codec(NamedTuple):
+    """Functions of the formats of keys and of values; `formats.contract.JitFormat` says what each does. Made in the
+    call that takes it: a variable inside a kernel can hold no functions."""
+
+    k_locate: Any
+    v_locate: Any
+    k_run: Any
+    v_run: Any
+    block_scores: Any
+    block_values: Any
+    ring_scores: Any
+    ring_values: Any
 
 
 class Program(NamedTuple):
@@ -81,29 +95,39 @@ class Blocks(NamedTuple):
     known: Any
 
 
+class Home(NamedTuple):
+    """Where the codes of a head's keys or values lie: its index among the heads of their width, and whether that is the
+    lower one of the side."""
+
+    index: Any
+    low: Any
+
+
 class Homes(NamedTuple):
-    """Where a head's keys and values lie: its index among the heads of their width, and whether that is 2 bits."""
+    """The `Home` of a head's keys and of its values."""
 
     k: Any
-    k_low: Any
     v: Any
-    v_low: Any
 
 
-class FirstBlock(NamedTuple):
-    """Indices of a head's first block: among the blocks of all heads, and among those whose keys, whose values are as
-    wide."""
+class Run(NamedTuple):
+    """Consecutive blocks of one head whose keys have one width, and whose values have one. Made in the call that takes
+    it: a variable inside a kernel can hold no constants.
 
+    Attributes:
+        begin, end: indices of the blocks among those of the row.
+        head: index of the row's first block among the blocks of all heads.
+        k, v: the index that it has, or would have, among the blocks whose keys, whose values are as wide.
+        K_BITS, V_BITS: of their codes.
+    """
+
+    begin: Any
+    end: Any
     head: Any
     k: Any
     v: Any
-
-
-class Places(NamedTuple):
-    """Indices of the blocks of a tile among the blocks of all heads: a tuple of scalars, and a tensor of the same."""
-
-    each: Any
-    all: Any
+    K_BITS: Any
+    V_BITS: Any
 
 
 class SkipLimits(NamedTuple):
@@ -133,16 +157,18 @@ class Skips(NamedTuple):
 
 
 @triton.jit
-def _packed_scores(K, program, blocks, first, block, at, SCORES: tl.constexpr, K_BITS: tl.constexpr, C: tl.constexpr):
+def _packed_scores(K, program, blocks, run, block, at, codec, C: tl.constexpr):
     """Scores of a packed block that lies `at`, and how many of its tokens each query sees."""
-    s = SCORES(K, first.head + at, first.k + at, program.query, program.scoring.scale, K_BITS, C)
+    SIDE: tl.constexpr = C.K
+    s = codec.block_scores(K, BlockAt(run.head + at, run.k + at, run.K_BITS), program.query, SIDE, C)
     return _whole_scores(s, program, blocks, block, at, C)
 
 
 @triton.jit
 def _whole_scores(s, program, blocks, block, at, C: tl.constexpr):
     """Products with a block's keys with all else that makes scores of them; otherwise as `mask_block`."""
-    if C.SMOOTH_K:
+    SIDE: tl.constexpr = C.K
+    if SIDE.SMOOTH:
         s += blocks.k_mean_scores[None, :]
     if C.SOFTCAP:
         s = soft_cap(s, program.scoring.softcap)
@@ -150,46 +176,53 @@ def _whole_scores(s, program, blocks, block, at, C: tl.constexpr):
 
 
 @triton.jit
-def _place(program, blocks, block, C: tl.constexpr):
-    """Where blocks lie; of those behind the row's last one, which a tile of several may have, that one: no query sees
+def _place(program, run, block, C: tl.constexpr):
+    """Where blocks lie; of those behind the run's last one, which a tile of several may have, that one: no query sees
     them yet."""
-    return block_at(program.pages, program.b, tl.minimum(block, blocks.end - 1), program.capacity, C)
+    return block_at(program.pages, program.b, tl.minimum(block, run.end - 1), program.capacity, C)
 
 
 @triton.jit
-def _tiles_part(K, V, program, blocks, first, sums, SCORES: tl.constexpr, VALUES: tl.constexpr,
-                K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """`_packed_part` for formats whose values are summed by tiles of `C.TILE` small blocks."""
+def _run_of_tiles(K, V, program, blocks, run, sums, codec, STAGES: tl.constexpr, C: tl.constexpr):
+    """`_run` for formats whose values are summed by tiles of `C.TILE` small blocks."""
     TILE: tl.constexpr = C.TILE
-    for block in tl.range(blocks.begin, blocks.end, TILE, num_stages=STAGES):
-        at = first.head + _place(program, blocks, block + tl.arange(0, TILE), C)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    for block in tl.range(run.begin, run.end, TILE, num_stages=STAGES):
+        at = run.head + _place(program, run, block + tl.arange(0, TILE), C)
         places, each, seen = (), (), ()
         for i in tl.static_range(TILE):
-            places += (_place(program, blocks, block + i, C),)
-            each += (first.head + places[i],)
-        scores = SCORES(K, Places(each, at), at, program.query, program.scoring.scale, K_BITS, C)
+            places += (_place(program, run, block + i, C),)
+            each += (run.head + places[i],)
+        scores = codec.block_scores(K, BlockAt(each, at, run.K_BITS), program.query, K_SIDE, C)
         for i in tl.static_range(TILE):
             s, _ = _whole_scores(scores[i], program, blocks, block + i, places[i], C)
             seen += (s,)
         w, alpha, beta, m = weigh(join_blocks(seen), sums.m, program.scoring.sas_threshold, C)
-        acc, total = VALUES(V, at, at, w, sums.acc, alpha, beta, V_BITS, C)
+        acc, total = codec.block_values(V, BlockAt(at, at, run.V_BITS), w, sums.acc, alpha, beta, V_SIDE, C)
         sums = Sums(m, sums.l * alpha + total * beta, acc)
     return sums
 
 
 @triton.jit
-def _blocks_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-                 K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """`packed_part` for blocks of one width each of keys and values, one at a time."""
+def _weighed(V, run, at, w, acc, alpha, beta, codec, C: tl.constexpr):
+    """The accumulator with the values of a block that lies `at`, and the sum of their weights."""
+    SIDE: tl.constexpr = C.V
+    return codec.block_values(V, BlockAt(run.head + at, run.v + at, run.V_BITS), w, acc, alpha, beta, SIDE, C)
+
+
+@triton.jit
+def _run_of_blocks(K, V, program, blocks, run, sums, skips, codec, STAGES: tl.constexpr, C: tl.constexpr):
+    """`_run` one block at a time."""
     threshold, known, own = program.scoring.sas_threshold, blocks.known, 0.0
     if C.SPARSE_V and C.ENTRIES == 0:  # a part that judged by its own tokens alone would find few to skip
         begin = block_at(program.pages, program.b, 0, program.capacity, C)
-        s, _ = _packed_scores(K, program, blocks, first, 0, begin, SCORES, K_BITS, C)
-        known, own = known_mass(s, threshold, C), (blocks.begin == 0).to(tl.float32)
-    page = block_at(program.pages, program.b, blocks.begin, program.capacity, C)
-    for block in tl.range(blocks.begin, blocks.end, num_stages=STAGES):
+        s, _ = _packed_scores(K, program, blocks, run, 0, begin, codec, C)
+        known, own = known_mass(s, threshold, C), (run.begin == 0).to(tl.float32)
+    page = block_at(program.pages, program.b, run.begin, program.capacity, C)
+    for block in tl.range(run.begin, run.end, num_stages=STAGES):
         at = page if C.PAGED else block
-        s, count = _packed_scores(K, program, blocks, first, block, at, SCORES, K_BITS, C)
+        s, count = _packed_scores(K, program, blocks, run, block, at, codec, C)
         w, alpha, beta, m = weigh(s, sums.m, threshold, C)
         l, acc = sums.l, sums.acc
         if C.SPARSE_V:
@@ -201,10 +234,10 @@ def _blocks_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
                 lost += total * beta
                 skipped += count
             else:
-                acc, total = VALUES(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
+                acc, total = _weighed(V, run, at, w, acc, alpha, beta, codec, C)
             skips = Skips(lost, read, skipped)
         else:
-            acc, total = VALUES(V, first.head + at, first.v + at, w, acc, alpha, beta, V_BITS, C)
+            acc, total = _weighed(V, run, at, w, acc, alpha, beta, codec, C)
         sums = Sums(m, l * alpha + total * beta, acc)
         if C.PAGED:  # a block ahead: a load whose address was loaded in the same turn is not pipelined as far
             page = block_at(program.pages, program.b, block + 1, program.capacity, C)
@@ -212,71 +245,48 @@ def _blocks_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr
 
 
 @triton.jit
-def _packed_part(K, V, program, blocks, first, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-                 K_BITS: tl.constexpr, V_BITS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """`packed_part` for blocks of one width each of keys and values."""
+def _run(K, V, program, blocks, run, sums, skips, codec, STAGES: tl.constexpr, C: tl.constexpr):
+    """Attention over the blocks of a `Run`."""
     if C.TILE > 1:
-        return _tiles_part(K, V, program, blocks, first, sums, SCORES, VALUES, K_BITS, V_BITS, STAGES, C), skips
+        return _run_of_tiles(K, V, program, blocks, run, sums, codec, STAGES, C), skips
     else:
-        return _blocks_part(K, V, program, blocks, first, sums, skips, SCORES, VALUES, K_BITS, V_BITS, STAGES, C)
+        return _run_of_blocks(K, V, program, blocks, run, sums, skips, codec, STAGES, C)
 
 
 @triton.jit
-def _parts_by_head(K, V, program, blocks, head, homes, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-                   STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """`packed_part` where all blocks of a head have as many bits."""
-    capacity = program.capacity
-    if C.PAGED:  # where heads have one width
-        first = FirstBlock(head, head, head)
+def _side_run(S, home, capacity, RUN: tl.constexpr, RUNS: tl.constexpr, I: tl.constexpr, SIDE: tl.constexpr):
+    """Run `I` of the `RUNS` that a head's keys or values have, by the format's function `RUN`: its first block and its
+    end, and the index that the row's first block has, or would have, among the blocks with codes as wide."""
+    if RUNS == 1:
+        return 0, capacity, home.index * capacity
     else:
-        first = FirstBlock(head, homes.k * capacity, homes.v * capacity)
-    if C.K_LOW <= ALL and C.V_LOW <= ALL:
-        sums, skips = _packed_part(
-            K, V, program, blocks, first, sums, skips, SCORES, VALUES, C.K_BITS, C.V_BITS, STAGES, C
-        )
+        return RUN(S, home, capacity, I, SIDE)
+
+
+@triton.jit
+def packed_part(K, V, program, blocks, homes, sums, skips, codec, STAGES: tl.constexpr, C: tl.constexpr):
+    """Attention over packed blocks, run by run. Each pair of widths has a loop of its own: loads inside a branch are
+    not pipelined."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    K_WIDTHS: tl.constexpr = K_SIDE.WIDTHS
+    V_WIDTHS: tl.constexpr = V_SIDE.WIDTHS
+    capacity, head = program.capacity, first_block(program.pages, program.b, program.h, program.capacity, C)
+    if C.PAGED:  # where heads have one run
+        sums, skips = _run(K, V, program, blocks, Run(blocks.begin, blocks.end, head, head, head, K_SIDE.BITS,
+                           V_SIDE.BITS), sums, skips, codec, STAGES, C)  # fmt: skip
+    elif len(K_WIDTHS) * len(V_WIDTHS) == 1:
+        k, v = homes.k.index * capacity, homes.v.index * capacity
+        sums, skips = _run(K, V, program, blocks, Run(blocks.begin, blocks.end, head, k, v, K_SIDE.BITS, V_SIDE.BITS),
+                           sums, skips, codec, STAGES, C)  # fmt: skip
     else:
-        for pair in tl.static_range(4):  # both 4 bits, K 2, V 2, both 2
-            if (C.K_LOW > NONE if pair % 2 else C.K_LOW != ALL) and (C.V_LOW > NONE if pair // 2 else C.V_LOW != ALL):
-                if (homes.k_low == (pair % 2 == 1)) & (homes.v_low == (pair // 2 == 1)):
-                    sums, skips = _packed_part(
-                        K, V, program, blocks, first, sums, skips, SCORES, VALUES, 4 >> pair % 2, 4 >> pair // 2,
-                        STAGES, C,
-                    )  # fmt: skip
+        for i in tl.static_range(len(K_WIDTHS)):
+            for j in tl.static_range(len(V_WIDTHS)):
+                k_begin, k_end, k = _side_run(K, homes.k, capacity, codec.k_run, len(K_WIDTHS), i, K_SIDE)
+                v_begin, v_end, v = _side_run(V, homes.v, capacity, codec.v_run, len(V_WIDTHS), j, V_SIDE)
+                begin = tl.maximum(blocks.begin, tl.maximum(k_begin, v_begin))
+                end = tl.minimum(blocks.end, tl.minimum(k_end, v_end))
+                if begin < end:
+                    sums, skips = _run(K, V, program, blocks, Run(begin, end, head, k, v, K_WIDTHS[i], V_WIDTHS[j]),
+                                       sums, skips, codec, STAGES, C)  # fmt: skip
     return sums, skips
-
-
-@triton.jit
-def _parts_by_age(K, V, program, blocks, head, homes, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-                  STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """`packed_part` where a row's first blocks have half the bits of the others, of keys or of values."""
-    aged = number(K.aged) if C.K_AGED else number(V.aged)
-    later = program.capacity - aged
-    for young in tl.static_range(2):
-        begin = tl.maximum(blocks.begin, aged) if young else blocks.begin
-        end = blocks.end if young else tl.minimum(blocks.end, aged)
-        k, v = homes.k * program.capacity, homes.v * program.capacity
-        if C.K_AGED:
-            k = homes.k * later - aged if young else homes.k * aged
-        if C.V_AGED:
-            v = homes.v * later - aged if young else homes.v * aged
-        part = Blocks(
-            begin, end, blocks.pos, blocks.length, blocks.moved, blocks.k_mean_scores, blocks.limits, blocks.known
-        )
-        sums, skips = _packed_part(
-            K, V, program, part, FirstBlock(head, k, v), sums, skips, SCORES, VALUES,
-            C.K_BITS if young or not C.K_AGED else C.K_BITS // 2,
-            C.V_BITS if young or not C.V_AGED else C.V_BITS // 2, STAGES, C,
-        )  # fmt: skip
-    return sums, skips
-
-
-@triton.jit
-def packed_part(K, V, program, blocks, homes, sums, skips, SCORES: tl.constexpr, VALUES: tl.constexpr,
-                STAGES: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Attention over packed blocks. Each pair of widths has a loop of its own: loads inside a branch are not
-    pipelined."""
-    head = first_block(program.pages, program.b, program.h, program.capacity, C)
-    if C.K_AGED or C.V_AGED:
-        return _parts_by_age(K, V, program, blocks, head, homes, sums, skips, SCORES, VALUES, STAGES, C)
-    else:
-        return _parts_by_head(K, V, program, blocks, head, homes, sums, skips, SCORES, VALUES, STAGES, C)

@@ -49,14 +49,14 @@ def choose(size: Sizes, spec: LayerSpec, dtype: torch.dtype, rows: int, chip: Ch
     warps, stages = 1, 3
     if spec.v.in_model_precision:
         warps, stages = 2, 2
-    elif size.DP > ONE_WARP_DIM:
+    elif size.K.DP > ONE_WARP_DIM:
         # four warps would take Hopper's wgmma, whose 8-bit form wants weights in an order that Triton 3.6 does not give
         warps = 2
-    warps = max(warps, *(fmt.core.decode_warps(size.D, size.BLOCK, size.N) for fmt in (spec.k, spec.v)))
+    warps = max(warps, *(fmt.core.decode_warps(size.K.D, size.BLOCK, size.N) for fmt in (spec.k, spec.v)))
     registers = 32 * warps * (MODEL_REGISTERS if spec.v.in_model_precision else OWN_REGISTERS)
     programs = REGISTERS // registers  # of a multiprocessor, as far as registers go
     tile = _tile_bytes(size, spec, dtype)
-    if warps > 2 or 3 in (size.K_BITS, size.V_BITS):
+    if warps > 2 or 3 in (size.K.BITS, size.V.BITS):
         stages = 2  # with three, shared memory would hold half as many programs
     elif 2 * tile * programs > MOST_SHARED * chip.shared:
         stages = 2  # whatever the rows: another kernel would be compiled for some of them
@@ -88,6 +88,6 @@ def plan(places: int, heads: int, block: int, open_programs: int, tuned: Decode)
 
 def _tile_bytes(size: Sizes, spec: LayerSpec, dtype: torch.dtype) -> int:
     """Bytes of the keys and values that a turn of a program reads; it has as much room for every load in flight."""
-    tensors = layer_tensors(Geometry(1, size.H, size.D, size.D, 1, dtype), spec).items()
+    tensors = layer_tensors(Geometry(1, size.H, size.K.D, size.V.D, 1, dtype), spec).items()
     blocks = sum(x.nbytes() for name, x in tensors if name[:2] in ("k.", "v.") and x.block_dim is not None)
     return blocks // size.H * size.TILE

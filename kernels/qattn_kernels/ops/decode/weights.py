@@ -34,7 +34,7 @@ def weigh(s, m, threshold, C: tl.constexpr):
 
 
 @triton.jit
-def count_visible(s, C: tl.constexpr):
+def count_visible(s):
     """How many tokens of a tile each query sees."""
     return tl.sum((s > NOTHING).to(tl.int32), 0)
 

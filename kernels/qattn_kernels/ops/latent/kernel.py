@@ -11,8 +11,7 @@ Queries are rows, other than in `ops/decode/kernel.py`: tiles of tokens are then
 which Hopper's tensor cores read from shared memory, where one copy serves both. Queries are loaded a second time, as
 they are: what was computed would stand in registers all along, and half of these hold the sums.
 
-Scores are in log2 units. `V` are the latents and `K` the RoPE parts, `C` a `Sizes` of the RoPE part, and `C.V` the same
-of the latent.
+Scores are in log2 units. `V` are the latents and `K` the RoPE parts, `C` is a `Sizes`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from qattn_kernels.formats.contract import Slot
 from qattn_kernels.jit.math import LN2, LOG2E, NOTHING, TINY, broken
 from qattn_kernels.jit.rows import commit_row, in_window, load_row, queries_end, result_column
 from qattn_kernels.jit.tokens import from_ring
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
-from qattn_kernels.ops.decode.kernel import split_range, store_split
+from qattn_kernels.layout import BlockState
+from qattn_kernels.ops.decode.kernel import Results, split_range, store_split
 from qattn_kernels.ops.decode.masks import mask_packed, mask_ring, masked_words
 from qattn_kernels.ops.decode.open_tokens import RING_TILE, ring_tile_used
 from qattn_kernels.ops.decode.parts import (
@@ -35,6 +36,7 @@ from qattn_kernels.ops.decode.parts import (
     Scoring,
     Sums,
 )
+from qattn_kernels.ops.decode.queries import QuerySource
 from qattn_kernels.ops.decode.weights import soft_cap
 from qattn_kernels.ops.prefill.weights import exponentials
 
@@ -106,15 +108,17 @@ def _operand(x, top, C: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(Q, strides, b, n, row, real, scale, C: tl.constexpr):
+def _load_queries(source, b, n, row, real, scale, C: tl.constexpr):
     """Queries `n` of a row as `Queries`, and which of them are not finite: those stand as zeros. A query has its latent
     part first. `real`: which of them are queries."""
-    V_C: tl.constexpr = C.V
-    d, r = tl.arange(0, V_C.DP), tl.arange(0, C.DP)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    d, r = tl.arange(0, V_SIDE.DP), tl.arange(0, K_SIDE.DP)
     head, column = n % C.G, row.first + n // C.G
+    strides = source.strides
     at = b.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
-    latents, ropes = Q + at[:, None] + d[None, :], Q + at[:, None] + V_C.D + r[None, :]
-    d, r, there = (d < V_C.D)[None, :], (r < C.D)[None, :], real[:, None]
+    latents, ropes = source.x + at[:, None] + d[None, :], source.x + at[:, None] + V_SIDE.D + r[None, :]
+    d, r, there = (d < V_SIDE.D)[None, :], (r < K_SIDE.D)[None, :], real[:, None]
     latent = tl.load(latents, mask=there & d, other=0.0).to(tl.float32)
     rope = tl.load(ropes, mask=there & r, other=0.0).to(tl.float32)
     nonfinite = broken(latent, 1) | broken(rope, 1)
@@ -146,8 +150,8 @@ def _tile(latent, latent_scale, rope, rope_scale, queries, F: tl.constexpr):
 @triton.jit
 def _nothing(F: tl.constexpr, C: tl.constexpr):
     """`Running` before the first tile."""
-    V_C: tl.constexpr = C.V
-    acc, unit = tl.full([C.Q, V_C.DP], 0.0, tl.float32), TINY if F.V_CODES or F.WIDE else 1.0
+    V_SIDE: tl.constexpr = C.V
+    acc, unit = tl.full([C.Q, V_SIDE.DP], 0.0, tl.float32), TINY if F.V_CODES or F.WIDE else 1.0
     m, l = tl.full([C.Q], NOTHING, tl.float32), tl.full([C.Q], 0.0, tl.float32)
     return Running(m, l, acc, tl.full([], unit, tl.float32))
 
@@ -187,14 +191,15 @@ def _take(s, tile, sums, scoring, F: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _ring_part(K, V, program, part, sums, F: tl.constexpr, C: tl.constexpr):
     """Attention over one of the `C.RING_PARTS` parts of the ring, in the order of its slots."""
-    V_C: tl.constexpr = C.V
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     SLOTS: tl.constexpr = C.RING // C.RING_PARTS
     queries, scoring, bh = program.query, program.scoring, program.bh
     for start in tl.range(part * SLOTS, (part + 1) * SLOTS, RING_TILE, num_stages=1):
         if ring_tile_used(program.row, start, C):
             slot = start + tl.arange(0, RING_TILE)
-            latent, latent_scale = from_ring(V, slot, slot >= 0, bh, True, V_C)
-            rope, rope_scale = from_ring(K, slot, slot >= 0, bh, False, C)
+            latent, latent_scale = from_ring(V, slot, slot >= 0, bh, V_SIDE, C)
+            rope, rope_scale = from_ring(K, slot, slot >= 0, bh, K_SIDE, C)
             tile = _tile(latent, latent_scale, rope, rope_scale, queries, F)
             masked = mask_ring(tl.full([RING_TILE, C.Q], 0.0, tl.float32), slot, program, C)
             s = _scores(tile, queries, scoring, F, C) + tl.trans(masked)
@@ -206,11 +211,13 @@ def _ring_part(K, V, program, part, sums, F: tl.constexpr, C: tl.constexpr):
 def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.constexpr, STAGES: tl.constexpr,
                  F: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Attention over packed blocks, each dequantized as far as its scales allow."""
-    V_C: tl.constexpr = C.V
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     b, queries, scoring = program.b, program.query, program.scoring
     for block in tl.range(blocks.begin, blocks.end, num_stages=STAGES):
-        latent, latent_scale = V_GET(V, b, program.h, block, program.capacity, 0, True, V_C)
-        rope, rope_scale = K_GET(K, b, program.h, block, program.capacity, 0, False, C)
+        slot = Slot(b, program.h, block, program.capacity, 0)
+        latent, latent_scale = V_GET(V, slot, V_SIDE, C)
+        rope, rope_scale = K_GET(K, slot, K_SIDE, C)
         tile = _tile(latent, latent_scale, rope, rope_scale, queries, F)
         words = masked_words(program.dropped.to(tl.pointer_type(tl.int32)), block, C)
         masked, tokens = tl.full([C.BLOCK, C.Q], 0.0, tl.float32), tl.load(blocks.length + block)
@@ -221,14 +228,12 @@ def _packed_part(K, V, program, blocks, sums, K_GET: tl.constexpr, V_GET: tl.con
 
 
 @triton.jit(do_not_specialize=["NB", "B", "T", "few", "many", "long", "least"])
-def latent_decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, STATE, OUT, STATS, NB, B, T, scoring,
-                         few, many, long, least, STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr,
-                         F: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def latent_decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, RESULTS, NB, B, T, scoring, few, many, long, least,
+                         STAGES: tl.constexpr, K_GET: tl.constexpr, V_GET: tl.constexpr, F: tl.constexpr,
+                         C: tl.constexpr):  # fmt: skip
     """Program (row, queries, split): a part of the context for up to `Q` queries, those of all heads one token behind
-    the other. Splits and arguments as of `ops.decode.kernel.decode_kernel`; `OUT` fp32 `[B, splits, T * G, DV]`,
-    `STATS` the same with 2 for DV. `F`: the `Forms`."""
+    the other. Splits and arguments as of `ops.decode.kernel.decode_kernel`, of one KV head. `F`: the `Forms`."""
     b, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    V_C: tl.constexpr = C.V
     row, splits = load_row(ROWS, b), tl.num_programs(2)
     n = tile * C.Q + tl.arange(0, C.Q)
     real = n // C.G < queries_end(row, T, C)
@@ -236,31 +241,32 @@ def latent_decode_kernel(Q, strides, ROWS, K, V, DROPPED, BLOCK_POS, BLOCK_LEN, 
     if (split == splits - 1) & (tile == 0):
         commit_row(ROWS, STATE, row, b, B, T, C)
     if used:
-        scores = Scoring(*scoring)
-        queries, nonfinite = _load_queries(Q, strides, b, n, row, real, scores.scale, C)
+        scores, state = Scoring(*scoring), BlockState(*BLOCKS)
+        queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
         q_pos = tl.where(real, row.length + n // C.G, -1)
-        dropped = DROPPED + b.to(tl.int64) * NB * (C.BLOCK // 8)
+        dropped = state.dropped + b.to(tl.int64) * NB * (C.BLOCK // 8)
         program = Program(b, 0, b, row, NB, None, dropped, q_pos, queries, scores)
         sums = _nothing(F, C)
         if split < C.OPEN:
             if C.RING > 0:
                 sums = _ring_part(K, V, program, split, sums, F, C)
         else:
-            packed = Blocks(begin, end, BLOCK_POS + b * NB, BLOCK_LEN + b * NB, None, None, None, None)
+            pos, length = state.block_pos + b * NB, state.block_len + b * NB
+            packed = Blocks(begin, end, pos, length, None, None, None, None)
             sums = _packed_part(K, V, program, packed, sums, K_GET, V_GET, STAGES, F, C)
         found = Sums(sums.m, sums.l, tl.trans(sums.acc * sums.unit))
-        store_split(OUT, STATS, None, b, split, splits, n, T, real, nonfinite, found, None, V_C)
+        store_split(Results(*RESULTS), b, split, splits, n, T, real, nonfinite, found, None, C)
 
 
 @triton.jit
-def _unpacked_side(x, scale, b, i, N, CODES: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def _unpacked_side(x, scale, b, i, N, CODES: tl.constexpr, SIDE: tl.constexpr):
     """Slots `i` of unpacked keys or values: `[TILE, DP]`, and scales of those with codes."""
-    d, base = tl.arange(0, C.DP), b.to(tl.int64) * N
-    if CODES and VALUES:
-        at = base * C.D + d[None, :] * N + i[:, None]
+    d, base = tl.arange(0, SIDE.DP), b.to(tl.int64) * N
+    if CODES and SIDE.VALUES:
+        at = base * SIDE.D + d[None, :] * N + i[:, None]
     else:
-        at = base * C.D + i[:, None] * C.D + d[None, :]
-    tokens = tl.load(x + at, mask=(d < C.D)[None, :], other=0)
+        at = base * SIDE.D + i[:, None] * SIDE.D + d[None, :]
+    tokens = tl.load(x + at, mask=(d < SIDE.D)[None, :], other=0)
     if CODES:
         return tokens, tl.load(scale + base + i)
     else:
@@ -271,8 +277,8 @@ def _unpacked_side(x, scale, b, i, N, CODES: tl.constexpr, VALUES: tl.constexpr,
 def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: tl.constexpr, C: tl.constexpr):
     """Normalise and write the outputs of queries `n`, and their log-sum-exp: zeros for columns without a query, and for
     queries that see nothing; NaN outputs of queries that are not finite."""
-    V_C: tl.constexpr = C.V
-    d, t, head = tl.arange(0, V_C.DP), n // C.G, n % C.G
+    V_SIDE: tl.constexpr = C.V
+    d, t, head = tl.arange(0, V_SIDE.DP), n // C.G, n % C.G
     top, total, acc = sums.m, tl.where(sums.m > NOTHING, sums.l, 0.0), sums.acc
     if SINK_LOGITS:
         sink = tl.load(SINKS + head).to(tl.float32) * LOG2E
@@ -285,24 +291,25 @@ def _finish(sums, SINKS, OUT, LSE, b, n, row, real, nonfinite, T, SINK_LOGITS: t
     to = result_column(t, row, T)
     lse = tl.where(some, top * LN2 + tl.log(total), tl.where(real, float("-inf"), 0.0))
     tl.store(LSE + (b.to(tl.int64) * C.G + head) * T + to, lse, mask=t < T)
-    at = ((b.to(tl.int64) * T + to) * C.G + head) * V_C.D
+    at = ((b.to(tl.int64) * T + to) * C.G + head) * V_SIDE.D
     x = (acc * weight[:, None]).to(OUT.dtype.element_ty)
-    tl.store(OUT + at[:, None] + d[None, :], x, mask=(t < T)[:, None] & (d < V_C.D)[None, :])
+    tl.store(OUT + at[:, None] + d[None, :], x, mask=(t < T)[:, None] & (d < V_SIDE.D)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
-def latent_prefill_kernel(Q, strides, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, scoring, SINK_LOGITS: tl.constexpr,
+def latent_prefill_kernel(QUERIES, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, scoring, SINK_LOGITS: tl.constexpr,
                           STAGES: tl.constexpr, F: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Program (queries, row) of a long call: `Q` queries, those of all heads one token behind the other, over `N` slots
     of unpacked keys and values; programs with most to read start first. `OUT` `[B, T, G, DV]`, `LSE` fp32
     `[B, G, T]`."""
     tile, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    V_C: tl.constexpr = C.V
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     row, scores, unpacked = load_row(ROWS, b), Scoring(*scoring), UnpackedTensors(*UNPACKED)
     n = tile * C.Q + tl.arange(0, C.Q)
     columns = T - row.first  # those of its tokens, then those of the padding after them
     real = n // C.G < columns
-    queries, nonfinite = _load_queries(Q, strides, b, n, row, real, scores.scale, C)
+    queries, nonfinite = _load_queries(QuerySource(*QUERIES), b, n, row, real, scores.scale, C)
     q_pos = tl.where(real, row.length + n // C.G, -1)
     last = tl.minimum((tile * C.Q + C.Q - 1) // C.G, row.count - 1)
     end = row.closed * C.BLOCK + row.length - row.open_start + last + 1
@@ -310,8 +317,8 @@ def latent_prefill_kernel(Q, strides, ROWS, UNPACKED, SINKS, OUT, LSE, T, N, sco
     sums = _nothing(F, C)
     for n0 in tl.range(0, end, TILE, num_stages=STAGES):
         i = n0 + tl.arange(0, TILE)
-        latent, latent_scale = _unpacked_side(unpacked.v, unpacked.v_scale, b, i, N, F.V_CODES, True, V_C)
-        rope, rope_scale = _unpacked_side(unpacked.k, unpacked.k_scale, b, i, N, F.K_CODES, False, C)
+        latent, latent_scale = _unpacked_side(unpacked.v, unpacked.v_scale, b, i, N, F.V_CODES, V_SIDE)
+        rope, rope_scale = _unpacked_side(unpacked.k, unpacked.k_scale, b, i, N, F.K_CODES, K_SIDE)
         tokens = _tile(latent, latent_scale, rope, rope_scale, queries, F)
         s = _scores(tokens, queries, scores, F, C)
         slot = b.to(tl.int64) * N + i

@@ -13,7 +13,7 @@ from qattn_kernels.launch.constants import FEW_SPLITS, LATENT_COLUMNS, Sizes
 from qattn_kernels.launch.launches import launch
 from qattn_kernels.launch.tuned import tuned_for
 from qattn_kernels.launch.unpacked_kv import UnpackedKV, tensors
-from qattn_kernels.ops.decode.launch import merge, parts_of, scoring
+from qattn_kernels.ops.decode.launch import merge, results_of, scoring
 from qattn_kernels.ops.decode.table import plan
 from qattn_kernels.ops.latent.kernel import Forms, latent_decode_kernel, latent_prefill_kernel
 
@@ -42,21 +42,20 @@ def _forms(call: Call) -> Forms:
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a short call after its append; commits the rows' lengths. Results as of `ops.decode.launch`."""
-    size, state, spec, batch, tokens = call.sizes, call.state, call.spec, call.batch, call.tokens
+    size, spec, batch, tokens = call.sizes, call.spec, call.batch, call.tokens
     forms, rows, chip = _forms(call), tokens * size.G, chip_of(call.key.device)
     config = _config(size, forms)
     tiles = -(-rows // size.Q)
     places = chip.multiprocessors * config.programs
     shares = plan(places, batch * tiles, size.BLOCK, size.OPEN, tuned_for(chip.name).decode)
-    parts, stats = parts_of(call, size.V, shares)
+    results = results_of(call, shares)
     launch(
-        latent_decode_kernel, (batch, tiles, parts.shape[1]),
-        call.query, call.query.stride()[:3], call.rows, call.k, call.v, state["dropped"], state["block_pos"],
-        state["block_len"], call.row_state, parts, stats, call.blocks, batch, tokens, scoring(call), *shares,
-        config.stages, jit_of(spec.k).get, jit_of(spec.v).get, forms, size,
-        num_warps=config.warps, enable_fp_fusion=True,
+        latent_decode_kernel, (batch, tiles, results[0].shape[1]),
+        (call.query, call.query.stride()[:3]), call.rows, call.row_state, call.block_state, call.k, call.v, results,
+        call.blocks, batch, tokens, scoring(call), *shares, config.stages, jit_of(spec.k).get, jit_of(spec.v).get,
+        forms, size, num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return merge(call, size.V, parts, stats, None, shares, FEW_SPLITS, MERGE_WARPS)
+    return merge(call, results, shares, FEW_SPLITS, MERGE_WARPS)
 
 
 def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +74,7 @@ def prefill(call: Call, unpacked: UnpackedKV) -> tuple[torch.Tensor, torch.Tenso
     config = _config(size, forms)
     launch(
         latent_prefill_kernel, (-(-tokens * size.G // size.Q), batch),
-        query, query.stride()[:3], call.rows, tensors(unpacked), lse if sinks is None else sinks, out, lse, tokens,
+        (query, query.stride()[:3]), call.rows, tensors(unpacked), lse if sinks is None else sinks, out, lse, tokens,
         unpacked.pos.shape[1], scoring(call), sinks is not None, config.stages, forms, size,
         num_warps=config.warps, enable_fp_fusion=True,
     )  # fmt: skip

@@ -62,8 +62,7 @@ def _of_values(unpacked: UnpackedKV, spec: LayerSpec, scores: Scores) -> tuple[t
 
 
 def _tail(config: Prefill, block: int, rounded_once: bool) -> int:
-    """Slots of a tile where positions are compared: whole blocks, but of 32 slots one, since two took `kivi` 7 % longer
-    (`speed-tails-kivi.json`).
+    """Slots of a tile where positions are compared: whole blocks, but one of 32 slots: two take `kivi` 7 % longer.
 
     `rounded_once`: INT8 weights come rounded (`row_weights`). Against the largest of more slots fewer levels are left
     to the others: with tiles of 128 `int_flash:bits=4` failed `test_every_call_of_a_trained_model`.

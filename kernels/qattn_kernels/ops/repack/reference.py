@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from qattn_kernels.formats.traits import may_age
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.state import side_of
 from qattn_kernels.layout import State, TensorSpec, copy_blocks
@@ -24,7 +25,7 @@ def repack(state: State, old: LayerSpec, out: State, new: LayerSpec, tensors: di
 
     Args:
         state, old: the state tensors of the layer and its spec.
-        out, new: those of the other one, whose formats have other bits (`Format.with_bits`); it has room for all
+        out, new: those of the other one, whose formats have other bits (`AgedBlocks.with_bits`); it has room for all
             closed blocks.
         tensors: shapes and roles of `out`.
     """
@@ -36,7 +37,7 @@ def repack(state: State, old: LayerSpec, out: State, new: LayerSpec, tensors: di
     there = torch.arange(old.window.block, device=dropped.device) < length
     keep = there & ~bits_to_bool(dropped)
     for side in "kv":
-        fmt, wanted = getattr(old, side).core, getattr(new, side).core
+        fmt, wanted = may_age(getattr(old, side)), may_age(getattr(new, side))
         if side == "v" and old.sink_pool.num:  # values of sinks take part in their block, as when it closed
             keep = keep | in_pool(state, keep)
         fmt.recode(side_of(state, side), wanted, side_of(out, side), keep, length[:, 0, :, 0] > 0)

@@ -56,16 +56,17 @@ def _places(strides, b, head, t):
 def rotate_queries(QUERIES, b, h, T, C: tl.constexpr):
     """The queries of `T` tokens of a KV head, rotated as its keys are in a short call. `QUERIES`: where they lie, where
     they go, the strides of both, and of equalized keys the factors of queries."""
-    d = tl.arange(0, C.DP)
+    SIDE: tl.constexpr = C.K
+    R: tl.constexpr = SIDE.ROTATION
+    d = tl.arange(0, SIDE.DP)
     factor = None
-    if C.EQUALIZED:
-        factor = factors_of(QUERIES[4], h, C)
+    if SIDE.EQUALIZED:
+        factor = factors_of(QUERIES[4], h, SIDE)
     for tile in range(tl.cdiv(T * C.G, C.Q)):
         n = tile * C.Q + tl.arange(0, C.Q)
-        inside = (n < T * C.G)[:, None] & (d < C.D)[None, :]
+        inside = (n < T * C.G)[:, None] & (d < SIDE.D)[None, :]
         at = _places(QUERIES[2], b, h * C.G + n % C.G, n // C.G)
         q = tl.load(QUERIES[0] + at[:, None] + d[None, :], mask=inside, other=0.0)
-        R: tl.constexpr = C.ROTATION
         q = rotate_rows(q.to(tl.float32), factor, False, R).to(q.dtype)
         at = _places(QUERIES[3], b, h * C.G + n % C.G, n // C.G)
         tl.store(QUERIES[1] + at[:, None] + d[None, :], q, mask=inside)

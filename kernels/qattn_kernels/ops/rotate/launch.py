@@ -58,7 +58,7 @@ def inside(call: Call) -> Call:
     """A short call whose kernels rotate what they load, in place of `rotate` before and after: new keys and values
     wherever they are read, queries in the append, the output in the merge."""
     compute, size = call.spec.compute, call.sizes
-    k = rotation_of(size.D) if compute.rotate == "hadamard" else None
+    k = rotation_of(size.K.D) if compute.rotate == "hadamard" else None
     v = rotation_of(size.V.D) if compute.rotate_v == "hadamard" else None
-    size = size._replace(ROTATION=k, EQUALIZED=compute.equalize, V=size.V._replace(ROTATION=v))
+    size = size._replace(K=size.K._replace(ROTATION=k, EQUALIZED=compute.equalize), V=size.V._replace(ROTATION=v))
     return call._replace(sizes=size, turned=call.query if k is None else torch.empty_like(call.query))

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from qattn_kernels.jit.math import round_even
 from qattn_kernels.jit.rows import FOREVER, flip_bits, packed_since, slot_bits
-from qattn_kernels.jit.tokens import from_ring, new_tokens, ring_codes, row_before, with_ring
-from qattn_kernels.launch.call import Table
+from qattn_kernels.jit.tokens import Source, from_ring, new_tokens, ring_codes, row_before, with_ring
+from qattn_kernels.launch.call import SinkTensors, Table
 from qattn_kernels.launch.unpacked_kv import UnpackedTensors
 
 UNDECIDED = tl.constexpr(9223372036854775807)  # an age that no entry has
@@ -128,33 +128,33 @@ def _magnitudes(K, code, scale):
 
 
 @triton.jit
-def key_sizes(KEY, VALUE, k_strides, v_strides, K, bits, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.constexpr):
+def key_sizes(source, K, bits, row, b, h, j, QUANTIZE: tl.constexpr, C: tl.constexpr):
     """fp64 magnitudes of the keys of a block that closes, whose mask bits lie at `bits`; infinity where there is none
     to choose."""
     length, closed, open_start, closing, first, count = row
     t = tl.arange(0, C.BLOCK)
     pos = open_start + j * C.BLOCK + t
     old = pos < length
-    k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, pos - length, ~old, first, C)
+    k, v, bad = new_tokens(source, b, h, pos - length, ~old, first, C)
     code, scale = QUANTIZE(k)
-    code, scale = with_ring(K, code, scale, pos, old, b * C.H + h, False, C)
+    SIDE: tl.constexpr = C.K
+    code, scale = with_ring(K, code, scale, pos, old, b * C.H + h, SIDE, C)
     dropped = old & (slot_bits(bits, t) == 1)
     return tl.where(bad | dropped, float("inf"), _magnitudes(K, code, scale))
 
 
 @triton.jit
-def fill(S, code, scale, write, bh, VALUES: tl.constexpr, C: tl.constexpr):
+def fill(S, code, scale, write, bh, ENTRIES: tl.constexpr, SIDE: tl.constexpr):
     """Entries in open form, where `write` holds."""
-    e = tl.arange(0, C.ENTRIES)
-    inside = write[:, None] & (tl.arange(0, C.DP) < C.D)[None, :]
-    tl.store(ring_codes(S, e, C.ENTRIES, bh, VALUES, C), code.to(S.ring.dtype.element_ty), mask=inside)
+    e = tl.arange(0, ENTRIES)
+    inside = write[:, None] & (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
+    tl.store(ring_codes(S, e, ENTRIES, bh, SIDE), code.to(S.ring.dtype.element_ty), mask=inside)
     if S.ring.dtype.element_ty == tl.int8:
-        tl.store(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, scale, mask=write)
+        tl.store(S.ring_scale + bh.to(tl.int64) * ENTRIES + e, scale, mask=write)
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB"])
-def sizes_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, SIZES, NB,
-                 K_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def sizes_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, SIZES, NB, K_QUANTIZE: tl.constexpr, C: tl.constexpr):
     """Program (block of the open span, head, row): `key_sizes` of all blocks that a long call closes, to `SIZES` fp64
     `[B, H, blocks, BLOCK]`: the pool meets one block after another, but these need not wait."""
     j, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -162,7 +162,7 @@ def sizes_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DR
     if j < tl.minimum(row.closing, NB - row.closed):
         bh = b * C.H + h
         bits = DROPPED + (bh.to(tl.int64) * NB + row.closed + j) * (C.BLOCK // 8)
-        size = key_sizes(KEY, VALUE, k_strides, v_strides, K, bits, row, b, h, j, K_QUANTIZE, C)
+        size = key_sizes(Source(*SOURCE), K, bits, row, b, h, j, K_QUANTIZE, C)
         at = (bh.to(tl.int64) * tl.num_programs(0) + j) * C.BLOCK
         tl.store(SIZES + at + tl.arange(0, C.BLOCK), size)
 
@@ -201,95 +201,95 @@ def _meet(entries, least, size, j, row, flags, C: tl.constexpr):
 
 
 @triton.jit
-def _keep_table(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, entries, closing, row, b, h, flags,
-                K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """After the last block that closes: the table as it is now, which this returns, and the tokens of new entries."""
+def _keep_table(source, K, V, sinks, entries, row, b, h, K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr,
+                C: tl.constexpr):  # fmt: skip
+    """After the last block that closes: the table as it is now, and the tokens of new entries."""
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
     bh = b * C.H + h
-    at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
-    entries = _forget(entries, row.closed + closing - C.CROP_BLOCKS, row.closed, flags)
-    store_table(TABLE, at, entries)
+    store_table(sinks.table, bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES), entries)
     pos, born = entries.pos, entries.born
     new, fresh = born > row.closed, pos - row.length
-    k, v, bad = new_tokens(KEY, VALUE, k_strides, v_strides, b, h, fresh, new & (fresh >= 0), row.first, C)
+    k, v, _ = new_tokens(source, b, h, fresh, new & (fresh >= 0), row.first, C)
     k_code, k_scale = K_QUANTIZE(k)
     v_code, v_scale = V_QUANTIZE(v)
-    k_code, k_scale = with_ring(K, k_code, k_scale, pos, new & (fresh < 0), bh, False, C)
-    v_code, v_scale = with_ring(V, v_code, v_scale, pos, new & (fresh < 0), bh, True, C)
-    fill(K_SINKS, k_code, k_scale, new | (born == 0), bh, False, C)
-    fill(V_SINKS, v_code, v_scale, new | (born == 0), bh, True, C)
-    return entries
+    k_code, k_scale = with_ring(K, k_code, k_scale, pos, new & (fresh < 0), bh, K_SIDE, C)
+    v_code, v_scale = with_ring(V, v_code, v_scale, pos, new & (fresh < 0), bh, V_SIDE, C)
+    fill(sinks.k, k_code, k_scale, new | (born == 0), bh, C.ENTRIES, K_SIDE)
+    fill(sinks.v, v_code, v_scale, new | (born == 0), bh, C.ENTRIES, V_SIDE)
 
 
 @triton.jit
-def _keep_tokens(S, SINKS, entries, closed, bh, VALUES: tl.constexpr, C: tl.constexpr):
+def _keep_tokens(S, SINKS, entries, closed, bh, SIDE: tl.constexpr, C: tl.constexpr):
     """Tokens of new entries, as the ring has them; free places hold zeros."""
     new, e, slot = entries.born > closed, tl.arange(0, C.ENTRIES), entries.pos % C.RING
-    write, d = new | (entries.born == 0), (tl.arange(0, C.DP) < C.D)[None, :]
-    x = tl.load(ring_codes(S, slot, C.RING, bh, VALUES, C), mask=new[:, None] & d, other=0)
-    tl.store(ring_codes(SINKS, e, C.ENTRIES, bh, VALUES, C), x, mask=write[:, None] & d)
+    write, d = new | (entries.born == 0), (tl.arange(0, SIDE.DP) < SIDE.D)[None, :]
+    x = tl.load(ring_codes(S, slot, C.RING, bh, SIDE), mask=new[:, None] & d, other=0)
+    tl.store(ring_codes(SINKS, e, C.ENTRIES, bh, SIDE), x, mask=write[:, None] & d)
     if S.ring.dtype.element_ty == tl.int8:
         scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.RING + slot, mask=new, other=0.0)
         tl.store(SINKS.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, scale, mask=write)
 
 
 @triton.jit
-def compete(K, V, K_SINKS, V_SINKS, TABLE, MOVED, flags, masked, row, b, h, C: tl.constexpr):
+def compete(K, V, sinks, flags, masked, row, bh, C: tl.constexpr):
     """Inside the append of a short call, when the ring has its tokens: the pool of a head competes with the one block
-    that closes, whose `masked` tokens `[BLOCK]` take no part. The tokens `[BLOCK]` that it takes; `MOVED`: see
-    `moved_tokens`. Most blocks change nothing, and are only read."""
-    bh, t = b * C.H + h, tl.arange(0, C.BLOCK)
+    that closes, whose `masked` tokens `[BLOCK]` take no part. The tokens `[BLOCK]` that it takes; what it
+    moves goes to `sinks.moved`, see `moved_tokens`. Most blocks change nothing, and are only read."""
+    t = tl.arange(0, C.BLOCK)
     at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
-    entries = load_table(TABLE, at)
-    code, scale = from_ring(K, row.open_start + t, t >= 0, bh, False, C)
+    entries = load_table(sinks.table, at)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    code, scale = from_ring(K, row.open_start + t, t >= 0, bh, K_SIDE, C)
     size = tl.where(masked, float("inf"), _magnitudes(K, code, scale))
     least, until, chosen = _least(entries, C), row.closed + 1 - C.CROP_BLOCKS, t < 0
     gone = (entries.written > 0) & (entries.written <= until)
     if (tl.min(size, 0) < least) | (tl.max(gone.to(tl.int32), 0) > 0):
         entries, least, chosen = _meet(entries, least, size, 0, row, flags, C)
         entries = _forget(entries, until, row.closed, flags)
-        store_table(TABLE, at, entries)
-        _keep_tokens(K, K_SINKS, entries, row.closed, bh, False, C)
-        _keep_tokens(V, V_SINKS, entries, row.closed, bh, True, C)
-        _note_moved(MOVED, entries, row.closed, bh, C)
+        store_table(sinks.table, at, entries)
+        _keep_tokens(K, sinks.k, entries, row.closed, bh, K_SIDE, C)
+        _keep_tokens(V, sinks.v, entries, row.closed, bh, V_SIDE, C)
+        _note_moved(sinks.moved, entries, row.closed, bh, C)
     else:
         for i in tl.static_range(2 * C.SINKS):
-            tl.store(MOVED + bh * (2 * C.SINKS) + i, FOREVER)
+            tl.store(sinks.moved + bh * (2 * C.SINKS) + i, FOREVER)
     return chosen
 
 
 @triton.jit(do_not_specialize=["span_stride", "NB", "open_blocks"])
-def pool_kernel(KEY, VALUE, k_strides, v_strides, SPANS, span_stride, STATE, DROPPED, K, V, K_SINKS, V_SINKS, TABLE,
-                CHOSEN, SIZES, NB, open_blocks, K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr,
-                C: tl.constexpr):  # fmt: skip
-    """Program (head, row) of a long call, before the append: the pool competes with each block that closes. `CHOSEN`:
-    one bit for each token of the `open_blocks` blocks of the open span, for those that close; `SIZES`: of
+def pool_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, SINKS, SIZES, NB, open_blocks,
+                K_QUANTIZE: tl.constexpr, V_QUANTIZE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Program (head, row) of a long call, before the append: the pool (`SINKS`, a `SinkTensors`) competes with each
+    block that closes, and notes which tokens it takes of the `open_blocks` blocks of the open span. `SIZES`: of
     `sizes_kernel`."""
     h, b = tl.program_id(0), tl.program_id(1)
     row = row_before(STATE, SPANS, span_stride, b, NB, C)
     closing = tl.minimum(row.closing, NB - row.closed)
     if closing > 0:
-        bh, t = b * C.H + h, tl.arange(0, C.BLOCK)
+        bh, t, sinks = b * C.H + h, tl.arange(0, C.BLOCK), SinkTensors(*SINKS)
         flags = DROPPED + bh.to(tl.int64) * NB * (C.BLOCK // 8)
-        entries = load_table(TABLE, bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES))
+        entries = load_table(sinks.table, bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES))
         least = _least(entries, C)
         for j in range(0, closing):
             size = tl.load(SIZES + (bh.to(tl.int64) * open_blocks + j) * C.BLOCK + t)
             entries, least, chosen = _meet(entries, least, size, j, row, flags, C)
             eights = tl.reshape(chosen.to(tl.int32) << (t % 8), (C.BLOCK // 8, 8))
-            byte = CHOSEN + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8)
+            byte = sinks.chosen + (bh.to(tl.int64) * open_blocks + j) * (C.BLOCK // 8) + tl.arange(0, C.BLOCK // 8)
             tl.store(byte, tl.sum(eights, 1).to(tl.uint8))
-        _keep_table(KEY, VALUE, k_strides, v_strides, K, V, K_SINKS, V_SINKS, TABLE, entries, closing, row, b, h, flags,
-                    K_QUANTIZE, V_QUANTIZE, C)  # fmt: skip
+        entries = _forget(entries, row.closed + closing - C.CROP_BLOCKS, row.closed, flags)
+        _keep_table(Source(*SOURCE), K, V, sinks, entries, row, b, h, K_QUANTIZE, V_QUANTIZE, C)
 
 
 @triton.jit
-def _restore(S, X, SCALE, slot, live, bh, slots, VALUES: tl.constexpr, C: tl.constexpr):
+def _restore(S, X, SCALE, slot, live, bh, slots, SIDE: tl.constexpr, C: tl.constexpr):
     """Entries into unpacked keys and values: as numbers, or as INT8 by the scale of their slot, which a tile may read
     for its whole block."""
-    e, d = tl.arange(0, C.ENTRIES), tl.arange(0, C.DP)
-    inside = live[:, None] & (d < C.D)[None, :]
-    code = tl.load(ring_codes(S, e, C.ENTRIES, bh, VALUES, C), mask=inside, other=0.0).to(tl.float32)
-    where = slot[:, None].to(tl.int64) * C.D + d[None, :]
+    e, d = tl.arange(0, C.ENTRIES), tl.arange(0, SIDE.DP)
+    inside = live[:, None] & (d < SIDE.D)[None, :]
+    code = tl.load(ring_codes(S, e, C.ENTRIES, bh, SIDE), mask=inside, other=0.0).to(tl.float32)
+    where = slot[:, None].to(tl.int64) * SIDE.D + d[None, :]
     if S.ring.dtype.element_ty == tl.int8:
         scale = tl.load(S.ring_scale + bh.to(tl.int64) * C.ENTRIES + e, mask=live, other=0.0)
     if X.dtype.element_ty != tl.int8:
@@ -299,20 +299,22 @@ def _restore(S, X, SCALE, slot, live, bh, slots, VALUES: tl.constexpr, C: tl.con
         unit = tl.load(SCALE + bh.to(tl.int64) * slots + slot, mask=live, other=0.0)
         code = code * tl.where(unit == 0.0, 0.0, scale / tl.where(unit == 0.0, 1.0, unit))[:, None]
         code = tl.clamp(round_even(tl.clamp(code, -127.0, 127.0)), -127.0, 127.0)
-        if VALUES:
+        if SIDE.VALUES:
             where = d[None, :].to(tl.int64) * slots + slot[:, None]
-    tl.store(X + bh.to(tl.int64) * slots * C.D + where, code.to(X.dtype.element_ty), mask=inside)
+    tl.store(X + bh.to(tl.int64) * slots * SIDE.D + where, code.to(X.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def restore_kernel(TABLE, K_SINKS, V_SINKS, UNPACKED, slots, C: tl.constexpr):
+def restore_kernel(SINKS, UNPACKED, slots, C: tl.constexpr):
     """Program (head, row) of a long call, before the pool competes: its sinks to their slots of the unpacked keys and
     values."""
-    unpacked = UnpackedTensors(*UNPACKED)
+    K_SIDE: tl.constexpr = C.K
+    V_SIDE: tl.constexpr = C.V
+    unpacked, sinks = UnpackedTensors(*UNPACKED), SinkTensors(*SINKS)
     bh = tl.program_id(1) * C.H + tl.program_id(0)
     at = bh.to(tl.int64) * C.ENTRIES + tl.arange(0, C.ENTRIES)
-    slot = tl.load(TABLE.slot + at)
-    live = (tl.load(TABLE.born + at) > 0) & (tl.load(TABLE.written + at) == 0)
-    _restore(K_SINKS, unpacked.k, unpacked.k_scale, slot, live, bh, slots, False, C)
-    _restore(V_SINKS, unpacked.v, unpacked.v_scale, slot, live, bh, slots, True, C)
+    slot = tl.load(sinks.table.slot + at)
+    live = (tl.load(sinks.table.born + at) > 0) & (tl.load(sinks.table.written + at) == 0)
+    _restore(sinks.k, unpacked.k, unpacked.k_scale, slot, live, bh, slots, K_SIDE, C)
+    _restore(sinks.v, unpacked.v, unpacked.v_scale, slot, live, bh, slots, V_SIDE, C)
     tl.store(unpacked.bias + bh.to(tl.int64) * slots + slot, tl.full([C.ENTRIES], 0, tl.float32), mask=live)

@@ -15,7 +15,7 @@ from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel, size
 def compete(call: Call) -> None:
     """Before the append of a long call: the pool competes with each block that it closes; nothing without a pool. In a
     short call the append does so itself."""
-    if call.table is None:
+    if call.sinks.table is None:
         return
     size, dropped, open_blocks = call.sizes, call.state["dropped"], call.picked[1]
     k, v = jit_of(call.spec.k), jit_of(call.spec.v)
@@ -23,22 +23,22 @@ def compete(call: Call) -> None:
     key_sizes = torch.empty(shape, dtype=torch.float64, device=call.key.device)
     launch(
         sizes_kernel, (open_blocks, size.H, call.batch),
-        *call.new, *call.spans, call.row_state, dropped, call.k, key_sizes, call.blocks, k.quantize_tokens, size,
+        call.source, *call.spans, call.row_state, dropped, call.k, key_sizes, call.blocks, k.quantize_tokens, size,
         **codes(size),
     )  # fmt: skip
     launch(
         pool_kernel, (size.H, call.batch),
-        *call.new, *call.spans, call.row_state, dropped, call.k, call.v, call.k_sinks, call.v_sinks, call.table,
-        call.chosen, key_sizes, call.blocks, open_blocks, k.quantize_tokens, v.quantize_tokens, size,
+        call.source, *call.spans, call.row_state, dropped, call.k, call.v, call.sinks, key_sizes, call.blocks,
+        open_blocks, k.quantize_tokens, v.quantize_tokens, size,
         **codes(size) | {"num_warps": 4},  # no whole block is in registers
     )  # fmt: skip
 
 
 def restore(call: Call, unpacked: UnpackedKV, past: int) -> None:
     """Sinks of at most `past` blocks to their slots of the unpacked keys and values; before the pool competes."""
-    if call.table is not None and past > 0:
+    if call.sinks.table is not None and past > 0:
         launch(
             restore_kernel, (call.sizes.H, call.batch),
-            call.table, call.k_sinks, call.v_sinks, tensors(unpacked), unpacked.pos.shape[1], call.sizes,
+            call.sinks, tensors(unpacked), unpacked.pos.shape[1], call.sizes,
             **codes(call.sizes),
         )  # fmt: skip
