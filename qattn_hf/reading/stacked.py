@@ -61,7 +61,9 @@ class Stack:
         )
         scores = parts[0].scores
         if scores.sinks is not None:
-            scores = scores._replace(sinks=torch.cat([part.scores.sinks for part in parts]))
+            scores = scores._replace(
+                sinks=torch.cat([s for s in (part.scores.sinks for part in parts) if s is not None])
+            )
         out = parts[0]._replace(query=query, keys=keys, values=values, scores=scores).packed_out(self.packed)
         return dict(zip(self.members, out.chunk(len(parts), 2 if self.dim else 0), strict=True))
 
