@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 OLDEST ?= .venv-5.17
 ARGS   ?=
+DOCS_OUTPUTS ?= true
 
 # Tests run in two processes, so each gets one thread; nothing is fetched from a hub. The first tier is what is not
 # marked `slow`: at least one test of everything. What is `exhaustive` is `slow` too.
@@ -42,8 +43,8 @@ test-oldest: $(OLDEST)/.ready ## Run what depends on transformers, each behaviou
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow" tests/conformance/test_model.py tests/test_windows.py \
 		tests/test_captured_calls.py $(ARGS)
 
-docs: $(VENV)/.ready ## Build the documentation into site/, with a strict check of its links
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict  # --quiet would hide warnings from --strict too
+docs: $(VENV)/.ready ## Build the documentation into site/: notebooks run (DOCS_OUTPUTS=false leaves that out), links are checked
+	$(TEST_ENV) NO_MKDOCS_2_WARNING=1 DOCS_OUTPUTS=$(DOCS_OUTPUTS) $(VENV)/bin/python -m mkdocs build --strict  # --quiet would hide warnings from --strict too
 
 lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff check .

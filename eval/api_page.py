@@ -1,14 +1,19 @@
-"""`docs/api.md`: every public name of `qattn_hf` with its signature and docstring, and its public modules."""
+"""Pages made of docstrings and help texts: `docs/api.md` (public names of `qattn_hf`), `docs/cli.md` (commands)."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import qattn_hf
+from typer.main import get_command
 
+import qattn_hf
+from qattn_hf.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
 SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields|Example):\s*$")
 ITEM = re.compile(r"^ {4}(?P<name>[\w*, ]+): (?P<text>.*)$")
 
@@ -21,18 +26,19 @@ def api_table(results: Path) -> str:
 
 
 def module(name: str, thing: Any) -> str:
-    """A public module: its docstring, and a line for each of its names."""
+    """A public module: its docstring, its source, and a line for each of its names."""
     lines = [
         f"- `{key}`: {(inspect.getdoc(getattr(thing, key)) or '').partition(chr(10))[0]}"
         for key in thing.__all__
         if callable(getattr(thing, key))
     ]
-    return "\n\n".join([f"## {name}", f"Module `qattn_hf.{name}`. {inspect.getdoc(thing)}", "\n".join(lines)])
+    about = f"Module `qattn_hf.{name}`. {inspect.getdoc(thing)}"
+    return "\n\n".join([f"## {name}", about, source(thing), "\n".join(lines)])
 
 
 def entry(name: str, thing: Any) -> str:
-    """One name: signature, docstring, and of a class its own public methods."""
-    parts = [f"## {name}", signature(name, thing), as_markdown(inspect.getdoc(thing) or "")]
+    """One name: signature, docstring and source, and the public methods that a class defines itself."""
+    parts = [f"## {name}", signature(name, thing), as_markdown(inspect.getdoc(thing) or ""), source(thing)]
     if inspect.isclass(thing):
         parts += [
             f"**`{name}.{key}`**\n\n{as_markdown(inspect.getdoc(member) or '')}" for key, member in members(thing)
@@ -47,6 +53,13 @@ def signature(name: str, thing: Any) -> str:
     found = str(inspect.signature(thing))
     short = re.sub(r"(?:\w+\.)+(?=\w)", "", found).replace("'", "")
     return f"```python\n{name}{short}\n```"
+
+
+def source(thing: Any) -> str:
+    """A link to the file that defines `thing`. Its title is the name; the built site turns that into a line."""
+    file = Path(inspect.getsourcefile(thing) or "").resolve().relative_to(ROOT).as_posix()
+    title = "" if inspect.ismodule(thing) else f' "{thing.__name__}"'
+    return f"[Source](../{file}{title})"
 
 
 def members(kind: type) -> list[tuple[str, Any]]:
@@ -76,3 +89,42 @@ def as_markdown(text: str) -> str:
             section = section and not line.strip()
             lines.append(line)
     return "\n".join(lines).strip()
+
+
+def cli_table(results: Path) -> str:
+    """Every command of `qattn`: its help text and its options, in the order of `qattn --help`."""
+    return "\n\n".join(command_entry(name, command, context) for name, command, context in commands())
+
+
+def commands() -> Iterator[tuple[str, Any, Any]]:
+    """Each command that runs something: its whole name, the command and the context that its help needs."""
+    waiting = [("qattn", get_command(app))]
+    while waiting:
+        name, command = waiting.pop(0)
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield name, command, command.make_context(name, [], resilient_parsing=True)
+        else:
+            waiting[:0] = [(f"{name} {key}", inner[key]) for key in inner if not inner[key].hidden]
+
+
+def command_entry(name: str, command: Any, context: Any) -> str:
+    """A command: what it does, its examples as one block, and a table of its arguments and options."""
+    text = re.sub(r"\s*Examples?:\s+(?=qattn )", "\n\n", inspect.cleandoc(command.help or ""))
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    examples = [part for part in paragraphs if part.startswith("qattn ") and ", " not in part]
+    about = [part for part in paragraphs if part not in examples]
+    params = sorted(command.get_params(context), key=lambda param: param.param_type_name != "argument")
+    records = [record for param in params if (record := param.get_help_record(context))]
+    rows = [f"| `{cell(option)}` | {cell(text)} |" for option, text in records if not option.startswith("--help")]
+    parts = [f"## {name}", *about]
+    if examples:
+        parts.append("\n".join(["```bash", *examples, "```"]))
+    if rows:
+        parts.append("\n".join(["| option | meaning |", "| --- | --- |", *rows]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def cell(text: str) -> str:
+    """Text as a cell of a table: on one line, with its bars escaped."""
+    return " ".join(text.split()).replace("|", "\\|")

@@ -24,7 +24,7 @@ import quality_tables
 import speed_tables
 import task_tables
 import type_tables
-from api_page import api_table
+from api_page import api_table, cli_table
 from known_types import known_table
 from method_pages import common_table, index_table, method_page, nav
 from recorded import conditions
@@ -81,6 +81,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tasks": task_tables.tasks_table,
     "report": report_example,
     "api": api_table,
+    "cli": cli_table,
 }
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -22,7 +26,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s:]+)\)")
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)(?: \"\w+\")?\)")
 
 
 def text_of(path: Path) -> str:
@@ -38,6 +42,15 @@ def anchors_of(path: Path) -> set[str]:
     """Of a page's headings, as GitHub and mkdocs write them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(path)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def hook(name: str) -> ModuleType:
+    """A hook of the site: a Python file of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def blocks(path: Path, *languages: str) -> list[str]:
@@ -87,6 +100,23 @@ def test_python_and_yaml_parse(path: Path):
         yaml.safe_load(code)
 
 
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "examples").glob("*.ipynb"))], ids=lambda path: path.name)
+def test_what_python_imports_from_the_packages_exists(path: Path):
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text_of(path))["cells"] if cell["cell_type"] == "code"]
+        codes = [re.sub(r"^%.*$", "", "".join(cell["source"]), flags=re.MULTILINE) for cell in cells]
+    else:
+        codes = blocks(path, "python") if path.name != "api.md" else []
+    missing = []
+    for node in (node for code in codes for node in ast.walk(ast.parse(code))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("qattn_hf", "qattn_kernels"):
+            module = importlib.import_module(node.module)
+            for name in (alias.name for alias in node.names):
+                if not hasattr(module, name) and importlib.util.find_spec(f"{node.module}.{name}") is None:
+                    missing.append(f"{node.module}.{name}")
+    assert missing == []
+
+
 def test_the_front_page_is_short():
     lines = text_of(ROOT / "README.md").splitlines()
     assert len(lines) <= 250 and max(map(len, lines)) <= 240
@@ -97,6 +127,35 @@ def test_the_front_page_is_short():
 def test_every_public_name_is_in_the_api():
     found = re.findall(r"^## (\w+)$", text_of(ROOT / "docs" / "api.md"), re.MULTILINE)
     assert sorted(found) == sorted(name for name in qattn_hf.__all__ if not name.startswith("__"))
+
+
+def test_every_command_is_on_the_page_of_commands():
+    command = get_command(app)
+    page = text_of(ROOT / "docs" / "cli.md")
+    names = [name for name, inner in command.commands.items() if not inner.hidden]
+    assert names and [name for name in names if not re.search(rf"^## qattn {name}\b", page, re.MULTILINE)] == []
+
+
+def test_dead_links_of_a_built_site_are_found(tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "index.html").write_text('<h2 id="here">Here</h2><img src="gone.png">', encoding="utf-8")
+    good = '<a href="other/">1</a><a href="other/#here">2</a><a href="#top">3</a><b id="top"></b><a href="https://x.y">4</a>'
+    bad = '<a href="other/#there">5</a><a href="quickstart.ipynb">6</a>'
+    (tmp_path / "index.html").write_text(good + bad, encoding="utf-8")
+    assert hook("check_links").broken(tmp_path) == [
+        "index.html: other/#there",
+        "index.html: quickstart.ipynb",
+        "other/index.html: gone.png",
+    ]
+
+
+def test_a_source_link_leads_to_the_line_of_its_name():
+    pages = hook("source_pages")
+    links = list(pages.LINK.finditer(text_of(ROOT / "docs" / "api.md")))
+    assert len([link for link in links if link["name"]]) > 10
+    for link in links:
+        line = text_of(ROOT / link["path"]).splitlines()[pages.line_of(link["path"], link["name"] or "") - 1]
+        assert link["name"] is None or link["name"] in line
 
 
 def test_every_method_has_a_page_that_the_front_page_leads_to():

@@ -14,10 +14,6 @@ from qattn_hf.recipes.recipe_files import list_recipes
 
 RESULTS = ROOT / "eval" / "results"
 MADE = re.compile(r"<!-- table:\S+ -->.*?<!-- /table -->", re.DOTALL)
-UNRECORDED = (
-    "low3 on both checkpoints and the recipes at 1 x 4k wait for a GPU: eval/released.py, eval/gpu.py --only front"
-)
-unrecorded = pytest.mark.xfail(reason=UNRECORDED, strict=True)
 
 
 def test_the_overview_joins_what_was_recorded_of_a_setting(tmp_path):
@@ -98,9 +94,7 @@ def test_the_front_page_names_the_safe_8_bits_by_record():
     assert first.split(" | ")[1].strip("`") == line.split("`")[1]
 
 
-@pytest.mark.parametrize(
-    "columns", ["bits", "prefill", *(pytest.param(name, marks=unrecorded) for name in ("KL", "top-1", "decode"))]
-)
+@pytest.mark.parametrize("columns", ["bits", "prefill", "KL", "top-1", "decode"])
 def test_no_recommended_setting_has_an_empty_cell(columns: str):
     header, _, *lines = (line.strip("| ").split(" |") for line in tables.TABLES["overview"](RESULTS).splitlines())
     cells = {line[0].strip(" `"): [x.strip() for x in line] for line in lines}

@@ -1,9 +1,13 @@
-"""Worn phrases in what people read: pages, docstrings, comments, help texts and messages, each with the better word."""
+"""Worn phrases in what people read: pages, notebooks, docstrings, comments, help texts and messages.
+
+Each phrase has the better word. Generated parts of pages are left out: their words are those of code and records.
+"""
 
 from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import tokenize
 from collections.abc import Iterator
@@ -26,17 +30,27 @@ WORDS = {
     r"\b(?:thereby|hereby|wherein|whereof|thereof)\b": "a plain sentence",
     rf"{START}(?:Those|That) of\b": "the thing's name",
 }
+# Asked of pages and notebooks only.
+PAGE_WORDS = {
+    r"\bbehind\b(?! a (?:proxy|firewall)\b)": "`after`, or the reason in words",
+    r"\bof (?:its|their|your|our|his) own\b": "`its own ...`, `custom`, `separate`",
+    r"\bthe model's own\b": "`unpacked`, `Transformers' own`",
+    r"\bin (?:the model's|model) precision\b": "`in bf16 or fp16`, `in full precision`",
+    r"\b(?:so|as) many\b(?! \w+ as\b)": "the number, or its name",
+    r"\bwhat of\b": "the thing's name",
+    r"\b(?:moreover|likewise|whatsoever|for lack of|in place of what)\b": "a plain sentence",
+    r"\bone's\b": "`your`, or the thing's name",
+}
 RULES = {re.compile(pattern, re.MULTILINE): better for pattern, better in WORDS.items()}
+PAGE_RULES = RULES | {re.compile(pattern, re.MULTILINE): better for pattern, better in PAGE_WORDS.items()}
+MADE = re.compile(r"<!-- table:.*?<!-- /table -->", re.DOTALL)
+CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+LONGEST = 40  # words of a sentence on a page; lists of names need about that many
 # Not rewritten yet: nothing is asked of these. Take an entry out when its text is done.
 PENDING = {
     "CHANGELOG.md": "history is what it tells",
-    "docs/methods": "descriptions of settings, which `eval/tables.py` copies from qattn_hf/methods",
-    "docs/add-a-method.md": "not rewritten",
-    "docs/api.md": "made of docstrings",
+    "docs/methods": "made of docstrings and descriptions of settings",
     "docs/architecture.md": "not rewritten",
-    "docs/kernels.md": "not rewritten",
-    "docs/measure-and-record.md": "not rewritten",
-    "docs/models.md": "reasons of refusals and of families, copied from code and configs",
     "qattn_hf": "not rewritten but for the folders in DONE",
 }
 DONE = ("qattn_hf/cli", "qattn_hf/server", "qattn_hf/generate/cuda_graph")
@@ -51,18 +65,27 @@ def below(name: str, folders: tuple[str, ...]) -> bool:
 def asked() -> Iterator[Path]:
     """The files that the list holds for."""
     pages = [p for name in PAGES for p in ([ROOT / name] if name.endswith(".md") else (ROOT / name).rglob("*.md"))]
-    for path in sorted([*pages, *(ROOT / "qattn_hf").rglob("*.py")]):
+    notebooks = (ROOT / "examples").glob("*.ipynb")
+    for path in sorted([*pages, *notebooks, *(ROOT / "qattn_hf").rglob("*.py")]):
         name = path.relative_to(ROOT).as_posix()
         if name != FICTION and (below(name, DONE) or not below(name, tuple(PENDING))):
             yield path
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Pieces of text with their first line: a page without code, or the strings and comments of a module."""
+    """Pieces of text with their first line: a page or the cells of a notebook without code, or a module's strings and
+    comments. The first line of a cell is the cell's number."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        blank = re.sub(r"^```.*?^```$", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
-        yield 1, re.sub(r"`[^`\n]*`", "``", blank)
+        yield 1, without_code(text)
+        return
+    if path.suffix == ".ipynb":
+        for number, cell in enumerate(json.loads(text)["cells"]):
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                yield number, without_code(source)
+            else:
+                yield number, "\n".join(re.findall(r"# (.*)$", source, re.MULTILINE))
         return
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -72,8 +95,21 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string.lstrip("# ")
 
 
+def without_code(text: str) -> str:
+    """Markdown without generated parts, blocks of code and code spans; lines stay where they are."""
+    for part in (MADE, CODE):
+        text = part.sub(lambda match: "\n" * match[0].count("\n"), text)
+    return re.sub(r"`[^`\n]*`", "``", text)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of Markdown: a row of a table or an entry of a list ends one, too."""
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) ?)| \| |(?<=[.:;?!])[\s*]+(?=[A-Z`\[*])", text):
+        yield " ".join(part.split())
+
+
 def found_in(line: int, text: str, name: str) -> Iterator[str]:
-    for rule, better in RULES.items():
+    for rule, better in (RULES if name.endswith(".py") else PAGE_RULES).items():
         for hit in rule.finditer(text):
             yield f"{name}:{line + text.count(chr(10), 0, hit.start())}: {hit[0]!r}. Better: {better}"
 
@@ -84,6 +120,17 @@ def test_no_worn_phrase():
         for path in asked()
         for line, text in prose(path)
         for hit in found_in(line, text, path.relative_to(ROOT).as_posix())
+    ] == []
+
+
+def test_no_sentence_of_a_page_is_too_long():
+    pages = [path for path in asked() if path.suffix != ".py"]
+    assert [
+        f"{path.relative_to(ROOT).as_posix()}: {sentence}"
+        for path in pages
+        for _, text in prose(path)
+        for sentence in sentences(text)
+        if len(re.findall(r"[\w`'-]+", re.sub(r"\]\([^)]*\)", "]", sentence))) > LONGEST
     ] == []
 
 
