@@ -1,4 +1,4 @@
-"""A decode's program for all that is in open form: a tile of the ring and one of the sinks in each of its turns."""
+"""A decode's programs for what is in open form: the tiles of the ring, and those of the sinks."""
 
 from __future__ import annotations
 

@@ -122,12 +122,6 @@ def slot_bits(dropped, slot):
 
 
 @triton.jit
-def slot_bits_in_words(dropped, slot):
-    """`slot_bits` of words, which a loop can load ahead of their use."""
-    return (tl.load(dropped.to(tl.pointer_type(tl.int32)) + slot // 32) >> (slot % 32)) & 1
-
-
-@triton.jit
 def commit_row(ROWS, STATE, row, b, B, columns, C: tl.constexpr):
     """The row's new lengths, once nobody reads the old ones: kernels after the append read `ROWS`. All loads come
     first, so that none waits for another."""

@@ -53,7 +53,6 @@ class Sizes(NamedTuple):
         CROP_BLOCKS: blocks that a crop can reopen.
     A decode:
         OPEN: splits that are no packed blocks, but parts of the ring, or sinks. RING_PARTS: of the ring.
-        ALL_OPEN: one split reads the ring and the sinks, which are INT8, so that all of their tiles come at once.
         Q: queries of a program. N: their columns in a product, twice as many if they are INT8 pairs.
         ONE_TOKEN: the call has one. Q_LEVELS: largest code of a query.
         SAS, SOFTCAP, LOCAL, SPARSE_V: whether that softmax, a cap of scores, a local window, sparse V is used.
@@ -78,7 +77,6 @@ class Sizes(NamedTuple):
     EVICTED: int
     CROP_BLOCKS: int
     OPEN: int
-    ALL_OPEN: bool
     RING_PARTS: int
     Q: int
     N: int
@@ -186,7 +184,6 @@ def sizes_of(
     columns = min(most, max(least, power_of_two(tokens * group) * (1 + int8)))
     ring = at.ring if spec.k.windowed else 0
     ring_parts = ring // RING_TILE if ring > WHOLE_RING else int(ring > 0)
-    all_open = spec.sink_pool.num > 0 and ring_parts == 1 and k.INTEGER and v.INTEGER
     return Sizes(
         H=heads,
         G=group,
@@ -197,8 +194,7 @@ def sizes_of(
         RESIDUAL=at.residual,
         RING=ring,
         **_tile(spec, k, v),
-        OPEN=ring_parts + int(spec.sink_pool.num > 0 and not all_open),
-        ALL_OPEN=all_open,
+        OPEN=ring_parts + int(spec.sink_pool.num > 0),
         RING_PARTS=ring_parts,
         ENTRIES=spec.sink_pool.entries(at),
         SINKS=spec.sink_pool.num,

@@ -25,7 +25,6 @@ from qattn_kernels.layout import BlockState
 from qattn_kernels.ops.decode.open_tokens import (
     SinkPool,
     last_sink,
-    open_part,
     ring_part,
     sink_part,
     sink_scores,
@@ -117,7 +116,7 @@ def _sink_mass(pool, program, codec, C: tl.constexpr):
     """What sparse V knows of the weights before it reads a block: `known_mass` of the sinks that have places of their
     own; without those `packed_part` takes that of the first block."""
     if C.SPARSE_V and C.ENTRIES > 0:
-        return known_mass(sink_scores(pool, program, 0, True, codec, C), program.scoring.sas_threshold, C)
+        return known_mass(sink_scores(pool, program, 0, codec, C), program.scoring.sas_threshold, C)
     else:
         return tl.full([C.Q], NOTHING, tl.float32)
 
@@ -179,15 +178,12 @@ def decode_kernel(QUERIES, ROWS, STATE, BLOCKS, K, V, K_MEAN, SINKS, RESULTS, PA
         skips = Skips(tl.full([C.Q], 0, tl.float32), tl.full([C.Q], 0, tl.int32), tl.full([C.Q], 0, tl.int32))
         program = Program(b, h, bh, row, NB, PAGES, first_bits(state.dropped, PAGES, b, h, NB, C), q_pos, query, scores)
         if split < C.OPEN:
-            if C.ALL_OPEN:
-                sums, skips = open_part(K, V, pool, program, sums, skips, Codec(*CODEC), C)
-            else:
-                if C.RING > 0:
-                    if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the former: fewer registers
-                        sums, skips = ring_part(K, V, program, split, sums, skips, Codec(*CODEC), C)
-                if C.ENTRIES > 0:
-                    if split == C.RING_PARTS:
-                        sums, skips = sink_part(pool, program, sums, skips, Codec(*CODEC), C)
+            if C.RING > 0:
+                if (split == 0) if C.RING_PARTS == 1 else (split < C.RING_PARTS):  # the former takes fewer registers
+                    sums, skips = ring_part(K, V, program, split, sums, skips, Codec(*CODEC), C)
+            if C.ENTRIES > 0:
+                if split == C.RING_PARTS:
+                    sums, skips = sink_part(pool, program, sums, skips, Codec(*CODEC), C)
         else:
             limits = SkipLimits(skip_limits[0], skip_limits[1], 1.0 / tl.cdiv(blocks, per_split))
             k_mean_scores = _k_mean_scores(K_MEAN, program, C)

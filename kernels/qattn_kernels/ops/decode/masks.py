@@ -13,7 +13,6 @@ from qattn_kernels.jit.rows import (
     in_window,
     packed_since,
     slot_bits,
-    slot_bits_in_words,
 )
 from qattn_kernels.jit.tile_order import token_order
 from qattn_kernels.ops.decode.weights import count_visible
@@ -34,8 +33,7 @@ def mask_ring(s, ring_slot, program, C: tl.constexpr):
         slot = bits_at(at, row.closed + block, C) * C.BLOCK + offset % C.BLOCK
     else:
         slot = row.closed * C.BLOCK + offset
-    bits = slot_bits_in_words(program.dropped, slot) if C.ALL_OPEN else slot_bits(program.dropped, slot)
-    keep = inside & (bits == 0)
+    keep = inside & (slot_bits(program.dropped, slot) == 0)
     until = tl.where(block < row.closing, packed_since(block, row.open_start, C), FOREVER)
     see = keep[:, None] & (pos[:, None] <= q_pos[None, :]) & (q_pos[None, :] < until[:, None])
     if C.LOCAL:

@@ -1,7 +1,6 @@
 """The parts of the context that a decode reads in open form: the ring, and the sinks that are kept out of the blocks.
 
-They are short, so that a program would wait for memory longer than it computes. So a loop over INT8 tiles has no branch
-and a second stage: all that a turn reads comes at once.
+Each is read by programs of its own. Both are short, so a program that read one after the other would be waited for.
 """
 
 from __future__ import annotations
@@ -65,15 +64,14 @@ def _add(s, V, tile, program, sums, skips, codec, C: tl.constexpr):
 
 
 @triton.jit
-def _ring_tile(K, V, program, start, there, sums, skips, codec, C: tl.constexpr):
-    """Attention over the slots of the ring from `start` on: tokens that were open before the call and its own. `there`:
-    whether this is a tile at all."""
+def _ring_tile(K, V, program, start, sums, skips, codec, C: tl.constexpr):
+    """Attention over the slots of the ring from `start` on: tokens that were open before the call and its own."""
     SIDE: tl.constexpr = C.K
     first = program.bh.to(tl.int64) * C.RING
     s = codec.ring_scores(K, RingTile(first, start, C.RING, RING_TILE), program.query, SIDE, C)
     if C.SOFTCAP:
         s = soft_cap(s, program.scoring.softcap)
-    s = tl.where(there, mask_ring(s, start + token_order(RING_TILE, 1), program, C), NOTHING)
+    s = mask_ring(s, start + token_order(RING_TILE, 1), program, C)
     return _add(s, V, RingTile(first, start, C.RING, RING_TILE), program, sums, skips, codec, C)
 
 
@@ -86,7 +84,7 @@ def ring_part(K, V, program, part, sums, skips, codec, C: tl.constexpr):
         first = part * SLOTS
     for start in tl.range(first, first + SLOTS, RING_TILE, num_stages=1):
         if ring_tile_used(program.row, start, C):
-            sums, skips = _ring_tile(K, V, program, start, True, sums, skips, codec, C)
+            sums, skips = _ring_tile(K, V, program, start, sums, skips, codec, C)
     return sums, skips
 
 
@@ -102,9 +100,9 @@ def last_sink(TABLE, bh, asked, C: tl.constexpr):
 
 
 @triton.jit
-def sink_scores(pool, program, start, there, codec, C: tl.constexpr):
-    """Scores of the entries from `start` on, with those gone that a query does not see; `there` as in `_ring_tile`.
-    What says so comes in words, which every thread has."""
+def sink_scores(pool, program, start, codec, C: tl.constexpr):
+    """Scores of the entries from `start` on, with those gone that a query does not see. What says so comes in words,
+    which every thread has."""
     SIDE: tl.constexpr = C.K
     p, scoring, of_head = program.q_pos, program.scoring, program.bh.to(tl.int64) * C.ENTRIES
     first = of_head + start
@@ -115,7 +113,7 @@ def sink_scores(pool, program, start, there, codec, C: tl.constexpr):
     if C.SOFTCAP:
         s = soft_cap(s, scoring.softcap)
     word = tl.where(p >= visible_from(program.row, C), after, before)
-    see = (((word[None, :] >> token_order(SINK_TILE, 1)[:, None]) & 1) == 1) & there
+    see = ((word[None, :] >> token_order(SINK_TILE, 1)[:, None]) & 1) == 1
     if C.LOCAL:
         pos = to_token_order(tl.load(pool.table.pos + first + bit), 1)
         see = see & in_window(pos[:, None], p[None, :], scoring.window, C.CHUNKS)
@@ -123,37 +121,10 @@ def sink_scores(pool, program, start, there, codec, C: tl.constexpr):
 
 
 @triton.jit
-def _sink_tile(pool, program, start, there, sums, skips, codec, C: tl.constexpr):
-    """Attention over the sinks of the entries from `start` on."""
-    s = sink_scores(pool, program, start, there, codec, C)
-    first = program.bh.to(tl.int64) * C.ENTRIES
-    return _add(s, pool.v, RingTile(first, start, C.ENTRIES, SINK_TILE), program, sums, skips, codec, C)
-
-
-@triton.jit
 def sink_part(pool, program, sums, skips, codec, C: tl.constexpr):
     """Attention over the tokens that the sink pool keeps out of the blocks, in the order of the table."""
     for start in tl.range(0, pool.end, SINK_TILE, num_stages=2):
-        sums, skips = _sink_tile(pool, program, start, True, sums, skips, codec, C)
-    return sums, skips
-
-
-@triton.jit
-def open_part(K, V, pool, program, sums, skips, codec, C: tl.constexpr):
-    """Attention over a whole ring, from the tile of its first open token on, and over the sinks: a tile of each a
-    turn."""
-    row = program.row
-    RING_TILES: tl.constexpr = C.RING // RING_TILE
-    SINK_TILES: tl.constexpr = C.ENTRIES // SINK_TILE
-    first = row.open_start % C.RING // RING_TILE * RING_TILE
-    used = row.open_start % C.RING - first + row.length + row.count - row.open_start
-    turns = tl.minimum(tl.cdiv(used, RING_TILE), RING_TILES)
-    if SINK_TILES > 0:  # a row without open tokens may have queries that see sinks
-        turns = tl.maximum(turns, 1 if SINK_TILES == 1 else tl.cdiv(pool.end, SINK_TILE))
-    for i in tl.range(0, turns, num_stages=2):
-        there = True if SINK_TILES <= RING_TILES else i < RING_TILES
-        sums, skips = _ring_tile(K, V, program, (first + i * RING_TILE) % C.RING, there, sums, skips, codec, C)
-        if SINK_TILES > 0:
-            start = tl.minimum(i, SINK_TILES - 1) * SINK_TILE
-            sums, skips = _sink_tile(pool, program, start, i < SINK_TILES, sums, skips, codec, C)
+        s = sink_scores(pool, program, start, codec, C)
+        first = program.bh.to(tl.int64) * C.ENTRIES
+        sums, skips = _add(s, pool.v, RingTile(first, start, C.ENTRIES, SINK_TILE), program, sums, skips, codec, C)
     return sums, skips
