@@ -185,7 +185,7 @@ TABLES = (
           "| rows x tokens || `{way}`, us |",
           "| {batch} x {context} || {ms:us.2f}{ratios} |",
           each(ratios=_ratios), "way"),
-    Table("recipes-speed", "speed-recipes",
+    Table("recipes-speed", "speed-recipes speed-pool",
           "| setting | compared with || {point} |",
           "| `{recipe}` | `{parent}` || {longer:+.1%} |",
           _longer, "point"),
