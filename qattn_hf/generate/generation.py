@@ -6,7 +6,7 @@ All are module-level functions, so that a patched model can be copied and pickle
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
@@ -86,17 +86,9 @@ def prepare_cache(
         check_prompt_mask(mask, generation_config)
     if generation_config.use_cache is False:
         return  # each call makes a cache of its own and drops it
-    cache, last = model_kwargs.get(CACHE), model._qattn.last
+    last = model._qattn.last
     last.skip_next(False)
-    if cache is None:
-        cache = model_kwargs[CACHE] = model._qattn.new_cache()
-    else:
-        check_cache(cache, len(model._qattn.specs))
-        check_earlier_mask(cache, wait=True)
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
-        cache.check_whole(layers)
-        cache._is_user_defined = True
-        last.record(cache)
+    cache = model_kwargs[CACHE] = _cache_of(model, model_kwargs.get(CACHE))
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     cache.replays = False
     _run_eagerly(model._qattn, generation_mode, cache)
@@ -119,6 +111,19 @@ def prepare_cache(
     ):
         # many short calls, one after the other, of which few should find another capacity and capture anew
         model._qattn.pool.allocate(cache.plan, max_cache_length + max_cache_length // 4 + DRAFTED)
+
+
+def _cache_of(model: PreTrainedModel, given: Any) -> QAttnCache:
+    """The cache of a call of `generate`: a new one, or the caller's, checked."""
+    if given is None:
+        return model._qattn.new_cache()
+    check_cache(given, len(model._qattn.specs))
+    check_earlier_mask(given, wait=True)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
+    given.check_whole(layers)
+    given._is_user_defined = True
+    model._qattn.last.record(given)
+    return given
 
 
 def _whole_model(model: PreTrainedModel) -> bool:
@@ -264,24 +269,15 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
         UnsupportedError: compiled steps that are not captured, over a cache with `memory`.
     """
     patched = patch_of(model)
-    cache, strict = patched.last.cache, patched.recipe.settings.decode == "graph"
-    how, why, captures = patched.decode, patched.decode_reason, patched.decode_reason is None
-    if not _whole_model(model):
-        how, why = "eager", "it exits early, to draft for itself"
-    elif compile_config is not None:
-        how, why, captures = "compile", None, False
-    elif captures and how != "eager" and not strict and (hook := python_hook(model)) is not None:
-        why, captures = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does", False
-        how = "eager" if how == "graph" else how
-        patched.notices.of_eager(why)
+    cache, way = patched.last.cache, _way_of(model, compile_config)
     if cache is not None:
         cache.captured_call = None  # who asks for this calls it
         # a graph says so when it runs
-        waiting = "eager" if how == "graph" else how, "no two decode steps had the same kind of inputs"
-        cache.ran(*waiting if captures and how != "eager" else (how, why))
-    if how == "eager":
+        waiting = "eager" if way.how == "graph" else way.how, "no two decode steps had the same kind of inputs"
+        cache.ran(*waiting if way.captures and way.how != "eager" else (way.how, way.why))
+    if way.how == "eager":
         return model.__call__
-    if not captures:
+    if not way.captures:
         if cache is not None and cache.bounded:
             raise UnsupportedError(
                 "compiled steps alone make no room, and a cache with memory= needs some in time: leave compile_config "
@@ -289,11 +285,38 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
             )
         return type(model).get_compiled_call(model, compile_config)
     compiled = None
-    if how == "compile":  # in a mode without CUDA graphs, which Inductor would not make over a cache that it writes
+    if way.how == "compile":  # in a mode without CUDA graphs, which Inductor would not make over a cache that it writes
         compiled = type(model).get_compiled_call(model, CompileConfig(mode="default"))
     if cache is not None:
         cache.replays = True
-    return GraphedCall(model, patched.pool, strict, compiled)
+    return GraphedCall(model, patched.pool, patched.recipe.settings.decode == "graph", compiled)
+
+
+class Way(NamedTuple):
+    """How decode steps run: `eager`, `graph` or `compile`; why not as the recipe says, or None; whether a CUDA graph
+    captures them."""
+
+    how: str
+    why: str | None
+    captures: bool
+
+
+def _way_of(model: PreTrainedModel, compile_config: CompileConfig | None) -> Way:
+    """How the next decode steps of `generate` run; the patch warns where a hook keeps them from being captured."""
+    patched = patch_of(model)
+    how, why = patched.decode, patched.decode_reason
+    if not _whole_model(model):
+        return Way("eager", "it exits early, to draft for itself", why is None)
+    if compile_config is not None:
+        return Way("compile", None, False)
+    hook = None
+    if why is None and how != "eager" and patched.recipe.settings.decode != "graph":
+        hook = python_hook(model)
+    if hook is None:
+        return Way(how, why, why is None)
+    why = f"a replay would leave out the forward hook {hook}; decode='graph' captures what it does"
+    patched.notices.of_eager(why)
+    return Way("eager" if how == "graph" else how, why, False)
 
 
 def generate_masks(

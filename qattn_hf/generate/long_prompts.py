@@ -63,17 +63,16 @@ def prefill_chunk(
     chunk = chunk_of(layer.spec for layer in packed)
     mask = model_kwargs.get("attention_mask")
     tokens = longest if mask is None or mask.dim() != 2 else mask.shape[1]
+    if chunk is None or tokens <= chunk or len(packed) < len(cache.packed):
+        return None
+    compiled = model._qattn.decode == "compile" and model._qattn.decode_reason is not None
     whole = (
-        chunk is None
-        or tokens <= chunk
-        or len(packed) < len(cache.packed)
-        or cache.mixed
-        or generation_mode not in CUT_BY_TRANSFORMERS
-        or generation_config.is_assistant
-        or generation_config.output_hidden_states
-        or not {name for name, value in model_kwargs.items() if value is not None} <= TEXT
-        or (model._qattn.decode == "compile" and model._qattn.decode_reason is not None)
-        or generation_config.compile_config is not None
-        or changing_rope(model) is not None
+        cache.mixed,
+        generation_mode not in CUT_BY_TRANSFORMERS,
+        generation_config.is_assistant,
+        generation_config.output_hidden_states,
+        not {name for name, value in model_kwargs.items() if value is not None} <= TEXT,
+        compiled or generation_config.compile_config is not None,
+        changing_rope(model) is not None,
     )
-    return None if whole else chunk
+    return None if any(whole) else chunk

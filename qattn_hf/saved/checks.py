@@ -166,21 +166,32 @@ def _check_own(
     if {*host} != {*fresh} or any(_count(host[name]) != _count(fresh[name]) for name in fresh):
         raise unusable(path, f"{where} has other attributes than {', '.join(sorted(fresh)) or 'none'}")
     for name, x in held.items():
-        states, _, part = name.partition(".")
-        empty = vars(layer).get(states) if own and states in STATE else ()
-        if not (part in map(str, empty) if isinstance(empty, dict) else empty is None and not part):
+        if not (own and _has_state(layer, name)):
             raise unusable(path, f"{where} has no tensor {cut(name, 100)}")
         if not x.is_floating_point() or x.dim() < 2 or x.shape[0] != header["rows"] or not x.numel():
             raise unusable(path, f"{name} of {where} is {_shape(x)}")
     for states in ("conv_states", "recurrent_states"):
-        if f"is_{states}_initialized" not in host:
-            continue
-        flags, sizes = host[f"is_{states}_initialized"], host["conv_kernel_size"]
-        for i, (there, size) in enumerate(zip(flags, sizes, strict=True)):
-            state = held.get(f"{states}.{i}")
-            short = states == "conv_states" and state is not None and (size is None or size > state.shape[-1])
-            if (state is not None) is not there or short:
-                raise unusable(path, f"{states} of {where} are not those of its attributes")
+        if f"is_{states}_initialized" in host and not _agree(states, host, held):
+            raise unusable(path, f"{states} of {where} are not those of its attributes")
+
+
+def _has_state(layer: Any, name: str) -> bool:
+    """Whether a fresh layer has room for a state of this name: `conv_states`, or `conv_states.0` of several."""
+    states, _, part = name.partition(".")
+    empty = vars(layer).get(states) if states in STATE else ()
+    return part in map(str, empty) if isinstance(empty, dict) else empty is None and not part
+
+
+def _agree(states: str, host: dict[str, Any], held: Tensors) -> bool:
+    """Whether the states of linear attention that are there are those that the attributes tell of, and long enough."""
+    flags, sizes = host[f"is_{states}_initialized"], host["conv_kernel_size"]
+    for i, (there, size) in enumerate(zip(flags, sizes, strict=True)):
+        state = held.get(f"{states}.{i}")
+        if (state is not None) is not there:
+            return False
+        if states == "conv_states" and state is not None and (size is None or size > state.shape[-1]):
+            return False
+    return True
 
 
 def _check_window(

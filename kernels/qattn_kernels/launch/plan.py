@@ -210,6 +210,15 @@ def _mapped(change: Callable[[Any], Any], value: Any, kind: type = Pointer) -> A
     return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
 
 
+class Region(NamedTuple):
+    """Addresses of a tensor of the call, `size` bytes from `start` on; they begin `offset` bytes into its base."""
+
+    start: int
+    size: int
+    base: int
+    offset: int
+
+
 def _plan(
     recorder: Recorder, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor], arenas: int = 1
 ) -> Plan:
@@ -220,35 +229,47 @@ def _plan(
     """
     if recorder.foreign is not None:
         raise Unplannable(f"it calls {recorder.foreign}")
-    spans = [(x.data_ptr(), x.nbytes if i < arenas else 1, i, 0) for i, x in enumerate(inputs) if x is not None]
-    if len({start for start, *_ in spans}) < len(spans):
+    given = [Region(x.data_ptr(), x.nbytes if i < arenas else 1, i, 0) for i, x in enumerate(inputs) if x is not None]
+    if len({region.start for region in given}) < len(given):
         raise Unplannable("inputs share an address")
-    returned = {x.data_ptr(): i for i, x in enumerate(results, len(inputs))}
-    room, end = len(inputs) + len(results), 0
-    for x in recorder.allocated:
-        place = returned.get(x.data_ptr())
-        spans.append((x.data_ptr(), x.nbytes, room if place is None else place, 0 if place is not None else end))
-        end += 0 if place is not None else -(-x.nbytes // ALIGNMENT) * ALIGNMENT
-    if not set(returned) <= {x.data_ptr() for x in recorder.allocated}:
-        raise Unplannable("it returns a tensor that it did not allocate")
-
-    def pointer(value: torch.Tensor) -> Pointer | torch.Tensor:
-        if id(value) in CONSTANTS:
-            return value
-        if not value.numel():
-            return Pointer(0, 0, value.dtype)  # read by nobody
-        address = value.data_ptr()
-        for start, size, base, offset in spans:
-            if start <= address < start + size:
-                return Pointer(base, offset + address - start, value.dtype)
-        raise Unplannable(f"an argument {tuple(value.shape)} {value.dtype} is no tensor of the call")
-
-    given = partial(_mapped, pointer, kind=torch.Tensor)
+    allocated, room = _allocated(recorder, results, len(inputs))
+    mapped = partial(_mapped, partial(_pointer, [*given, *allocated]), kind=torch.Tensor)
     launches = [
-        Launch(x.kernel, x.grid, given(x.arguments), {name: given(value) for name, value in x.options.items()})
+        Launch(x.kernel, x.grid, mapped(x.arguments), {name: mapped(value) for name, value in x.options.items()})
         for x in recorder.launches
     ]
-    return Plan(launches, [Result(x.shape, x.stride(), x.dtype) for x in results], end)
+    return Plan(launches, [Result(x.shape, x.stride(), x.dtype) for x in results], room)
+
+
+def _allocated(recorder: Recorder, results: Sequence[torch.Tensor], inputs: int) -> tuple[list[Region], int]:
+    """Regions of what a call allocated, and bytes of the room that all but its results take together.
+
+    Bases are `inputs` inputs, then the results, then the room.
+    """
+    returned = {x.data_ptr(): i for i, x in enumerate(results, inputs)}
+    if not set(returned) <= {x.data_ptr() for x in recorder.allocated}:
+        raise Unplannable("it returns a tensor that it did not allocate")
+    regions, end = [], 0
+    for x in recorder.allocated:
+        if (place := returned.get(x.data_ptr())) is not None:
+            regions.append(Region(x.data_ptr(), x.nbytes, place, 0))
+        else:
+            regions.append(Region(x.data_ptr(), x.nbytes, inputs + len(results), end))
+            end += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+    return regions, end
+
+
+def _pointer(regions: Sequence[Region], value: torch.Tensor) -> Pointer | torch.Tensor:
+    """Where a tensor argument lies in the regions of its call; a constant stays as it is."""
+    if id(value) in CONSTANTS:
+        return value
+    if not value.numel():
+        return Pointer(0, 0, value.dtype)  # read by nobody
+    address = value.data_ptr()
+    for start, size, base, offset in regions:
+        if start <= address < start + size:
+            return Pointer(base, offset + address - start, value.dtype)
+    raise Unplannable(f"an argument {tuple(value.shape)} {value.dtype} is no tensor of the call")
 
 
 _plans: dict[Hashable, Plan | None] = {}

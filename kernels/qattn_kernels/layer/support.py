@@ -42,21 +42,29 @@ def unsupported(spec: LayerSpec, heads: int, k_dim: int, v_dim: int) -> str | No
         return _unsupported_latent(spec, heads, k_dim, v_dim) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec)
     if k_dim != v_dim or k_dim not in HEAD_DIMS:
         return f"head dims are {k_dim} and {v_dim}; the kernels know {', '.join(map(str, HEAD_DIMS))}, K and V alike"
-    if spec.compute.p_scale != "row":
-        return f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row"
-    pool = spec.sink_pool
-    if pool.num and (pool.select, pool.exclude, pool.prefill) != ("smallest_key", True, "group"):
-        return "of sink pools the kernels know the one of the smallest keys, excluded, block by block"
-    if pool.num and spec.window.span != spec.window.block:
-        return "several blocks close together, and the kernels' sink pool competes with one"
-    if aged_blocks(spec.k) and aged_blocks(spec.v):
-        return "both keys and values have blocks of two widths; the kernels know one side of them"
-    if spec.sparsity.tau and (aged_blocks(spec.k) or aged_blocks(spec.v)):
-        return "sparse V over blocks of two widths is the reference's"
-    if spec.k.smoothed and (pool.num or mixes(spec.k)):
-        return "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's"
     no_room = _no_room(f"head dim {k_dim}", k_dim, LEAST_SHARED)
-    return _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec) or no_room
+    return _reference_only(spec) or _unsupported_sides(spec, k_dim, v_dim) or _no_fp8(spec) or no_room
+
+
+def _reference_only(spec: LayerSpec) -> str | None:
+    """The first setting of a spec that the reference alone computes, or None."""
+    pool, aged = spec.sink_pool, [aged_blocks(side) for side in (spec.k, spec.v)]
+    known_pool = (pool.select, pool.exclude, pool.prefill) == ("smallest_key", True, "group")
+    rules = {
+        f"p_scale is {spec.compute.p_scale!r}; the kernels scale by row": spec.compute.p_scale != "row",
+        "of sink pools the kernels know the one of the smallest keys, excluded, block by block": (
+            pool.num and not known_pool
+        ),
+        "several blocks close together, and the kernels' sink pool competes with one": (
+            pool.num and spec.window.span != spec.window.block
+        ),
+        "both keys and values have blocks of two widths; the kernels know one side of them": all(aged),
+        "sparse V over blocks of two widths is the reference's": spec.sparsity.tau and any(aged),
+        "keys around a mean beside a sink pool, or with heads ranked by row, are the reference's": (
+            spec.k.smoothed and (pool.num or mixes(spec.k))
+        ),
+    }
+    return next((why for why, holds in rules.items() if holds), None)
 
 
 def _no_room(what: str, channels: int, table: dict[int, int]) -> str | None:
