@@ -97,7 +97,10 @@ def measured(
         raise RuntimeError(f"{bench} of {tree.name} failed")
 
 
-def main(arguments: list[str] | None = None) -> None:
+Times = dict[tuple[Any, ...], dict[int, float]]  # ms by bench, method and point, then by pass
+
+
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Speed of another checkout and of this one, in one run.")
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("--bench", choices=METHODS, help="only this bench; both by default")
@@ -106,22 +109,33 @@ def main(arguments: list[str] | None = None) -> None:
         "--points", type=points_of, help="rows x tokens, as 1x512,64x512; by default those of each bench"
     )
     options = parser.parse_args(arguments)
-    other, named = options.other.resolve(), split_methods([options.methods]) if options.methods else None
-    if unknown := {split_method(text)[0] for text in named or ()} - set(list_methods()):
+    options.methods = split_methods([options.methods]) if options.methods else None
+    if unknown := {split_method(text)[0] for text in options.methods or ()} - set(list_methods()):
         parser.error(f"--methods {', '.join(sorted(unknown))}: there are {', '.join(list_methods())}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parsed(arguments)
+    other, named = options.other.resolve(), options.methods
     benches = {name: list(named or methods) for name, methods in METHODS.items() if options.bench in (None, name)}
     points = {name: options.points or points_of(POINTS[name]) for name in benches}
     jobs = [(tree, bench, [name]) for tree in (other, ROOT) for bench, names in benches.items() for name in names]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for rows in [pool.submit(list, measured(*job, points[job[1]], warm=True)) for job in jobs]:
             rows.result()
-    times: dict[tuple[Any, ...], dict[int, float]] = {}
+    times: Times = {}
     for number, (tree, name) in enumerate(((other, "before"), (ROOT, "after"), (other, "before"))):
         for bench, methods in benches.items():
             for row in measured(tree, bench, methods[:1] if number == 2 else methods, points[bench]):
                 print(json.dumps({**row, "tree": name, "pass": number}), flush=True)
                 place = (bench, row["way"], row["batch"], row.get("context") or row.get("tokens"))
                 times.setdefault(place, {})[number] = row.get("ms", float("nan"))
+    _print_ratios(times)
+
+
+def _print_ratios(times: Times) -> None:
+    """A line for each bench, method and point that both checkouts measured."""
     for (bench, way, batch, tokens), ms in times.items():
         if len(ms) > 1:
             print(f"# {bench} {way} {batch}x{tokens}: {ms[0]:.4f} ms, now {ms[1]:.4f}: {ms[0] / ms[1]:.3f}x", end="")

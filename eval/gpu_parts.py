@@ -55,17 +55,22 @@ def parts(options: list[str], yardstick: Path | None, chosen: list[str], kept: P
         "first-call": [("speed-first-call", bench("first-call", *first_calls))],
     }
     found |= {"front": [front(name, options) for name in ("decode", "prefill")]}
-    if yardstick is not None:
-        found["released"] = [released(yardstick, name) for name in CHECKPOINTS]
-        models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
-        pairs = [(family, model) for family in chosen for model in models]
-        found["recipes"] = [("recipes", ["python", "eval/recipes.py", str(yardstick)])]
-        found["quality"] = [quality(yardstick, model, family) for family, model in pairs]
-        found["tasks"] = [tasks(yardstick, model, family) for family, model in pairs]
-        found["tables"] = [paper(yardstick, model, name) for name in paper_tables() for model in models]
-        first, _ = halves(yardstick, kept)
-        found["tune"] = [tune(model, first, kept) for model in models]
-    return found
+    return found if yardstick is None else found | of_yardstick(yardstick, chosen, kept)
+
+
+def of_yardstick(yardstick: Path, chosen: list[str], kept: Path) -> dict[str, list[Part]]:
+    """The parts that read models and data of the yardstick's folder."""
+    models = sorted(path for path in (yardstick / "models").iterdir() if path.is_dir())
+    pairs = [(family, model) for family in chosen for model in models]
+    first, _ = halves(yardstick, kept)
+    return {
+        "released": [released(yardstick, name) for name in CHECKPOINTS],
+        "recipes": [("recipes", ["python", "eval/recipes.py", str(yardstick)])],
+        "quality": [quality(yardstick, model, family) for family, model in pairs],
+        "tasks": [tasks(yardstick, model, family) for family, model in pairs],
+        "tables": [paper(yardstick, model, name) for name in paper_tables() for model in models],
+        "tune": [tune(model, first, kept) for model in models],
+    }
 
 
 def front(name: str, options: list[str]) -> Part:

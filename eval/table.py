@@ -101,14 +101,16 @@ class Table:
         lines: dict[tuple[str, ...], dict[Any, Row]] = {}
         for row in rows:
             found.setdefault(row[self.across], row)
-            line = lines.setdefault(tuple(text_of(cell, row) for cell in first), {})
-            line.setdefault(row[self.across], row)
-        order = self.order(found) if callable(self.order) else self.order or found
-        values = [value for value in order if value in found]
-
-        def shown(line: dict[Any, Row]) -> list[str]:
-            further = [text_of(cell, line.get(value, {})) for value in values for cell in cells]
-            return [*further, *(text_of(cell, next(iter(line.values()))) for cell in last)]
-
+            lines.setdefault(tuple(text_of(cell, row) for cell in first), {}).setdefault(row[self.across], row)
+        values = self._values(found)
         header = [*head, *(text_of(title, found[value]) for value in values for title in titles), *last_head]
-        return markdown(header, [[*begin, *shown(line)] for begin, line in lines.items()])
+        body = []
+        for begin, line in lines.items():
+            further = [text_of(cell, line.get(value, {})) for value in values for cell in cells]
+            body.append([*begin, *further, *(text_of(cell, next(iter(line.values()))) for cell in last)])
+        return markdown(header, body)
+
+    def _values(self, found: dict[Any, Row]) -> list[Any]:
+        """Values of the key that have columns, in order."""
+        order = self.order(found) if callable(self.order) else self.order or found
+        return [value for value in order if value in found]

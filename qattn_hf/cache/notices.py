@@ -135,6 +135,16 @@ class Notices:
         caches = [(ref, ref()) for ref in self._unread]
         self._unread = [ref for ref, cache in caches if cache is None or all(map(written_once, cache.packed))]
 
+    def _why_unread(self, kwargs: dict[str, Any]) -> str | None:
+        """Why nobody will read the codes of a call's cache, or None where a later call may."""
+        if kwargs.get("labels") is not None:
+            return "labels were given to a call that makes its own cache"
+        if not kwargs["use_cache"]:
+            return "use_cache=False makes a cache for each call and drops it"
+        if sum(ref() is None for ref in self._unread) >= DROPPED:
+            return "one call after another made a cache that nothing read"
+        return None
+
     def of_call(self, cache: QAttnCache, kwargs: dict[str, Any], tokens: int, made: bool, asked: bool | None) -> None:
         """Warn where a call's result is full precision's because no token reads a code, and its caller may not know.
 
@@ -148,18 +158,10 @@ class Notices:
         if any(layer.edits for layer in cache.layers):
             self._unread = [ref for ref in self._unread if ref() not in (None, cache)]
             return
-        quantized = [layer.spec for layer in cache.packed if of_method(layer.spec)]
-        if not made or asked or not quantized or not all(map(reads_no_code, quantized)):
+        if not made or asked or not _leaves_codes_unread(cache, tokens):
             return
-        if tokens <= SHORT_CALL and any(tokens >= spec.window.block for spec in quantized):
-            return  # short calls read what they packed
-        if kwargs.get("labels") is not None:
-            why = "labels were given to a call that makes its own cache"
-        elif not kwargs["use_cache"]:
-            why = "use_cache=False makes a cache for each call and drops it"
-        elif sum(ref() is None for ref in self._unread) >= DROPPED:
-            why = "one call after another made a cache that nothing read"
-        else:
+        why = self._why_unread(kwargs)
+        if why is None:
             self._unread.append(weakref.ref(cache))
             return
         method = cache.recipe.method
@@ -169,3 +171,11 @@ class Notices:
             f"full precision's, whatever {method} loses. `qattn compare MODEL --method ...`, with the "
             "method and settings of this patch, measures what the cache loses",
         )
+
+
+def _leaves_codes_unread(cache: QAttnCache, tokens: int) -> bool:
+    """Whether a first call of so many tokens a row attends in the model's precision in all layers of a method."""
+    quantized = [layer.spec for layer in cache.packed if of_method(layer.spec)]
+    if tokens <= SHORT_CALL and any(tokens >= spec.window.block for spec in quantized):
+        return False  # short calls read what they packed
+    return bool(quantized) and all(map(reads_no_code, quantized))

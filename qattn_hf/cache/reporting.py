@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,32 +172,37 @@ class Report:
         elif not data["kv_bytes"]:
             console.print(in_words(self.pages) if self.pages else "nothing cached yet: run the model first")
         else:
-            console.print(
-                f"{size(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
-                f"a {'packed ' if own else ''}layer; in model precision {size(data['kv_bytes_full_precision'])}"
-            )
-            console.print(
-                f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
-                f"{_number(data['effective_bits_total'])} with ring and spare capacity"
-                f"{' and the layers that are not packed' if own else ''}"
-            )
-            if data["unread"]:
-                console.print(
-                    "no token has read a code yet: outputs so far are full precision's. `qattn compare` with this "
-                    "method measures what it loses"
-                )
-            if own:
-                console.print(
-                    f"{len(own)} of {len(self.layers)} layers are not packed: they keep what is the model's own, "
-                    f"{size(sum(row['bytes'] for row in own))} in its precision"
-                )
-            if data["skip_rate"] is not None:
-                console.print(
-                    f"sparse V: {data['skip_rate']:.1%} of values skipped, which had {data['dropped_mass']:.1e} of a "
-                    f"query's weight, {data['dropped_worst']:.1e} at most"
-                )
+            for line in self._lines(data, own):
+                console.print(line)
             console.print(self._table())
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def _lines(self, data: dict[str, Any], own: list[dict[str, Any]]) -> Iterator[str]:
+        """What a filled cache holds, a sentence a line; `own`: rows of the layers that are not packed."""
+        yield (
+            f"{size(data['kv_bytes'])} hold {data['packed_tokens']} packed and {data['open_tokens']} open tokens "
+            f"a {'packed ' if own else ''}layer; in model precision {size(data['kv_bytes_full_precision'])}"
+        )
+        yield (
+            f"bits a value: {_number(data['effective_bits'])} in closed blocks, "
+            f"{_number(data['effective_bits_total'])} with ring and spare capacity"
+            f"{' and the layers that are not packed' if own else ''}"
+        )
+        if data["unread"]:
+            yield (
+                "no token has read a code yet: outputs so far are full precision's. `qattn compare` with this "
+                "method measures what it loses"
+            )
+        if own:
+            yield (
+                f"{len(own)} of {len(self.layers)} layers are not packed: they keep what is the model's own, "
+                f"{size(sum(row['bytes'] for row in own))} in its precision"
+            )
+        if data["skip_rate"] is not None:
+            yield (
+                f"sparse V: {data['skip_rate']:.1%} of values skipped, which had {data['dropped_mass']:.1e} of a "
+                f"query's weight, {data['dropped_worst']:.1e} at most"
+            )
 
     def _family_text(self) -> str:
         """Settings from the model's family, their reason, and its advice; empty where there is neither."""

@@ -52,20 +52,25 @@ def _command(words: list[str]) -> tuple[list[str], list[str]]:
     return command, words[count:]
 
 
+def _option(command: list[str], before: str, word: str, after: str) -> str:
+    """Today's name of an option, or a size with its unit, between its neighbours."""
+    if before in UNITS and word.replace(".", "").isdecimal():
+        return word + UNITS[before]
+    if command == ["rollout"] and word == "--rollout":
+        return "--new-tokens"
+    if command == ["inspect"] and word in OUTPUT and not after.endswith(".json"):
+        return "--pictures"
+    if command in (["demo"], ["inspect"]) and word == "--json" and after.endswith(".json"):
+        return "--output"
+    return OPTIONS.get(word, word)
+
+
 def _options(command: list[str], words: list[str]) -> list[str]:
     """Today's names of options, and units of sizes."""
-    found = []
-    for i, word in enumerate(words):
-        before, after = words[i - 1] if i else "", words[i + 1] if i + 1 < len(words) else ""
-        if before in UNITS and word.replace(".", "").isdecimal():
-            word += UNITS[before]
-        elif command == ["rollout"] and word == "--rollout":
-            word = "--new-tokens"
-        elif command == ["inspect"] and word in OUTPUT and not after.endswith(".json"):
-            word = "--pictures"
-        elif command in (["demo"], ["inspect"]) and word == "--json" and after.endswith(".json"):
-            word = "--output"
-        found.append(OPTIONS.get(word, word))
+    found = [
+        _option(command, before, word, after)
+        for before, word, after in zip(["", *words[:-1]], words, [*words[1:], ""], strict=True)
+    ]
     if command == ["generate"] and not {"--prompt", "-p"} & {word.partition("=")[0] for word in found}:
         place = _first_argument(found)
         found[place:place] = ["--prompt"] if place < len(found) else []

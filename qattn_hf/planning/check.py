@@ -225,23 +225,27 @@ def _sizes(
     if not recipe.settings.packs():
         return {"at_tokens": at_tokens, "kv_bytes": full * at_tokens, "bytes_per_token": full,
                 "bytes_per_token_full_precision": full}  # fmt: skip
-    rows = [
-        _packed_row(i, spec, sizes[i], recipe.method_of(i, spec), dtype, device_type, at_tokens)
-        if isinstance(spec, LayerSpec)
-        else {"layer": i, **own_row(spec, sizes[i], dtype, at_tokens)}
-        for i, spec in enumerate(specs)
-    ]
+    rows = []
+    for i, spec in enumerate(specs):
+        if isinstance(spec, LayerSpec):
+            method = recipe.method_of(i, spec)
+            rows.append(_packed_row(i, spec, sizes[i], method, dtype, device_type, at_tokens))
+        else:
+            rows.append({"layer": i, **own_row(spec, sizes[i], dtype, at_tokens)})
     fill_states(rows, built)
+    return {"at_tokens": at_tokens, "bytes_per_token_full_precision": full, **_totals(rows, token_values, at_tokens)}
+
+
+def _totals(rows: list[dict[str, Any]], token_values: int, at_tokens: int) -> dict[str, Any]:
+    """Bytes and bits over all layers' rows; `token_values`: values that a token adds to the cache."""
     kv_bytes, token_bytes = (sum(row[key] or 0 for row in rows) for key in ("bytes", "bytes_per_token"))
     values = token_values * at_tokens + sum(row.get("values") or 0 for row in rows)
     return {
         "layers": rows,
-        "at_tokens": at_tokens,
         "kv_bytes": kv_bytes,
         "own_bytes": sum(row.get("bytes_at_most") or 0 for row in rows),
         "uncounted": [row["layer"] for row in rows if row["bytes"] is None],
         "bytes_per_token": token_bytes,
-        "bytes_per_token_full_precision": full,
         "effective_bits": 8 * token_bytes / token_values if token_values else None,
         "effective_bits_total": 8 * kv_bytes / values if values else None,
     }

@@ -168,10 +168,7 @@ class Recipe:
             of_layer = {field.name: getattr(spec, field.name) for field in dataclasses.fields(LayerSpec)}
             return HybridLayerSpec(**of_layer, states=states[i]) if states[i] else spec
 
-        for choice in self.choices:
-            where = named(choice.where)
-            if max(choice.layers) >= layers:
-                raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
+        self._check_choices(layers)
         try:
             unquantized = partial(packed, settings=self._unquantized())
             kept = decide(own, config, self.settings, device_type, packed, unquantized)
@@ -180,12 +177,23 @@ class Recipe:
             raise
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None
+        self._check_packed(specs)
+        one: dict[Any, Any] = {}  # layers of one spec share the object: to compare equal ones takes the host longer
+        return [one.setdefault(spec, spec) for spec in specs]
+
+    def _check_choices(self, layers: int) -> None:
+        """Refuse settings for layers that a model of so many does not have."""
+        for choice in self.choices:
+            if max(choice.layers) >= layers:
+                where = named(choice.where)
+                raise RecipeError(f"{self.origin}: layers {where}: the model has layers 0 to {layers - 1}")
+
+    def _check_packed(self, specs: list[LayerSpec | ModelLayerSpec]) -> None:
+        """Refuse settings for layers of which none is packed."""
         for choice in self.choices:
             if not any(of_method(specs[i]) for i in choice.layers):
                 why = f"they have {specs[min(choice.layers)]}"
                 raise RecipeError(f"{self.origin}: layers {named(choice.where)} are not packed: {why}")
-        one: dict[Any, Any] = {}  # layers of one spec share the object: to compare equal ones takes the host longer
-        return [one.setdefault(spec, spec) for spec in specs]
 
 
 def load_recipe(source: str | Path, **overrides: Any) -> Recipe:

@@ -58,20 +58,18 @@ def decide(
     if setting == "lossless" and (reason := _why_model(own, settings, device_type, packed, unquantized)):
         why = f"sliding='lossless': {reason}"
     if why is None:
-        specs = {
-            i: WindowLayerSpec(
-                **vars((unquantized if plain else packed)(i)),
-                sliding_window=kept.window or 1,
-                chunked=kept.kind == "chunked_attention",
-                unquantized=plain,
-            )
-            for i, kept in windows.items()
-        }
+        specs = {i: _window(kept, (unquantized if plain else packed)(i), plain) for i, kept in windows.items()}
         why = _why_not(specs, config, setting == "auto")
     if why and setting == "packed":
         raise UnsupportedError(f"sliding='packed' cannot pack these windows: {why}; use sliding='model'")
     unpacked = {i: replace(kept, why=why) for i, kept in windows.items()}
     return [(unpacked if why else specs).get(i, kept) for i, kept in enumerate(own)]
+
+
+def _window(kept: ModelLayerSpec, spec: LayerSpec, unquantized: bool) -> WindowLayerSpec:
+    """The spec of a packed window in place of the model's own."""
+    chunked = kept.kind == "chunked_attention"
+    return WindowLayerSpec(**vars(spec), sliding_window=kept.window or 1, chunked=chunked, unquantized=unquantized)
 
 
 def _why_model(

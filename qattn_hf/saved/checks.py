@@ -121,16 +121,8 @@ def check_tensors(
     Raises:
         QAttnError: something does not fit; the message names it.
     """
-    left, rows, tokens = {**tensors}, header["rows"], header["tokens"]
-    slots = [0] * len(layers)
-    if (ids := left.pop("input_ids", None)) is not None and (ids.dtype, *ids.shape) != (torch.int64, rows, tokens):
-        raise unusable(path, f"input_ids are {_shape(ids)} in place of int64 {(rows, tokens)}")
-    for name in header["offsets"]:
-        x = left.pop(f"offset.{name}", None)
-        if x is None:
-            continue
-        if (x.dtype, *x.shape) != (torch.int64, rows, 1) or not within(x, -MOST_COLUMNS, MOST_COLUMNS):
-            raise unusable(path, f"offsets of positions are {_shape(x)}, or too far")
+    left, slots = {**tensors}, [0] * len(layers)
+    _check_tokens(left, header, path)
     for i, (layer, row) in enumerate(zip(layers, header["layers"], strict=True)):
         held = {name.split(".", 1)[1]: left.pop(name) for name in [*left] if name.startswith(f"{i}.")}
         if (arena := held.pop("arena", None)) is not None or row.get("geometry"):
@@ -155,6 +147,19 @@ def _check_arena(arena: torch.Tensor, layout: Layout, header: dict[str, Any], wh
     if wrong := unsound(state, layout, header["tokens"]):
         raise unusable(path, f"{where}: {wrong}")
     return slots_used(state, layout.spec.window.block)
+
+
+def _check_tokens(left: Tensors, header: dict[str, Any], path: str | Path) -> None:
+    """Check the tokens and the offsets of their positions, and take them out of the tensors that are left."""
+    rows, tokens = header["rows"], header["tokens"]
+    if (ids := left.pop("input_ids", None)) is not None and (ids.dtype, *ids.shape) != (torch.int64, rows, tokens):
+        raise unusable(path, f"input_ids are {_shape(ids)} in place of int64 {(rows, tokens)}")
+    for name in header["offsets"]:
+        x = left.pop(f"offset.{name}", None)
+        if x is None:
+            continue
+        if (x.dtype, *x.shape) != (torch.int64, rows, 1) or not within(x, -MOST_COLUMNS, MOST_COLUMNS):
+            raise unusable(path, f"offsets of positions are {_shape(x)}, or too far")
 
 
 def _check_own(
