@@ -66,7 +66,7 @@ def _own(layout: Layout) -> set[str]:
 
 
 def settled(layout: Layout) -> dict[str, list[int]]:
-    """Return the shapes of state tensors, `[Hkv]` by name, that are equal for all rows with a closed block."""
+    """Return the state tensors, `[Hkv]` by name, that have the same values in all rows with a closed block."""
     spec, heads = layout.spec, layout.geometry.heads
     sides = ((side, fmt) for side, fmt in (("k", spec.k), ("v", spec.v)) if isinstance(fmt, MixedHeads))
     return {f"{side}.{name}": values for side, fmt in sides for name, values in fmt.settled(heads).items()}

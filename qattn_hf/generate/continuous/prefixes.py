@@ -62,8 +62,7 @@ class Prefixes:
         return Match(name, tokens, seen)
 
     def remember(self, prompt: Sequence[int]) -> str | None:
-        """Remember the blocks of a prompt that was read. Return the name of its whole blocks, or None if it has none.
-        """
+        """Remember the blocks of a prompt that was read. Return the name of its whole blocks; None if it has none."""
         names = self._names(prompt)
         for one in names:
             self.seen[one] = None
