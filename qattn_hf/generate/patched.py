@@ -31,7 +31,7 @@ class Patched:
         device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
         attn_implementations: each config of the model with its attention implementation before `patch`.
         decode, decode_reason: how `generate` runs its decode steps, and why not as a CUDA graph (`resolve_decode`).
-        window: width in tokens of the narrowest sliding window that hides no position (`window.py`); else None.
+        window: width in tokens of the narrowest sliding window, None without one; no window hides a position
         sizes: heads of each layer, if all layers are packed and on one device; else None.
         hook_ids: ids of the forward hooks on both modules.
         marked: number of modules that carry this state: 2, the model and its decoder, or 1 if they are the same.
