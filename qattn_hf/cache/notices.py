@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NOT_THE_USER = {"qattn_hf", "qattn_kernels", "transformers", "torch", "accelerate", "peft", "contextlib"}
 SAFE_BITS = 4  # fewest safe bits of windows: with fewer, a released checkpoint produced unusable text
-DROPPED = 2  # unread caches in a row before the warning; one or two may be a trial
+DROPPED = 2  # caches dropped unread before the next one triggers the warning; a single one may be a trial
 
 
 def warn(text: str) -> None:

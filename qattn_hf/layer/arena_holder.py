@@ -111,8 +111,8 @@ class ArenaHolder:
         return self._with_constants(empty_arena(layout, device), layout)
 
     def _allocate(self, known: Outline, device: torch.device) -> None:
-        """Take an empty arena for the current geometry and spec. It is zeroed together with all of
-        `zeroed_together`."""
+        """Take an empty arena for the current geometry and spec. Inside `zeroed_together`, it is zeroed with the
+        others."""
         arena = empty_bytes(known.n_bytes, device, at_once=needs_constants(known.layout.spec))
         self._adopt(self._with_constants(arena, known.layout), known)
 
