@@ -77,8 +77,7 @@ def prepare_cache(
             not left padding; more tokens than a sliding window shows.
     """
     _check_asked(model, generation_config, model_kwargs)
-    # a checkpoint's setting is for stock caches; this config belongs to one call
-    generation_config.cache_implementation = None
+    generation_config.cache_implementation = None  # of this call only; a checkpoint's value is for stock caches
     drafted = _drafted(generation_config, generation_mode)
     if drafted:
         _check_rolls_back(model._qattn)
@@ -103,7 +102,7 @@ def prepare_cache(
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     cache.replays = False
     _run_eagerly(model._qattn, generation_mode, cache)
-    if generation_config.prefill_chunk_size is None:  # this config belongs to one call
+    if generation_config.prefill_chunk_size is None:  # of this call only
         generation_config.prefill_chunk_size = prefill_chunk(
             model, generation_config, model_kwargs, generation_mode, cache, max_cache_length
         )
