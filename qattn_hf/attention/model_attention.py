@@ -65,7 +65,7 @@ def mask(before: str, windows: bool, **kwargs: Any) -> torch.Tensor | None:
     """
     local_size, config = kwargs.get("local_size"), kwargs.get("config")
     if hides(config, local_size) and not windows:
-        # such models may drop queries, and the mask must match the remaining ones
+        # such models drop queries later, so the mask must be explicit
         if getattr(config, "num_kv_shared_layers", None):
             kwargs["allow_is_causal_skip"] = False
         return AttentionMaskInterface()[before](**kwargs)

@@ -247,8 +247,8 @@ def _alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
 def _format(row: dict[str, Any], side: str) -> str:
     """Return format and bits of a side as text.
 
-    For example `flashq 4`, head by head `flashq 4422`, `flashq 8 and 4` if blocks differ, or `row by row` if rows of
-    the batch differ.
+    Examples: `flashq 4`; `flashq 4422`, head by head; `flashq 8 and 4` if blocks differ; `row by row` if rows of the
+    batch differ.
     """
     if tokens := row.get("tokens_by_bits", {}).get(side, {}):
         return f"{row[side + '_format']} {' and '.join(str(bits) for bits in sorted(tokens, reverse=True))}"

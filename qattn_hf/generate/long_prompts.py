@@ -31,7 +31,7 @@ def chunk_of(specs: Iterable[LayerSpec]) -> int | None:
     """Return the number of tokens per call of a long prompt; None runs the prompt as one call.
 
     Chunks suit methods that multiply prompts in INT8: they cost a few more roundings and no time. A method that attends
-    to new tokens in bf16 or fp16 would lose accuracy, a lot at 2 bits, and also the speed of PyTorch's SDPA.
+    to new tokens in bf16 or fp16 would lose accuracy, a lot at 2 bits. It would also lose the speed of PyTorch's SDPA.
     Unquantized windows lose nothing.
     """
     return PREFILL_CHUNK if all(spec.compute.prefill == "int8" for spec in specs if of_method(spec)) else None

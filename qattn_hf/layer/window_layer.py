@@ -126,7 +126,7 @@ class WindowLayer(QAttnLayer):
     def _drop_front(self) -> int:
         """Move the blocks still needed to the front, and return the slots then used. Waits for the device.
 
-        If it fails, all blocks are unchanged.
+        After a failure all blocks are in their old places.
         """
         assert self.arena is not None
         self.check_ended()

@@ -62,9 +62,9 @@ class Writer:
 def check_writer(cache: Any, module: PreTrainedModel, tokens: int) -> None:
     """Check that `module`, a model or its decoder, may continue a cache with a call of `tokens` tokens.
 
-    It must be the writer or have the same weights, and its adapters and RoPE must be unchanged. For an empty cache,
-    adapters and RoPE are recorded. Comparing the weights of two models takes a few milliseconds; a freed model cannot
-    be compared. A one-token call only compares the adapters of the first layer with adapters.
+    It must be the writer or have the same weights, and its adapters and RoPE must be unchanged. For an empty cache, its
+    adapters and RoPE are recorded. Comparing the weights of two models takes a few milliseconds. If the writer was
+    freed, nothing is compared. A one-token call only compares the adapters of the first layer with adapters.
 
     Raises:
         UnsupportedError: another model wrote the cache; weights are offloaded and cannot be compared; or adapters or

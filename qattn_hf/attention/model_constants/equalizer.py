@@ -1,10 +1,12 @@
 """Factors of key channels before the rotation, and their inverses for query channels (`equalize_k`).
 
-SmoothQuant (Xiao et al., arXiv 2211.10438) moves outliers from activations to weights. This moves them from keys to
-queries. With s = sqrt(rms(k) / rms(q)), keys and queries of a channel would have equal size, and a rotation would
-spread errors over channels of equal weight. The factor is sqrt(s). The rotary embedding mixes the two channels of a
-pair, and the pass covers only the first 2,048 positions. At later positions the full s costs more than it saves on
-models with similar channels. Its root still helps there, and removes most of the damage from a key norm's weights.
+SmoothQuant (Xiao et al., arXiv 2211.10438) moves outliers from activations to weights. This module moves them from keys
+to queries. Let s = sqrt(rms(k) / rms(q)) for a channel. Dividing keys by s and multiplying queries by s would give both
+equal size. A rotation would then spread errors over channels of equal weight.
+
+The scale in use is sqrt(s). The rotary embedding mixes the two channels of a pair, and the pass covers only the first
+2,048 positions. At later positions the full s costs more than it saves on models with similar channels. Its root still
+helps there, and removes most of the damage from a key norm's weights.
 """
 
 from __future__ import annotations

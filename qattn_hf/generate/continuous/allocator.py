@@ -71,8 +71,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self.returned.update(blocks)
 
         pool.free_blocks = noted
-        # Transformers leaves two sectors free before the first block. One is the reserved page here. The other one's
-        # memory pays for the alignment between tensors.
+        # Transformers leaves two sectors free before the first block. One becomes the reserved page, and the memory of
+        # the other pays for the alignment between tensors.
         pages, begin = self.num_blocks + self.blocks_per_sector, 0
         self.layers, rows = {}, self.slots + len(self.prefixes.rows)
         for index, layout, given in zip(self.layer_indices, self.layouts, self.constants, strict=True):

@@ -31,7 +31,7 @@ class Guarded:
         self.suspects: set[str] = set()
 
     def schedule_batch(self: Any, *budgets: int) -> Any:
-        if not self.active_requests:  # without active requests, waiting requests would wait forever
+        if not self.active_requests:  # no active request can end and unblock the waiting ones
             self.block_new_requests = False
         return super().schedule_batch(*budgets)  # type: ignore[misc]
 
