@@ -1,1 +1,1 @@
-"""The attention functions that transformers calls: packed, of a stock cache, of the model itself, observed."""
+"""Attention functions registered with Transformers: packed, over a stock cache, unpacked layers, observed."""

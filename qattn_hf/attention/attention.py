@@ -1,4 +1,4 @@
-"""The attention and mask functions registered with transformers: the only way into a packed layer."""
+"""The attention and mask functions registered with Transformers: the only way into a packed layer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from qattn_hf.model.layer_kinds import asked_window, hides
 from qattn_kernels.layer.scores import Scores
 from qattn_kernels.layer.spec import SHORT_CALL
 
-UNPADDED = "_qattn_unpadded"  # attribute of a mask that `mask` found to have no padding
-NAME = "qattn"  # transformers treats names with `flash`, `sdpa`, `flex_attention` or `/` in a way of their own
-WITH_WINDOWS = "_windows"  # end of the name where sliding windows are packed, whose masks are not the model's
+UNPADDED = "_qattn_unpadded"  # attribute that `mask` sets on a mask without padding
+NAME = "qattn"  # Transformers gives names with `flash`, `sdpa`, `flex_attention` or `/` a special meaning
+# suffix of the name if sliding windows are packed; their layers ignore the model's window masks
+WITH_WINDOWS = "_windows"
 
-# Models build masks for windows and for bidirectional attention even where no layer uses them. These get a placeholder,
-# refused once a layer reads it; the size of its last dimension says which kind it is.
+# Models build masks for windows and for bidirectional attention even if no layer uses them. `mask` returns a
+# placeholder for these, and a layer that reads it is refused. The size of its last dimension gives the kind.
 WINDOWED, BOTH_WAYS = 3, 4
 UNREADABLE = {
     WINDOWED: "sliding windows and chunked attention are not supported here; unpatch(model)",
@@ -59,15 +60,16 @@ def attention(
     """Attention function of patched models: write the call's keys and values into the packed layer, then attend.
 
     Args:
-        query: `[B, Hq, T, D]`. key, value: the same `Handle`, from the layer's `update`.
-        attention_mask: int32 `[B or 1, 1, 1, 2]`, as `mask` makes it.
+        query: `[B, Hq, T, D]`.
+        key, value: the same `Handle`, from the layer's `update`.
+        attention_mask: int32 `[B or 1, 1, 1, 2]`, result of `mask`.
         scaling: softmax scale, default `1 / sqrt(D)`.
 
     Returns:
         `[B, T, Hq, Dv]` and None.
 
     Raises:
-        UnsupportedError: keys or values that did not come from a packed layer, a user's own 4-D mask, dropout, or an
+        UnsupportedError: keys or values that did not come from a packed layer, a user's 4-D mask, dropout, or an
             argument that packed attention does not support.
     """
     if (of_pages := getattr(kwargs.get("cache"), "attend", None)) is not None:  # a `PagedCache`
@@ -90,7 +92,8 @@ def attention(
     short = query.shape[2] <= SHORT_CALL
     unpadded = not short and not torch.compiler.is_compiling() and hasattr(attention_mask, UNPADDED)
     device = query.device
-    if moved := key.take(getattr(module, "layer_idx", None)):  # a device map may have put that layer elsewhere
+    # a device map may have put the earlier layer on another device
+    if moved := key.take(getattr(module, "layer_idx", None)):
         query, span = query.to(key.key.device), span.to(key.key.device)
 
     def attend() -> torch.Tensor:
@@ -113,11 +116,11 @@ def refuse_arguments(
     """Refuse dropout, attention that is not causal, and the arguments of `REFUSED`.
 
     Args:
-        by_whom: end of the message: what does not support it, and the way out.
-        window: tokens of the sliding window that the layer was packed for, which the model must ask for; None: none.
+        by_whom: end of the message: which attention does not support it, and the way out.
+        window: tokens of the sliding window that the layer was packed for and the model must ask for; None: no window.
 
     Raises:
-        UnsupportedError: naming the argument.
+        UnsupportedError: names the argument.
     """
     if dropout:
         raise UnsupportedError(f"dropout is not supported by {by_whom}, or use model.eval()")
@@ -137,15 +140,15 @@ def refuse_arguments(
 
 
 def is_span(mask: Any) -> bool:
-    """Whether a mask is one of `mask`: int32 `[B or 1, 1, 1, 2]`."""
+    """Return whether a mask is a result of `mask`: int32 `[B or 1, 1, 1, 2]`."""
     return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32 and mask.shape[1:] == (1, 1, 2)
 
 
 def refuse_mask(mask: torch.Tensor | None) -> None:
-    """Refuse a placeholder made by `unreadable_mask`: a layer reads a window or attends in both directions.
+    """Refuse a placeholder of `unreadable_mask`: a layer reads a window or attends in both directions.
 
     Raises:
-        UnsupportedError: with the reason of `UNREADABLE`.
+        UnsupportedError: with the reason from `UNREADABLE`.
     """
     for kind, what in UNREADABLE.items():
         if mask is not None and mask.dtype == torch.int32 and mask.shape[1:] == (1, 1, kind):
@@ -153,22 +156,24 @@ def refuse_mask(mask: torch.Tensor | None) -> None:
 
 
 def unreadable(local_size: int | None, config: Any, mask_function: Any) -> int | None:
-    """Kind of a mask that no packed layer may read, a key of `UNREADABLE`; None for a causal mask."""
+    """Return the kind of a mask that no packed layer may read, a key of `UNREADABLE`; None for a causal mask."""
     if mask_function is bidirectional_mask_function:
         return BOTH_WAYS
     return WINDOWED if local_size is not None and hides(config, local_size) else None
 
 
 def unreadable_mask(kind: int, batch_size: int, device: torch.device | None) -> torch.Tensor:
-    """Placeholder int32 `[B, 1, 1, kind]` in place of a mask that cannot be read; `refuse_mask` recognizes it."""
+    """Return an int32 placeholder `[B, 1, 1, kind]` for an unreadable mask; `refuse_mask` recognizes it."""
     return torch.zeros(batch_size, 1, 1, kind, dtype=torch.int32, device=device)
 
 
 def scores_of(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scores:
-    """Softmax scale, soft cap and learned sinks of a call, from the arguments that the model passes to its attention.
+    """Return softmax scale, soft cap and learned sinks of a call, from the arguments of the model's attention call.
 
     Args:
-        query: `[B, Hq, T, D]`. scaling: softmax scale, default `1 / sqrt(D)`. kwargs: `softcap`, `s_aux` `[Hq]`.
+        query: `[B, Hq, T, D]`.
+        scaling: softmax scale, default `1 / sqrt(D)`.
+        kwargs: `softcap`, `s_aux` `[Hq]`.
     """
     sinks = kwargs.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -191,14 +196,15 @@ def mask(
 ) -> torch.Tensor:
     """Mask function of patched models: which of the new tokens are real, and which are padding.
 
-    Never None (the model would recompile where padded and unpadded batches alternate). Short calls never wait for the
-    device.
-    For windows and bidirectional attention it returns a placeholder, which `attention` refuses if a layer reads it.
+    It never returns None: the model would recompile when padded and unpadded batches alternate. Short calls never wait
+    for the device. For windows and bidirectional attention it returns a placeholder, and `attention` refuses a layer
+    that reads it.
 
     Args:
         attention_mask: 2-D `[B, S]`, 0 for padding, all cached tokens included; None: no padding.
-        q_length: new tokens. q_offset: column of the first new token.
-        windows: the model's windows are packed, and their layers know them.
+        q_length: new tokens.
+        q_offset: column of the first new token.
+        windows: True if the model's windows are packed; their layers apply them.
 
     Returns:
         int32 `[B, 1, 1, 2]`: the first real column among the new tokens, and the number of real ones.
@@ -220,8 +226,8 @@ def mask(
             f"the attention_mask has {attention_mask.shape[-1]} columns for {q_length} new tokens; it must cover all "
             "tokens, the cached ones included"
         )
-    if q_length == 1:  # every decode step comes here: one column has no padding before it
-        # a mask with too few columns is refused where its width is compared, on a GPU one call later (`masks.py`)
+    if q_length == 1:  # every decode step: a single column has no padding before it
+        # on a GPU a mask with too few columns is refused one call later, by the width check in `masks.py`
         if not isinstance(q_offset, torch.Tensor):
             q_offset = torch.full((), q_offset, device=attention_mask.device)
         column = q_offset.clamp(max=attention_mask.shape[-1] - 1).view(1)
@@ -234,9 +240,9 @@ def mask(
 
 
 def _marked(span: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-    """`span` with the mark `UNPADDED` if the host may look whether the new columns `[B, T]` are all real, and they are.
+    """Mark `span` as `UNPADDED` if the new columns `[B, T]` are all real and the host may look at them.
 
-    It looks at the masks of prompts alone: that waits for the device, once a forward.
+    Only masks of prompts are read, because reading waits for the device, once per forward.
     """
     if torch.compiler.is_compiling() or capturing():
         return span
@@ -248,12 +254,12 @@ def _marked(span: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
 
 
 def register(windows: bool = False) -> str:
-    """Register attention and mask function with transformers, and return their name.
+    """Register attention and mask functions with Transformers. Return their name.
 
-    It has no effect on a model until the model selects the name.
+    A model is unaffected until it selects the name.
 
     Args:
-        windows: of a model whose sliding windows are packed.
+        windows: True for a model whose sliding windows are packed.
     """
     name = NAME + WITH_WINDOWS * windows
     AttentionInterface.register(name, attention)

@@ -12,7 +12,8 @@ from qattn_hf.errors import UnsupportedError
 
 @torch.library.custom_op("qattn::refuse_gradient", mutates_args=())
 def refuse_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """Raise `UnsupportedError`. An operator, since a compiler runs plain Python of a backward pass while it traces."""
+    """Raise `UnsupportedError`. This is an operator, because a compiler would run plain Python of a backward pass while
+    tracing."""
     raise UnsupportedError(
         "packed attention has no gradient: unpatch(model) to train it or to look at its gradients, and call a patched "
         "model under torch.no_grad()"
@@ -25,7 +26,8 @@ def _(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Identity of `out` that depends on `source` (any shape), so that a backward pass reaches `refuse_gradient`."""
+    """Return `out` unchanged, with a dependency on `source` (any shape), so that a backward pass reaches
+    `refuse_gradient`."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -38,10 +40,11 @@ class _NoGradient(torch.autograd.Function):
 
 
 def without_gradient(attend: Callable[[], torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
-    """Output of `attend()`; a backward pass through it raises `UnsupportedError`.
+    """Return `attend()`; a backward pass through the result raises `UnsupportedError`.
 
     Args:
-        attend: computes attention. sources: its inputs, of which one may require a gradient.
+        attend: computes attention.
+        sources: its inputs; any of them may require a gradient.
     """
     if not torch.is_grad_enabled():
         return attend()

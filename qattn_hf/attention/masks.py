@@ -1,4 +1,4 @@
-"""Checks of a user's 2-D mask against the cache, at once or without a wait for the device."""
+"""Check a user's 2-D mask against the cache, at once or without waiting for the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qattn_hf.model.device import capturing
 
 
 class Pending(NamedTuple):
-    """Facts of a step's mask on their way to the host.
+    """Facts about a step's mask that are being copied to the host.
 
     Attributes:
-        width, tokens: columns of the mask, and new ones of the step.
-        facts: `mask_facts` on the host, whole after `arrived`.
+        width, tokens: columns of the mask, and new tokens of the step.
+        facts: `mask_facts` on the host, complete after `arrived`.
         arrived: event of the copy.
     """
 
@@ -31,8 +31,10 @@ _pending: weakref.WeakKeyDictionary[Cache, Pending] = weakref.WeakKeyDictionary(
 
 
 def mask_facts(attention_mask: torch.Tensor, cached: int | torch.Tensor) -> torch.Tensor:
-    """int64 `[2]` on the mask's device: columns that the cache holds, and the first row of a mask `[B, S]` that has
-    zeros between real tokens, -1 without one."""
+    """Return int64 `[2]` on the mask's device: the columns that the cache holds, and a row index.
+
+    The index is that of the first row of the mask `[B, S]` with zeros between real tokens; -1 if there is none.
+    """
     real = attention_mask.bool()
     holes = (real[:, :1].int().sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)) > 1
     row = torch.where(holes.any(), holes.int().argmax(), -1)
@@ -40,13 +42,14 @@ def mask_facts(attention_mask: torch.Tensor, cached: int | torch.Tensor) -> torc
 
 
 def check_mask(attention_mask: torch.Tensor, cached: int | torch.Tensor, tokens: int) -> None:
-    """Check a 2-D mask `[B, S]` against the cache; waits for the device.
+    """Check a 2-D mask `[B, S]` against the cache. Waits for the device.
 
     Args:
-        cached: columns that the cache holds, padding included. tokens: new columns.
+        cached: columns that the cache holds, padding included.
+        tokens: new columns.
 
     Raises:
-        UnsupportedError: another width than `cached + tokens`, or zeros between real tokens: padding stands on the
+        UnsupportedError: the width is not `cached + tokens`, or zeros are between real tokens. Padding belongs on the
             left, or on the right of a single call.
     """
     _refuse(attention_mask.shape[-1], tokens, mask_facts(attention_mask, cached), "")
@@ -55,8 +58,8 @@ def check_mask(attention_mask: torch.Tensor, cached: int | torch.Tensor, tokens:
 def check_prompt_mask(attention_mask: torch.Tensor, generation_config: GenerationConfig) -> None:
     """Check the 2-D mask of a prompt in `generate`: every row must be zeros (padding), then ones.
 
-    Without a mask from the user, `generate` takes every pad token of the prompt for padding, unless it is an end token
-    too; the message then says so.
+    If the user passes no mask, `generate` treats every pad token of the prompt as padding, unless it is also an end
+    token. The message then says so.
 
     Raises:
         UnsupportedError: padding on the right or between tokens, or a row without a real token.
@@ -80,16 +83,17 @@ def check_prompt_mask(attention_mask: torch.Tensor, generation_config: Generatio
 
 
 def check_mask_later(attention_mask: torch.Tensor, cache: Cache, tokens: int) -> None:
-    """Check a step's mask as `check_mask` does, but at the first call with this cache after the device has its facts.
+    """Start a check of a step's mask, as in `check_mask`. A later call with this cache finishes the check without
+    waiting.
 
-    On a CPU that is at once.
+    On a CPU the check is done at once.
 
     Raises:
-        UnsupportedError: on a CPU, as `check_mask`.
+        UnsupportedError: on a CPU, as in `check_mask`.
     """
     if waits_for_nothing(attention_mask):
         return check_mask(attention_mask, cache.get_seq_length(), tokens)
-    if cache in _pending or capturing():  # one at a time: a mask that is wrong stays wrong
+    if cache in _pending or capturing():  # one check at a time: a wrong mask stays wrong
         return None
     facts, arrived = to_host(mask_facts(attention_mask, cache.get_seq_length()))
     _pending[cache] = Pending(attention_mask.shape[-1], tokens, facts, arrived)
@@ -97,10 +101,10 @@ def check_mask_later(attention_mask: torch.Tensor, cache: Cache, tokens: int) ->
 
 
 def check_earlier_mask(cache: Cache, wait: bool) -> None:
-    """Check the mask of an earlier step whose facts have arrived.
+    """Finish the check of an earlier step's mask if its facts have arrived.
 
     Args:
-        wait: for the device, until they have.
+        wait: True to wait for the device until they have.
 
     Raises:
         UnsupportedError: that mask was wrong.
@@ -115,12 +119,12 @@ def check_earlier_mask(cache: Cache, wait: bool) -> None:
 
 
 def waits_for_nothing(mask: torch.Tensor) -> bool:
-    """Whether the host reads a mask without a wait for a device."""
+    """Return whether the host can read a mask without waiting for a device."""
     return mask.device.type == "cpu"
 
 
 def to_host(facts: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """A copy on the host of `facts` on a GPU, and the event after which it is whole."""
+    """Copy `facts` from a GPU to the host. Return the copy and the event that marks it complete."""
     copy = torch.empty(facts.shape, dtype=facts.dtype, device="cpu", pin_memory=True).copy_(facts, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(facts.device))

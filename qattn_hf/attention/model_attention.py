@@ -1,4 +1,4 @@
-"""Attention of models that keep some layers' keys and values in the model's own form, beside packed layers."""
+"""Attention of models with both packed and unpacked layers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from qattn_hf.errors import UnsupportedError
 from qattn_hf.layer.handle import Handle
 from qattn_hf.model.layer_kinds import hides
 
-NAMES = {"sdpa": "torch", "eager": "eager"}  # transformers treats names with `sdpa` in a way of their own
+NAMES = {"sdpa": "torch", "eager": "eager"}  # Transformers gives names with `sdpa` a special meaning
 
 
 def attention(
     before: str, module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention function of these models: packed where the layer returned a `Handle`, else what the model had before.
+    """Attention function of these models: packed if the layer returned a `Handle`, else the implementation before
+    `patch`.
 
     Args:
         before: the model's implementation before `patch`, a key of `NAMES`.
-        query: `[B, Hq, T, D]`. key, value: a `Handle`, or `[B, Hkv, S, D]` of a layer that is the model's own.
-        attention_mask: as this module's `mask` makes it for the layer's type.
+        query: `[B, Hq, T, D]`.
+        key, value: a `Handle`, or `[B, Hkv, S, D]` of an unpacked layer.
+        attention_mask: result of this module's `mask` for the layer's type.
 
     Returns:
-        `[B, T, Hq, Dv]`, and None or the weights.
+        `[B, T, Hq, Dv]`, and None or the attention weights.
 
     Raises:
-        UnsupportedError: see `attention.attention`.
+        UnsupportedError: as in `attention.attention`.
     """
     if isinstance(key, Handle) or isinstance(value, Handle) or packed.is_span(attention_mask):
         return packed.attention(module, query, key, value, attention_mask, **kwargs)
@@ -40,7 +42,7 @@ def attention(
 
 
 def function_of(name: str, module: torch.nn.Module) -> Any:
-    """The attention function of this name; `eager` is a function of the file that defines the module."""
+    """Return the attention function of this name; `eager` is a function of the file that defines the module."""
     if name != "eager":
         return AttentionInterface()[name]
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -52,28 +54,29 @@ def function_of(name: str, module: torch.nn.Module) -> Any:
 
 
 def mask(before: str, windows: bool, **kwargs: Any) -> torch.Tensor | None:
-    """Mask function of these models, with the arguments of transformers' own.
+    """Mask function of these models, with the arguments of Transformers' mask functions.
 
     Args:
-        windows: sliding windows are packed.
+        windows: True if sliding windows are packed.
 
     Returns:
-        for other windows and chunks that hide tokens, the mask of the model's attention before `patch`; else that of
-        packed layers (`attention.mask`).
+        for unpacked windows and chunks that hide tokens, the mask of the model's attention before `patch`; else the
+        mask of packed layers (`attention.mask`).
     """
     local_size, config = kwargs.get("local_size"), kwargs.get("config")
     if hides(config, local_size) and not windows:
-        if getattr(config, "num_kv_shared_layers", None):  # these may drop queries, for which the mask must then stand
+        # such models drop queries later, so the mask must be explicit
+        if getattr(config, "num_kv_shared_layers", None):
             kwargs["allow_is_causal_skip"] = False
         return AttentionMaskInterface()[before](**kwargs)
     return packed.mask(windows=windows, **kwargs)
 
 
 def check_implementation(before: str | None) -> str:
-    """Return the implementation that the model's own layers have, if they may keep it.
+    """Return the implementation of a model's unpacked layers, if they may keep it.
 
     Raises:
-        UnsupportedError: another implementation than `sdpa` and `eager`.
+        UnsupportedError: an implementation other than `sdpa` and `eager`.
     """
     if before not in NAMES:
         raise UnsupportedError(
@@ -84,13 +87,13 @@ def check_implementation(before: str | None) -> str:
 
 
 def register(before: str | None, windows: bool = False) -> str:
-    """Register attention and mask function beside the model's implementation, and return their name.
+    """Register attention and mask functions that include the model's implementation. Return their name.
 
     Args:
-        windows: sliding windows are packed, and other layers are the model's own.
+        windows: True if sliding windows are packed and other layers are unpacked.
 
     Raises:
-        UnsupportedError: another implementation than `sdpa` and `eager`.
+        UnsupportedError: an implementation other than `sdpa` and `eager`.
     """
     before = check_implementation(before)
     name = f"{packed.NAME}_{NAMES[before]}{packed.WITH_WINDOWS * windows}"

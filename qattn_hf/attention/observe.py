@@ -30,8 +30,8 @@ class Call(NamedTuple):
 
     Attributes:
         layer: index of the layer.
-        query: `[B, Hq, T, D]`, after the rotary embedding, as keys are.
-        keys, values: `[B, Hkv, S, D]`, all that the model's own cache gave, the new tokens last; of a sliding window
+        query: `[B, Hq, T, D]`, after the rotary embedding, like the keys.
+        keys, values: `[B, Hkv, S, D]`, all that Transformers' cache returned, new tokens last; for a sliding window,
             those that it shows.
         scores: softmax scale, soft cap and learned sinks.
         out: `[B, T, Hq, Dv]`, output of the attention in full precision.
@@ -45,12 +45,12 @@ class Call(NamedTuple):
     out: torch.Tensor
 
     def of(self, rows: slice) -> Call:
-        """The call restricted to some rows of the batch."""
+        """Return the call restricted to some rows of the batch."""
         query, keys, values, out = (x[rows] for x in (self.query, self.keys, self.values, self.out))
         return self._replace(query=query, keys=keys, values=values, out=out)
 
     def packed_out(self, layer: QAttnLayer) -> torch.Tensor:
-        """Feed the call to a packed layer, which had all earlier ones, and return its output `[B, T, Hq, Dv]`."""
+        """Feed the call to a packed layer that had all earlier calls. Return its output `[B, T, Hq, Dv]`."""
         tokens = self.query.shape[2]
         key, value = (x[:, :, -tokens:].contiguous() for x in (self.keys, self.values))
         handle, _ = layer.update(key, value)
@@ -60,7 +60,8 @@ class Call(NamedTuple):
 
 
 def attention_mass(call: Call) -> torch.Tensor:
-    """Sums of attention weights that each token gets from a call's queries, `[Hkv, S]`, mean over the query heads."""
+    """Return the attention weight that each token gets, summed over a call's queries: `[Hkv, S]`, mean over the query
+    heads."""
     query, keys = call.query[0].float(), call.keys[0].float()
     heads, tokens, size = keys.shape[0], query.shape[1], keys.shape[1]
     grouped = query.view(heads, -1, *query.shape[1:])  # [Hkv, G, T, D]
@@ -79,8 +80,10 @@ Observer = Callable[[Call], torch.Tensor | None]
 
 
 class Watch(NamedTuple):
-    """What is observed: calls of the layers in `packed`, which have full attention, and of those in `windows`. All but
-    `packed` compute by the attention `own`, None without others."""
+    """Layers under observation: `packed` ones, which have full attention, and `windows`.
+
+    All layers outside `packed` compute with the attention `own`; None if there are none.
+    """
 
     observer: Observer
     packed: frozenset[int]
@@ -92,7 +95,7 @@ _watch: ContextVar[Watch] = ContextVar("qattn_watch")
 
 
 def packed_layers(model: PreTrainedModel) -> list[int]:
-    """Indices of the layers that `patch` packs, in order, sliding windows left out.
+    """Return the indices of the layers that `patch` packs, in order, without sliding windows.
 
     Raises:
         UnsupportedError: there are none, or they have latent attention.
@@ -101,7 +104,7 @@ def packed_layers(model: PreTrainedModel) -> list[int]:
 
 
 def _observable(model: PreTrainedModel, windows: Collection[int]) -> list[int]:
-    """`packed_layers`, of which there may be none where layers with a sliding window are asked for."""
+    """Return `packed_layers`, or an empty list if there are none but `windows` are requested."""
     latent.check_stock(model)
     packed = [i for i, own in enumerate(model_layers(model.config)) if own is None]
     if not packed and not windows:
@@ -110,7 +113,7 @@ def _observable(model: PreTrainedModel, windows: Collection[int]) -> list[int]:
 
 
 def packed_windows(cache: Cache) -> list[int]:
-    """Indices of a cache's layers that are packed sliding windows; unquantized ones lose nothing and are left out."""
+    """Return the indices of a cache's quantized sliding windows. Unquantized windows lose nothing."""
     return [i for i, layer in enumerate(cache.layers) if isinstance(layer, WindowLayer) and of_method(layer.spec)]
 
 
@@ -126,16 +129,17 @@ def check_observed(cache: Cache) -> None:
 
 @contextmanager
 def observed(model: PreTrainedModel, observer: Observer, windows: Collection[int] = ()) -> Iterator[None]:
-    """Context in which `observer` gets every attention call of the layers that `patch` packs; a tensor that it returns
-    replaces the output. Layers that are the model's own compute as they do.
+    """Context in which `observer` gets every attention call of the layers that `patch` packs.
+
+    A tensor returned by the observer replaces the output. Unpacked layers compute as usual.
 
     Args:
-        model: not patched. It reads through transformers' own cache, rows without padding.
+        model: an unpatched model. It reads through Transformers' own cache, rows without padding.
         observer: called with a `Call`; returns `[B, T, Hq, Dv]` or None.
-        windows: indices of layers with a sliding window whose calls it gets too.
+        windows: indices of sliding-window layers to observe too.
 
     Raises:
-        UnsupportedError: a model whose attention cannot be replaced, or none of whose layers would be packed.
+        UnsupportedError: the model's attention cannot be replaced, or none of its layers would be packed.
         QAttnError: the model is patched.
     """
     packed, text = _observable(model, windows), model.config.get_text_config(decoder=True)
@@ -152,7 +156,7 @@ def observed(model: PreTrainedModel, observer: Observer, windows: Collection[int
 
 
 def _mask(**kwargs: Any) -> torch.Tensor | None:
-    """The mask of the model's own attention for windows and chunks that hide tokens, else that of torch's."""
+    """Return the mask of the model's attention for windows and chunks that hide tokens, else torch's mask."""
     own = _watch.get().own
     if own is not None and hides(kwargs.get("config"), kwargs.get("local_size")):
         return model_attention.mask(own, False, **kwargs)

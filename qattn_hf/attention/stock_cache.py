@@ -1,4 +1,4 @@
-"""Attention over transformers' own caches (`cache="model"`): quantized in long calls, torch's in short ones."""
+"""Attention over Transformers' own caches (`cache="model"`): quantized in long calls, torch's in short ones."""
 
 from __future__ import annotations
 
@@ -47,16 +47,17 @@ def attention(
 
     Args:
         spec: `LayerSpec.encode()`.
-        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, S, D]`; of a static cache the whole capacity.
-        attention_mask: as this module's `mask` makes it.
+        query: `[B, Hq, T, D]`.
+        key, value: `[B, Hkv, S, D]`; for a static cache, S is the whole capacity.
+        attention_mask: result of this module's `mask`.
         scaling: softmax scale, default `1 / sqrt(D)`.
 
     Returns:
         `[B, T, Hq, Dv]` and None.
 
     Raises:
-        UnsupportedError: a packed cache, a user's own 4-D mask, a window that hides tokens, dropout, or an argument
-            that is not supported.
+        UnsupportedError: a packed cache, a user's 4-D mask, a window that hides tokens, dropout, or an argument that is
+            not supported.
     """
     _refuse(key, attention_mask)
     refuse_arguments(module, dropout, is_causal, kwargs, "this attention; unpatch(model)")
@@ -78,16 +79,17 @@ def stock_attention(
     mask: torch.Tensor | None,
     scores: Scores,
 ) -> torch.Tensor:
-    """Attention in the model's precision, by torch where it can.
+    """Compute attention in bf16 or fp16, with torch's function if possible.
 
     Args:
-        query: `[B, Hq, T, D]`. key, value: `[B, Hkv, S, D]`.
+        query: `[B, Hq, T, D]`.
+        key, value: `[B, Hkv, S, D]`.
         mask: bool `[B, 1, T, S]`, or None for a causal call over the first columns.
 
     Returns:
         `[B, T, Hq, Dv]`.
     """
-    if scores.softcap or scores.sinks is not None:  # torch's attention has neither
+    if scores.softcap or scores.sinks is not None:  # torch's attention supports neither
         return _eager_attention(query, key, value, mask, scores).transpose(1, 2).contiguous()
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scores.scale)[0]
 
@@ -113,13 +115,14 @@ def _split_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tenso
 def _eager_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
 ) -> torch.Tensor:
-    """Attention with soft cap and learned sinks in plain PyTorch, the softmax in fp32; returns `[B, Hq, T, Dv]`.
+    """Compute attention with soft cap and learned sinks in plain PyTorch. The softmax is in fp32. Returns `[B, Hq, T,
+    Dv]`.
 
     Args:
         mask: bool `[B, 1, T, S]`, or None for a causal call over the first columns.
     """
     tokens = query.shape[2]
-    if mask is None and tokens > 1:  # a static cache's other columns are not filled yet
+    if mask is None and tokens > 1:  # other columns of a static cache are not filled yet
         key, value = key[:, :, :tokens], value[:, :, :tokens]
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
     if mask is not None and mask.dtype != torch.bool:
@@ -127,7 +130,7 @@ def _eager_attention(
     key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
     s = (query @ key.mT).float() * scores.scale
     s = scores.softcap * torch.tanh(s / scores.softcap) if scores.softcap else s
-    # finite, so that a padding row, which has no visible key, is not NaN
+    # finite, so that a padding row without a visible key is not NaN
     s = s if mask is None else s.masked_fill(~mask, torch.finfo(torch.float32).min)
     if scores.sinks is not None:
         s = torch.cat([s, scores.sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
@@ -170,7 +173,7 @@ def mask(
         return unreadable_mask(WINDOWED, batch_size, device)
     columns = torch.ones(batch_size, 1 + kv_length, dtype=torch.int32, device=device)
     if attention_mask is not None:
-        cached = q_offset if isinstance(q_offset, int) else 0  # of a static cache only the device knows it
+        cached = q_offset if isinstance(q_offset, int) else 0  # for a static cache only the device knows the offset
         if attention_mask.shape[-1] < cached + q_length:
             raise UnsupportedError(
                 f"the attention_mask has {attention_mask.shape[-1]} columns for {cached} cached and {q_length} new "
@@ -183,7 +186,7 @@ def mask(
 
 
 def register(spec: LayerSpec) -> str:
-    """Register attention by `spec` with transformers, and return its name, which a model may then select."""
+    """Register attention with `spec` with Transformers. Return its name, for a model to select."""
     text = spec.encode()
     name = f"{NAME}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     AttentionInterface.register(name, functools.partial(attention, text))

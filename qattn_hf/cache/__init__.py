@@ -1,4 +1,4 @@
-"""The packed cache of a model, its memory, its calls that fail, and the report of what it holds."""
+"""The packed cache of a model: its memory, recovery from failed calls, and the report of its content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["QAttnCache"]
 
 
 def __getattr__(name: str) -> Any:
-    """`QAttnCache`, which is loaded when it is first asked for."""
+    """Import `QAttnCache` on first use."""
     if name != "QAttnCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from qattn_hf.cache.cache import QAttnCache

@@ -1,4 +1,4 @@
-"""The packed cache: a transformers `Cache` whose layers are `QAttnLayer`s, beside the model's own where it has any."""
+"""The packed cache: a Transformers `Cache` of `QAttnLayer`s, and of unpacked layers if the model needs them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ from qattn_kernels.layout import State
 
 
 class QAttnCache(Recoverable, Cache):
-    """Packed KV cache of a model, passed as `past_key_values`, which transformers calls `cache` from 5.24 on.
+    """Packed KV cache of a model, passed as `past_key_values` (named `cache` in Transformers 5.24 and later).
 
-    Make it with `QAttnCache.for_model(model)`; `generate` and calls of a patched model make one where none is passed.
+    Make it with `QAttnCache.for_model(model)`. If none is passed, `generate` and calls of a patched model make one.
 
     Args:
-        specs: for each layer the formats and the arithmetic, or what it keeps of the model's own
-            (`Recipe.layer_specs`).
+        specs: for each layer, the formats and the arithmetic, or the state of an unpacked layer (`Recipe.layer_specs`).
         recipe: the recipe of these specs, for the report.
-        max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks. None: the cache grows.
+        max_cache_len: fixed capacity in tokens per row, rounded up to whole blocks. None: the cache grows.
         device_type: `cuda` or `cpu`, for which kernels or reference were chosen. None: any.
-        pool: idle memory of the patched model, used where the capacity is known before the first write.
+        pool: idle memory of the patched model, used if the capacity is known before the first write.
     """
 
     layers: list[Any]
@@ -65,17 +64,17 @@ class QAttnCache(Recoverable, Cache):
             if isinstance(spec, ModelLayerSpec) and spec.reads is not None:
                 self.layers[spec.reads].shared = True
         self.bounded = any(isinstance(layer, BudgetLayer) for layer in self.layers)
-        self.pool = None if self.mixed or self.bounded else pool  # what changes its size has no fixed place in memory
+        self.pool = None if self.mixed or self.bounded else pool  # layers that change size have no fixed addresses
         self.prefill_chunk_size: int | None = None  # of the last `generate`, for the report
-        self.ran("eager")  # as a plain forward does
-        self.captured_call: Any = None  # a `GraphedCall`, where a beam search's steps are captured
-        self.replays = False  # whether `generate` makes its steps by a `GraphedCall`
+        self.ran("eager")  # a plain forward is eager
+        self.captured_call: Any = None  # a `GraphedCall`, if a beam search's steps are captured
+        self.replays = False  # True if `generate` runs its steps by a `GraphedCall`
         self.writer = Writer()
         self.conversation = Conversation()
-        self.input_ids: torch.Tensor | None = None  # the tokens that a file says that it holds, `[B, S]`
+        self.input_ids: torch.Tensor | None = None  # token ids stored in the loaded file, `[B, S]`
 
     def ran(self, decode: str, reason: str | None = None) -> None:
-        """Record for the report how the last `generate` ran its decode steps: `graph`, `compile`, `eager`, and why."""
+        """Record for the report how the last `generate` ran its decode steps (`graph`, `compile`, `eager`) and why."""
         self.decode, self.decode_reason = decode, reason
 
     @classmethod
@@ -88,12 +87,12 @@ class QAttnCache(Recoverable, Cache):
         max_cache_len: int | None = None,
         **settings: Any,
     ) -> QAttnCache:
-        """Make an empty cache for a model, patched or not yet, by the recipe of its patch or by another one.
+        """Make an empty cache for a model, patched or not yet, with the recipe of its patch or another one.
 
         Args:
             model: the model that will use the cache.
-            method, recipe, settings: as in `patch`. Without any of them a patched model's own recipe is used.
-            max_cache_len: fixed capacity in tokens a row, rounded up to whole blocks; a call beyond it raises
+            method, recipe, settings: as in `patch`. Without any of them, the recipe of a patched model.
+            max_cache_len: fixed capacity in tokens per row, rounded up to whole blocks. A call beyond it raises
                 `CapacityError` and writes nothing. None lets the cache grow.
 
         Raises:
@@ -107,26 +106,25 @@ class QAttnCache(Recoverable, Cache):
         check_packs(chosen)
         device_type = device_of(model).type
         specs = chosen.layer_specs(model.config, device_type, shard_of(model))
-        from qattn_hf.attention.model_constants import constants  # whose observer knows caches
+        from qattn_hf.attention.model_constants import constants  # its observer imports caches
 
         return cls(specs, chosen, max_cache_len, device_type).with_constants(constants(model, specs))
 
     def save(self, path: str | Path, input_ids: torch.Tensor | None = None) -> None:
-        """Write the cache to a safetensors file, from which `load` reads it: a prefix that many questions share.
+        """Write the cache to a safetensors file for `load`, for example a prefix that many questions share.
 
-        Spare capacity is left out. The file is whole or not there: it is moved to its place when it is written.
+        Spare capacity is left out. The file appears complete or not at all: it is moved into place after writing.
 
         Args:
-            path: the file; one that is there is replaced.
-            input_ids: int `[B, S]`, the tokens that the cache has read, padding included, to be kept with it.
+            path: the file; an existing one is replaced.
+            input_ids: int `[B, S]`, the tokens that the cache has read, padding included; stored with the cache.
 
         Raises:
-            QAttnError: an empty cache, `input_ids` of another shape or dtype, or a cache whose model is not known: it
-                was freed, or the cache comes from a pickle. A path that cannot be written, a full disk.
-            UnsupportedError: a call with this cache was interrupted; the mask of an earlier step was wrong; other
-                weights, adapters or RoPE frequencies are in force than the cache was written under; blocks have fewer
-                bits since room ran out (`memory`); the model is split by tensor parallelism, or its weights are
-                offloaded.
+            QAttnError: an empty cache; `input_ids` of another shape or dtype; an unknown model, because it was freed or
+                the cache comes from a pickle; a path that cannot be written; a full disk.
+            UnsupportedError: a call with this cache was interrupted; the mask of an earlier step was wrong; weights,
+                adapters or RoPE frequencies have changed; blocks have fewer bits because memory ran out (`memory`); the
+                model is split by tensor parallelism, or its weights are offloaded.
         """
         saved.save(self, path, input_ids)
 
@@ -134,22 +132,22 @@ class QAttnCache(Recoverable, Cache):
     def load(cls, path: str | Path, model: PreTrainedModel, verify: bool = True) -> QAttnCache:
         """Read a cache that `save` wrote, for the same model, patched with the same recipe.
 
-        On a CPU the file stays mapped, and is not copied before the first write; on a GPU it is copied there once. A
-        `copy.deepcopy` of a loaded cache shares that memory until it is written, so one file serves many questions.
-        States of layers that are the model's own are copied at once. Tokens that were given to `save` are `input_ids`
-        of the cache, int64 on the CPU.
+        On a CPU the file stays mapped and is copied at the first write. On a GPU it is copied there once. A
+        `copy.deepcopy` of a loaded cache shares the mapped memory until it is written, so one file serves many
+        questions. States of unpacked layers are copied at once. Tokens given to `save` become `input_ids` of the cache,
+        int64 on the CPU.
 
         Args:
-            path: the file, which may not be altered while a cache maps it; replacing it by `save` is safe.
+            path: the file. It must not change while a cache maps it; replacing it by `save` is safe.
             model: the patched model, on the device or devices where it runs.
-            verify: compare every tensor with its SHA-256, for which the whole file is read once.
+            verify: compare every tensor with its SHA-256, which reads the whole file once.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            QAttnError: a file that is not whole, was altered, has another version, or holds sizes, lengths or places
-                that no call could have left.
-            UnsupportedError: another model, other weights, adapters, RoPE frequencies, dtype or recipe than the file's;
-                a model that is not patched, is split by tensor parallelism or offloads weights. Nothing was changed.
+            FileNotFoundError: the file does not exist.
+            QAttnError: a file that is incomplete, was altered, has another version, or has sizes, lengths or places
+                that no call can produce.
+            UnsupportedError: the file has another model, weights, adapters, RoPE frequencies, dtype or recipe; or the
+                model is not patched, is split by tensor parallelism or offloads weights. Nothing was changed.
         """
         patched = getattr(model, "_qattn", None)
         if patched is None:
@@ -160,7 +158,7 @@ class QAttnCache(Recoverable, Cache):
         return cache
 
     def with_constants(self, constants: list[State]) -> QAttnCache:
-        """This cache, before its first call, with the state tensors that no call writes (`model_constants`)."""
+        """Return this empty cache after setting the state tensors that no call writes (`model_constants`)."""
         for layer, own in zip(self.layers, constants, strict=True):
             if own:
                 layer.constants = own
@@ -168,39 +166,40 @@ class QAttnCache(Recoverable, Cache):
 
     @property
     def packed(self) -> list[QAttnLayer]:
-        """The layers that are packed."""
+        """The packed layers."""
         return [layer for layer in self.layers if isinstance(layer, QAttnLayer)]
 
     @property
     def own(self) -> list[ModelLayer]:
-        """The layers that keep a state of the model's own."""
+        """The unpacked layers."""
         return [layer for layer in self.layers if isinstance(layer, ModelLayer)]
 
     @property
     def allocated(self) -> bool:
-        """Whether the packed layers have their tensors, as after the first call."""
+        """Whether the packed layers have their tensors; true after the first call."""
         return next((layer.is_initialized for layer in self.layers if isinstance(layer, QAttnLayer)), True)
 
     @property
     def device(self) -> torch.device:
-        """Device of the cache's tensors; they exist after the first call."""
+        """Device of the cache's tensors, which exist after the first call."""
         layer = next(layer for layer in self.layers if getattr(layer, "device", None) is not None)
         return layer.device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Record one layer's new keys and values; called by the model's attention.
+        """Record one layer's new keys and values. The model's attention calls this.
 
         Nothing is written yet: the attention function writes, quantizes and attends. The first call allocates.
 
         Args:
-            key_states, value_states: `[B, Hkv, T, D]`. layer_idx: index of the layer.
+            key_states, value_states: `[B, Hkv, T, D]`.
+            layer_idx: index of the layer.
 
         Returns:
-            the same `Handle` twice, in place of keys and values; keys and values of a layer that is the model's own.
+            the same `Handle` twice, in place of keys and values; for an unpacked layer, keys and values.
         """
-        # compiled code must not read a count that changes with every call, which would compile it once more
+        # reading a count that changes with every call would recompile each step
         if not torch.compiler.is_compiling() and self.pool is not None and not self.layers[layer_idx].edits:
             self._allocate(layer_idx, *self.layers[layer_idx].stored(key_states, value_states))
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -209,22 +208,24 @@ class QAttnCache(Recoverable, Cache):
         return key, value
 
     def allocate(self, like: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Allocate all layers of an empty cache before a call, which else happens layer by layer inside of it:
-        PyTorch's allocator would put layers between the call's activations, and find less room for the next ones.
+        """Allocate all layers of an empty cache before a call.
+
+        Otherwise the call allocates layer by layer. PyTorch's allocator would place layers between the call's
+        activations, and later activations would fit less well.
 
         Args:
-            like: for each layer tensors `[B, Hkv, 0, D]` as the call's keys and its values will be.
+            like: for each layer, tensors `[B, Hkv, 0, D]` with the dtypes and sizes of the call's keys and values.
         """
         if self.pool is not None:
             for i, (keys, values) in enumerate(like):
                 self._allocate(i, keys, values)
 
     def _allocate(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Give a layer that has no tokens its tensors, out of the pool if that has some, unless it has fitting ones."""
+        """Give an empty layer its tensors, from the pool if possible, unless it already has fitting ones."""
         assert self.pool is not None
         if self.layers[0].planned and not self.allocated:
             taken = self.pool.take(self.packed, key_states, value_states)
-            # a list of its own: `self.layers` may be held by others when this cache is gone
+            # a copy of the list: others may hold `self.layers` after this cache is gone
             weakref.finalize(self, self.pool.put, [*taken]).atexit = False
             own, rest = self.layers, iter(taken)
             self.layers = [next(rest) if isinstance(layer, QAttnLayer) else layer for layer in own]
@@ -233,14 +234,14 @@ class QAttnCache(Recoverable, Cache):
             self.pool.allocate(layer.lazy_initialization, key_states, value_states)
 
     def count(self, tokens: int) -> None:
-        """Count on the host `tokens` columns that a replayed CUDA graph writes, for which `reserve` made room."""
+        """Count on the host `tokens` columns that a replayed CUDA graph writes; `reserve` made room for them."""
         for layer in self.packed:
             layer.count(tokens)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more columns in every layer, before any layer writes.
 
-        Nothing happens while a CUDA graph is captured: there, tokens without room are counted on the device.
+        During a CUDA graph capture this does nothing: tokens without room are counted on the device.
 
         Raises:
             CapacityError: the capacity is fixed and too small; nothing was written.
@@ -253,13 +254,13 @@ class QAttnCache(Recoverable, Cache):
         """Make room for `tokens` columns in total, layer by layer, and fix the capacity there.
 
         Raises:
-            CapacityError: the capacity was fixed before and is too small; nothing was changed.
+            CapacityError: the capacity is already fixed and too small; nothing was changed.
         """
         for layer in self.packed:
             layer.plan(tokens)
 
     def raise_horizon(self, tokens: int) -> None:
-        """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` tokens bit for bit from here on."""
+        """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` later tokens bit for bit."""
         self._ready()
         packed = [isinstance(layer, QAttnLayer) for layer in self.layers]
         self._take([changes.with_horizon(x, tokens) if p else None for x, p in zip(self.layers, packed, strict=True)])
@@ -275,12 +276,12 @@ class QAttnCache(Recoverable, Cache):
         self._take([changes.selected(part, indices) for part in (*self.layers, self.conversation)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times in sequence, as for beams. After an exception nothing is changed."""
+        """Repeat each row `repeats` times in sequence, for example for beams. After an exception nothing is changed."""
         self._ready()
         self._take([changes.repeated(part, repeats) for part in (*self.layers, self.conversation)])
 
     def _take(self, part_changes: list[Any]) -> None:
-        """Apply a change to each layer, and to the conversation if the list has one more."""
+        """Apply a change to each layer, and to the conversation if the list has an extra entry."""
         with self._editing([layer.mark(bytes_too=False) for layer in self.layers]):
             for part, change in zip((*self.layers, self.conversation), part_changes, strict=False):
                 part.take(change)
@@ -292,8 +293,8 @@ class QAttnCache(Recoverable, Cache):
             beam_idx: int `[B]`.
 
         Raises:
-            QAttnError: not one valid row for each row of the cache; nothing was changed.
-            UnsupportedError: an earlier call or edit was interrupted. An interrupt while rows move leaves such a cache.
+            QAttnError: wrong shape or an invalid row; nothing was changed.
+            UnsupportedError: an earlier call or edit was interrupted, including an interrupt while rows were moved.
         """
         self._ready()
         own: list[Any] = [*self.own, self.conversation]
@@ -313,17 +314,17 @@ class QAttnCache(Recoverable, Cache):
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Remove tokens from the end of every row.
 
-        Exact within `crop_horizon` tokens: the cache is then bit for bit as if it had never held them. Farther back the
-        remaining tokens keep their codes. After an exception the cache is as it was. A positive number that all layers
-        reach also repairs a cache whose layers an interrupted call left with different lengths.
+        A crop of up to `crop_horizon` tokens is exact: the cache equals one that never held them, bit for bit. Farther
+        back the remaining tokens keep their quantized values. After an exception the cache is unchanged. A positive
+        number that all layers reach also repairs a cache whose layers differ in length after an interrupted call.
 
         Args:
             tokens_to_remove: -n removes the last n columns, 0 none; n > 0 keeps the first n columns.
 
         Raises:
-            UnsupportedError: a removed column belongs to a call that had padding, or a layer that is the model's own or
-                has a sliding window cannot be put back to where it was; nothing was changed. Or an earlier call or edit
-                was interrupted, and this crop does not repair the cache. Or the mask of an earlier step was wrong.
+            UnsupportedError: a removed column belongs to a call with padding, or an unpacked layer or a sliding window
+                cannot be restored; nothing was changed. Also if an earlier call or edit was interrupted and this crop
+                does not repair the cache, or if the mask of an earlier step was wrong.
         """
         self._ready()
         if (count := int(tokens_to_remove)) == 0:
@@ -345,13 +346,13 @@ class QAttnCache(Recoverable, Cache):
                     layer.edits = packed[0].edits
 
     def reset(self) -> None:
-        """Empty every layer. An interrupt leaves a cache that only another `reset` makes usable."""
+        """Empty every layer. After an interrupt, only another `reset` makes the cache usable."""
         with self._editing([LOST] * len(self.layers)):
             super().reset()
             self.conversation.clear()
 
     def marks(self) -> list[tuple[int | None, int, bool]]:
-        """Host-side counts of every layer, to be restored by `recall`."""
+        """Return the host-side counts of every layer, for `recall`."""
         return [(layer._used, layer.edits, layer.replayed_by_others) for layer in self.packed]
 
     def recall(self, marks: list[tuple[int | None, int, bool]]) -> None:
@@ -360,7 +361,8 @@ class QAttnCache(Recoverable, Cache):
             layer._used, layer.edits, layer.replayed_by_others, layer.torn = used, edits, by_others, False
 
     def state_tensors(self) -> dict[str, Any]:
-        """Every tensor of every layer, by layer and name, with its batch dimension: `{"0.k.codes4": (tensor, 0), ...}`.
+        """Return every tensor of every layer by layer and name, with its batch dimension: `{"0.k.codes4": (tensor, 0),
+        ...}`.
 
         The batch dimension is None for tensors that all rows share. Reports count these tensors' bytes.
         """

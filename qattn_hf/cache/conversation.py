@@ -1,4 +1,4 @@
-"""What a cache keeps of its conversation beside keys and values: offsets of positions (`generate/offsets.py`)."""
+"""State of a conversation other than keys and values: offsets of positions (`generate/offsets.py`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Offsets = dict[str, torch.Tensor | None]
 
 
 class Conversation:
-    """The offsets of one cache, which has rows as its layers have.
+    """The offsets of one cache, with the same rows as its layers.
 
     Attributes:
-        offsets: int `[B, 1]` by the name of the module that reads it; None where positions are columns. Empty before
-            the first call.
-        prepared: whether `generate` has put the offsets in place for its first call, and perhaps made others.
+        offsets: int `[B, 1]` by the name of the module that reads it; None if positions equal columns. Empty before the
+            first call.
+        prepared: True if `generate` has set the offsets for its first call and may have computed others.
     """
 
     def __init__(self) -> None:
@@ -32,34 +32,35 @@ class Conversation:
         return next((len(x) for x in self.offsets.values() if x is not None), None)
 
     def with_rows(self, rows: torch.Tensor) -> Offsets:
-        """The offsets of these rows, int64 `[B]`, for `take`."""
+        """Return the offsets of the rows `rows`, int64 `[B]`, for `take`."""
         return {name: None if x is None else x.index_select(0, rows.to(x.device)) for name, x in self.offsets.items()}
 
     def take(self, offsets: Offsets | None) -> None:
-        """Apply what `with_rows` made; None changes nothing."""
+        """Apply a result of `with_rows`; None changes nothing."""
         self.offsets = self.offsets if offsets is None else offsets
 
     def clear(self) -> None:
-        """Forget the offsets, as before the first call."""
-        self.__dict__ = vars(Conversation())  # one assignment, which no interrupt divides
+        """Forget all offsets, as before the first call."""
+        self.__dict__ = vars(Conversation())  # one assignment, so an interrupt cannot split it
 
     def mark(self) -> Mark:
-        """The offsets before an edit or a call that may fail."""
+        """Return the offsets before an edit or a call that may fail."""
         return Mark(dict(vars(self)))
 
     def put_back(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
-        """Let the modules of these names have the offsets of this conversation, as far as it knows them."""
+        """Copy this conversation's known offsets to the modules of these names."""
         for name in names:
             holder: Any = model.get_submodule(name)
             if name in self.offsets and getattr(holder, OFFSET) is not self.offsets[name]:
                 setattr(holder, OFFSET, self.offsets[name])
 
     def note(self, model: PreTrainedModel, names: tuple[str, ...], rows: int | None) -> None:
-        """Keep the offsets that the modules of these names have after a call of so many rows."""
+        """Store the offsets of the modules of these names after a call of `rows` rows."""
         for name in names:
             holder: Any = model.get_submodule(name)
             found = getattr(holder, OFFSET)
-            if found is not None and rows and len(found) != rows and rows % len(found) == 0:  # of prompts with beams
+            # offsets of prompts that were repeated for beams
+            if found is not None and rows and len(found) != rows and rows % len(found) == 0:
                 found = found.repeat_interleave(rows // len(found), 0)
                 setattr(holder, OFFSET, found)
             self.offsets[name] = found

@@ -1,7 +1,7 @@
-"""Calls and edits of a cache that fail: the cache is put back to before them.
+"""Undo failed calls and edits of a cache.
 
 Calls only add packed blocks, and crops only mask tokens of packed blocks. So a snapshot copies little: the bytes before
-the blocks, and none for a first call or a call of one token, whose column a crop removes bit for bit.
+the blocks. It copies nothing for a first call, or for a call of one token, whose column a crop removes bit for bit.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from qattn_hf.layer.window_layer import WindowLayer
 
 
 class Columns(NamedTuple):
-    """A packed layer before a call of one token, or before its first call: nothing is copied.
+    """A packed layer before its first call or a call of one token. Nothing is copied.
 
     Attributes:
-        host: attributes that the call changes on the host.
+        host: host attributes that the call changes.
     """
 
     host: dict[str, Any]
@@ -41,17 +41,19 @@ class Columns(NamedTuple):
 
 
 class Call(Snapshot):
-    """A call of a model that runs, or did not end.
+    """A call of a model that is running or was interrupted.
 
-    A packed layer that cannot be put back is left `torn`: a compiled step wrote to it, the one new column was padding,
-    or the launches of its kernels were interrupted.
+    A packed layer that cannot be restored is left `torn`: a compiled step wrote to it, its one new column was padding,
+    or its kernel launches were interrupted.
 
     Args:
-        layers, conversation: of its cache. caller: id of the module that was called. tokens: new ones of each row.
+        layers, conversation: parts of the call's cache.
+        caller: id of the module that was called.
+        tokens: new tokens of each row.
 
     Attributes:
-        edits: changes of each layer before the call.
-        entered: whether the call of the decoder inside of the model has begun.
+        edits: number of changes of each layer before the call.
+        entered: True once the decoder inside the model was called.
     """
 
     def __init__(self, layers: Sequence[Any], conversation: Conversation, caller: int, tokens: int):
@@ -60,7 +62,10 @@ class Call(Snapshot):
         self.edits = [layer.edits for layer in layers]
 
     def enter(self, layers: Sequence[Any], caller: int, tokens: int) -> bool:
-        """Whether a call that begins is a part of this one: the first by another module, before anything is written."""
+        """Return whether a call that begins is part of this one.
+
+        Only the first call by another module is, and only before anything is written.
+        """
         if self.entered or caller == self.caller or tokens != self.tokens:
             return False
         self.entered = self.edits == [layer.edits for layer in layers] and not any(
@@ -86,7 +91,7 @@ class Written(NamedTuple):
 
 
 def _mark(layer: Any, tokens: int) -> Restorable:
-    """A layer before a call of so many tokens a row."""
+    """Return the state of a layer before a call of `tokens` tokens per row."""
     if isinstance(layer, ModelLayer) or not layer.is_initialized:
         return layer.mark(bytes_too=False)
     if tokens == 1 or layer._used == 0:
@@ -99,8 +104,11 @@ def _mark(layer: Any, tokens: int) -> Restorable:
 
 
 def _crop(layer: QAttnLayer, columns: int) -> bool:
-    """Whether the last columns, each of a call of its own, could be removed. The layer is `torn` until the caller has
-    set its attributes: how many columns to remove is known once."""
+    """Remove the last columns, each from a separate one-token call. Return whether this was possible.
+
+    The layer is `torn` until the caller has set its attributes, because the number of columns to remove is known only
+    once.
+    """
     if layer.torn or layer._used is None:
         return False
     held, padded = rollback.columns(layer)
@@ -114,7 +122,7 @@ def _crop(layer: QAttnLayer, columns: int) -> bool:
 
 
 def unfinished(layers: Sequence[QAttnLayer]) -> UnsupportedError:
-    """The error of a cache whose packed layers hold the outcome of different operations."""
+    """Return the error for a cache whose packed layers hold results of different operations."""
     torn = any(layer.torn for layer in layers)
     lengths = sorted({int(layer.get_seq_length()) for layer in layers})
     mend = f"cache.crop({lengths[0]}) removes what only some have; " if not torn and len(lengths) > 1 else ""
@@ -129,22 +137,23 @@ def _packed(layers: Sequence[Any]) -> list[QAttnLayer]:
 
 
 class Recoverable:
-    """A cache whose calls and edits are of all layers or of none: what fails is put back, or the cache is refused.
+    """A cache whose calls and edits change all layers or none. A failed operation is undone, or the cache is refused.
 
     Attributes:
-        layers: the layers, packed or of the model's own. conversation: what the cache keeps beside them.
+        layers: the layers, packed or unpacked.
+        conversation: state of the conversation other than keys and values.
     """
 
     layers: list[Any]
     conversation: Conversation
-    _unfinished: Snapshot | None = None  # before the call or edit that runs, or was interrupted
+    _unfinished: Snapshot | None = None  # snapshot before the call or edit that is running or was interrupted
 
     @contextmanager
     def _editing(self, marks: list[Restorable]) -> Iterator[None]:
-        """Context of an edit of all layers. If the edit fails, layers are put back to their marks."""
+        """Context of an edit of all layers. If the edit fails, layers are restored to their marks."""
         for layer, mark in zip(self.layers, marks, strict=True):
             if mark is LOST and isinstance(layer, QAttnLayer):
-                layer.own()  # where memory may run out, before anything is lost
+                layer.own()  # memory may run out here, before anything is lost
         self._unfinished = Snapshot([*marks, self.conversation.mark()])
         try:
             yield
@@ -154,17 +163,17 @@ class Recoverable:
             raise
 
     def _ready(self) -> None:
-        """Take back what was interrupted before an edit begins.
+        """Undo an interrupted operation before an edit begins.
 
         Raises:
-            UnsupportedError: a layer could not be put back.
+            UnsupportedError: a layer could not be restored.
         """
         self.take_back()
         if any(layer.torn for layer in self.layers):
             raise unfinished(_packed(self.layers))
 
     def check_whole(self, layers: int | None = None) -> None:
-        """Take back a call or edit that was interrupted, and check that the layers then hold the same calls.
+        """Undo an interrupted call or edit, and check that all layers then hold the same calls.
 
         Args:
             layers: number of layers that the model uses; all by default.
@@ -178,27 +187,29 @@ class Recoverable:
             raise unfinished(used)
 
     def within_call(self, caller: torch.nn.Module, tokens: int) -> bool:
-        """Whether the `caller`'s call of so many tokens a row begins inside of one that runs: the decoder's, inside of
-        its model's."""
+        """Return whether `caller`'s call of `tokens` tokens per row begins inside a running call.
+
+        A decoder's call begins inside its model's.
+        """
         call = self._unfinished
         return isinstance(call, Call) and call.enter(self.layers, id(caller), tokens)
 
     @property
     def calling(self) -> bool:
-        """Whether a call of a model runs, or was interrupted."""
+        """Whether a call of a model is running or was interrupted."""
         return isinstance(self._unfinished, Call)
 
     def begin(self, caller: torch.nn.Module, tokens: int) -> None:
-        """Note that a call of so many tokens a row begins, for which `reserve` made room, and keep what it changes."""
+        """Snapshot what a call of `tokens` tokens per row will change. `reserve` must have made room for the tokens."""
         self._unfinished = Call(self.layers, self.conversation, id(caller), tokens)
 
     def end(self, caller: torch.nn.Module) -> None:
-        """Note that the `caller`'s call has ended."""
+        """Record that `caller`'s call has ended."""
         if isinstance(self._unfinished, Call) and self._unfinished.caller == id(caller):
             self._unfinished = None
 
     def take_back(self) -> None:
-        """Put the cache back to before the call or edit that failed or was interrupted, if one was."""
+        """Restore the cache to its state before a failed or interrupted call or edit, if there was one."""
         if self._unfinished is not None:
             self._unfinished.put_back((*self.layers, self.conversation))
             self._unfinished = None

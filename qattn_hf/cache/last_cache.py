@@ -1,4 +1,4 @@
-"""The last cache of a patched model, by thread."""
+"""The last cache of a patched model, per thread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class LastCache:
     """The last cache of a patched model, for its report. Copies and pickles of the model start without one.
 
-    It is kept until the next cache is made or the model is unpatched. Each thread has its own, so that threads which
-    share a model see their own calls; a thread that made none sees the newest.
+    The cache is kept until the next one is made or the model is unpatched. Each thread has a separate last cache, so
+    threads that share a model see their own calls. A thread that made no cache sees the newest.
 
     Attributes:
         pages: figures of the last pool of continuous batching (`continuous.cache.PagedCache`), without the pool.
@@ -39,7 +39,7 @@ class LastCache:
         return self._newest if own is None else own
 
     def record(self, cache: QAttnCache) -> None:
-        """Make `cache` the calling thread's last one, unless `skip_next` was called for it."""
+        """Make `cache` the calling thread's last one, unless `skip_next` was set."""
         thread = threading.current_thread()
         if thread in self._skipping:
             self._skipping.discard(thread)

@@ -1,4 +1,5 @@
-"""Warnings that a patch gives once: of layers without kernels, steps that are not captured, codes that nobody reads."""
+"""Warnings that a patch gives once: layers without kernels, steps without capture, quantized values
+that nobody reads."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from qattn_hf.layer.layer import QAttnLayer
 
 NOT_THE_USER = {"qattn_hf", "qattn_kernels", "transformers", "torch", "accelerate", "peft", "contextlib"}
-SAFE_BITS = 4  # of codes in windows: with fewer a released checkpoint lost the text
-DROPPED = 2  # caches that were dropped unread one after another, before a third is made: one may be a trial
+SAFE_BITS = 4  # fewest safe bits of windows: with fewer, a released checkpoint produced unusable text
+DROPPED = 2  # caches dropped unread before the next one triggers the warning; a single one may be a trial
 
 
 def warn(text: str) -> None:
-    """Warn with the line of the user who called into this package, as far as the stack shows one."""
+    """Warn with the line of the user's code that called this package, if the stack shows one."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _package(frame) in NOT_THE_USER:
         frame, level = frame.f_back, level + 1
@@ -42,7 +43,7 @@ def _package(frame: Any) -> str:
 def of_layers(
     config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec], impl: str, device_type: str
 ) -> None:
-    """Warn of layers without kernels and of packed windows in few bits; arguments as of `of_reference`."""
+    """Warn about layers without kernels and about packed windows with few bits. Arguments as in `of_reference`."""
     of_reference(config, specs, impl, device_type)
     of_windows(config, specs)
 
@@ -50,10 +51,12 @@ def of_layers(
 def of_reference(
     config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec], impl: str, device_type: str
 ) -> None:
-    """Warn of layers on a GPU for which there are no kernels, so that the reference computes them.
+    """Warn about layers on a GPU without kernels, which run the reference.
 
     Args:
-        config: the model's config. specs: one for each layer. impl: the recipe's.
+        config: the model's config.
+        specs: one for each layer.
+        impl: the recipe's implementation.
     """
     if impl != "auto" or device_type != "cuda":
         return
@@ -72,10 +75,11 @@ def of_reference(
 
 
 def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerSpec]) -> None:
-    """Warn of packed windows in fewer than `SAFE_BITS` bits, which lose the text.
+    """Warn about packed windows with fewer than `SAFE_BITS` bits, which degrade the text.
 
     Args:
-        config: the model's config. specs: one for each layer.
+        config: the model's config.
+        specs: one for each layer.
     """
     for i, spec in enumerate(specs):
         if not isinstance(spec, LayerSpec) or window_of(spec) is None or not of_method(spec):
@@ -90,18 +94,18 @@ def of_windows(config: PretrainedConfig, specs: Sequence[LayerSpec | ModelLayerS
 
 
 def reads_no_code(spec: LayerSpec) -> bool:
-    """Whether a layer quantizes, and a prompt all the same attends to its keys and values as the model made them."""
+    """Return whether a layer quantizes, but a prompt attends to its unquantized keys and values."""
     quantizes = of_method(spec) and not (spec.k.core.in_model_precision and spec.v.core.in_model_precision)
     return quantizes and spec.compute.prefill == "model" and sees_raw(spec)
 
 
 def written_once(layer: QAttnLayer) -> bool:
-    """Whether at most one call wrote to a layer, compiled and captured ones included."""
+    """Return whether at most one call wrote to a layer, including compiled and captured calls."""
     return layer.edits <= 1 and layer._used is not None and not layer.replayed_by_others
 
 
 class Notices:
-    """What a patch has warned of, and the caches that its calls made and nothing has read yet.
+    """Warnings that a patch has given, and caches of its calls that were not read yet.
 
     Copies and pickles of the model start without any.
     """
@@ -123,7 +127,7 @@ class Notices:
             warn(text)
 
     def of_eager(self, reason: str) -> None:
-        """Warn that decode steps run eagerly which the recipe wanted captured."""
+        """Warn that decode steps run eagerly although the recipe asked for capture."""
         self.once(
             "eager",
             f"qattn_hf decodes eagerly, which takes the host longer than a CUDA graph: {reason}. "
@@ -131,12 +135,13 @@ class Notices:
         )
 
     def before_another(self) -> None:
-        """Forget caches that compiled steps have read, which say so on the host alone: the next call may free one."""
+        """Forget caches that compiled steps have read. Only the host's counts show it, and the next call may free a
+        cache."""
         caches = [(ref, ref()) for ref in self._unread]
         self._unread = [ref for ref, cache in caches if cache is None or all(map(written_once, cache.packed))]
 
     def _why_unread(self, kwargs: dict[str, Any]) -> str | None:
-        """Why nobody will read the codes of a call's cache, or None where a later call may."""
+        """Return why nothing will read the quantized values of a call's cache, or None if a later call may."""
         if kwargs.get("labels") is not None:
             return "labels were given to a call that makes its own cache"
         if not kwargs["use_cache"]:
@@ -146,12 +151,15 @@ class Notices:
         return None
 
     def of_call(self, cache: QAttnCache, kwargs: dict[str, Any], tokens: int, made: bool, asked: bool | None) -> None:
-        """Warn where a call's result is full precision's because no token reads a code, and its caller may not know.
+        """Warn if a call gives full-precision results because no token reads quantized values, and the caller may not
+        know.
 
         Args:
-            cache: of the call, before it. kwargs: of the call, `use_cache` as it is meant.
-            tokens: new ones of a row. made: nobody passed the cache.
-            asked: `use_cache` as it was given. Whoever asks for a cache goes on with it.
+            cache: the call's cache, before the call.
+            kwargs: the call's arguments, with `use_cache` resolved.
+            tokens: new tokens per row.
+            made: True if the caller passed no cache.
+            asked: `use_cache` as the caller passed it. A caller who asks for a cache goes on with it.
         """
         if "unread" in self._given:
             return
@@ -174,8 +182,8 @@ class Notices:
 
 
 def _leaves_codes_unread(cache: QAttnCache, tokens: int) -> bool:
-    """Whether a first call of so many tokens a row attends in the model's precision in all layers of a method."""
+    """Return whether all quantized layers read unquantized tokens in a first call of `tokens` tokens per row."""
     quantized = [layer.spec for layer in cache.packed if of_method(layer.spec)]
     if tokens <= SHORT_CALL and any(tokens >= spec.window.block for spec in quantized):
-        return False  # short calls read what they packed
+        return False  # short calls read the tokens that they packed
     return bool(quantized) and all(map(reads_no_code, quantized))

@@ -1,4 +1,4 @@
-"""Memory that a patched model keeps between calls: arenas of caches that are gone, and captured decode steps."""
+"""Memory that a patched model keeps between calls: arenas of freed caches, and captured decode steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from qattn_kernels.layout import Geometry
 
 Result = TypeVar("Result")
 
-IDLE = 2  # sets of arenas that are kept for reuse; the least recently used one is freed
-SPARE = 32  # a set may have more capacity than its cache needs, by one part of so many
-SIGNATURES = 40  # kinds of steps captured over one set of arenas: drafts of all lengths, and a few
+IDLE = 2  # sets of arenas kept for reuse; the least recently used one is freed
+SPARE = 32  # a set's capacity may exceed the cache's need by one part in SPARE
+SIGNATURES = 40  # kinds of steps captured over one set of arenas: drafts of all lengths, and a few more
 
 
 def _references(things: Iterable[Any]) -> int:
-    """Largest reference count of these objects, that of `things` included."""
+    """Return the largest reference count of these objects, including the reference from `things`."""
     return max(map(sys.getrefcount, things), default=0)
 
 
@@ -34,21 +34,21 @@ UNSHARED = _references([object()])  # count of an object that only its list refe
 class Pool:
     """Arenas and captured steps of a patched model, reused by its next call.
 
-    Arenas are the layers of a cache, which own its tensors. When a cache is freed they become idle, and the next cache
-    of the same shape takes them, with the steps that were captured over them. Threads may share a model: changes here
-    are made under `lock`. Copies and pickles of a model start with an empty pool.
+    Arenas are the layers of a cache, which own its tensors. When a cache is freed, its arenas become idle. The next
+    cache of the same shape takes them, together with the steps captured over them. Threads may share a model: changes
+    here are made under `lock`. Copies and pickles of a model start with an empty pool.
 
     Attributes:
         idle: sets of idle layers, the least recently used first.
-        lock: also held while captured steps run, since their graphs share memory.
-        steps: captured steps by the first layer of their arenas, with which they are freed.
+        lock: also held while captured steps run, because their graphs share memory.
+        steps: captured steps by the first layer of their arenas; they are freed with the arenas.
         graphs: the CUDA graphs of these steps; they never run at the same time and share one memory pool.
-        refused: why this model is not captured, if that was found while it ran; else None.
-        watched: whether a step of this model has run under `SyncWatch`.
+        refused: the reason found at run time why this model is not captured; else None.
+        watched: True if a step of this model has run under `SyncWatch`.
     """
 
     def __init__(self) -> None:
-        # one more than are kept: the next cache is made before the last one is freed
+        # one more than IDLE: the next cache is made before the last one is freed
         self.idle: deque[list[QAttnLayer]] = deque(maxlen=IDLE + 1)
         self.lock = threading.RLock()
         self.steps: weakref.WeakKeyDictionary[QAttnLayer, tuple[int, dict[Hashable, Any]]]
@@ -65,18 +65,19 @@ class Pool:
         return Pool, ()
 
     def take(self, layers: list[QAttnLayer], key_states: torch.Tensor, value_states: torch.Tensor) -> list[QAttnLayer]:
-        """Idle arenas, zeroed, in place of new layers; the new layers themselves if no idle set fits.
+        """Return zeroed idle arenas in place of new layers, or the new layers if no idle set fits.
 
-        Where one is of another capacity alone, lengths of calls vary: the new layers get a capacity that more of them
-        share.
+        If an idle set differs only in capacity, call lengths vary. The new layers then get a rounded capacity that more
+        calls share.
 
         Args:
-            layers: layers without tensors. key_states, value_states: `[B, Hkv, T, D]` of the first call.
+            layers: layers without tensors.
+            key_states, value_states: `[B, Hkv, T, D]` of the first call.
         """
         shape = _shape(layers, layers[0].geometry_of(key_states, value_states), key_states.device)
         with self.lock:
             idle = []
-            while self.idle:  # emptied, since the garbage collector may call `put` at any moment, in here too
+            while self.idle:  # empty the queue first: the garbage collector may call `put` at any moment, even here
                 idle.append(self.idle.popleft())
             reused = next((old for old in reversed(idle) if _fits(old, layers, shape)), None)
             varies = any(_other_length(old, layers, shape) for old in idle)
@@ -98,7 +99,7 @@ class Pool:
             self.idle.append(layers)
 
     def allocate(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Result of `call(*args)`; if memory runs out, free the idle arenas and call it once more."""
+        """Return `call(*args)`. If memory runs out, free the idle arenas and call it once more."""
         try:
             return call(*args)
         except RuntimeError as error:
@@ -108,9 +109,9 @@ class Pool:
         return call(*args)
 
     def steps_of(self, layers: list[QAttnLayer]) -> dict[Hashable, Any]:
-        """Captured steps over these layers by the signature of their inputs; of others how many ran eagerly.
+        """Return the captured steps over these layers by the signature of their inputs.
 
-        Steps over tensors that were replaced since are dropped.
+        For signatures not captured yet, the value is the number of eager runs. Steps over replaced tensors are dropped.
         """
         moves = sum([layer.moves for layer in layers])
         with self.lock:
@@ -120,7 +121,7 @@ class Pool:
         return entry[1]
 
     def serve(self, model: Hashable) -> None:
-        """Drop all captured steps if the model's `fingerprint` is not the one that they were captured with."""
+        """Drop all captured steps if the model's `fingerprint` differs from the one at their capture."""
         with self.lock:
             if model != self._model:
                 self._model = model
@@ -134,41 +135,45 @@ class Pool:
 
 
 def with_spare(blocks: int) -> int:
-    """Blocks rounded up to a `SPARE`th of a power of two: lengths that differ little need the same capacity."""
+    """Round blocks up to a `SPARE`th of a power of two, so that similar lengths need the same capacity."""
     step = max(1, (1 << blocks.bit_length() - 1) // SPARE)
     return -(-blocks // step) * step
 
 
 def _shape(layers: list[QAttnLayer], geometry: Geometry, device: torch.device) -> Hashable:
-    """Key of layers whose tensors have the same shapes but for the capacity."""
+    """Return a key that is equal for layers whose tensors have the same shapes except for the capacity."""
     return tuple(layer.spec for layer in layers), layers[0].max_cache_len, replace(geometry, blocks=0), device
 
 
 def _whole(layers: list[QAttnLayer]) -> bool:
-    """Whether all layers have tensors of a fixed capacity and equal batch, which no foreign graph writes."""
+    """Return whether all layers have tensors of a fixed capacity and equal batch, and no foreign
+    graph writes to them."""
     complete = all(layer.is_initialized and layer.planned and not layer.replayed_by_others for layer in layers)
     return complete and len({layer.geometry.batch for layer in layers}) == 1
 
 
 def _fits(old: list[QAttnLayer], layers: list[QAttnLayer], shape: Hashable) -> bool:
-    """Whether an idle set can replace new layers: of their shape and capacity, or little more, and not referenced by
-    anything else (a copy of its cache, a layer, a tensor)."""
+    """Return whether an idle set can replace new layers.
+
+    The set must have the same shape, and the same or slightly more capacity. Nothing else may refer to it: a copy of
+    its cache, a layer or a tensor.
+    """
     if not _whole(old) or _shape(old, old[0].geometry, old[0].device) != shape:
         return False
     if any(not b.blocks <= a.blocks <= b.blocks + b.blocks // SPARE for a, b in zip(old, layers, strict=True)):
         return False
-    # a map, since a list of arenas or a local name would refer to each once more
+    # a map: a list of arenas or a local name would add a reference to each arena
     held = [(layer._state or {}).values() for layer in old] + [map(attrgetter("arena"), old)]
     return _references(old) <= UNSHARED and all(_references(tensors) <= UNSHARED for tensors in held)
 
 
 def _other_length(old: list[QAttnLayer], layers: list[QAttnLayer], shape: Hashable) -> bool:
-    """Whether an idle set differs from new layers in its capacity alone, which no user fixed."""
+    """Return whether an idle set differs from new layers only in its capacity, and no user fixed the capacity."""
     if layers[0].max_cache_len is not None or old[0].blocks == layers[0].blocks or not _whole(old):
         return False
     return _shape(old, old[0].geometry, old[0].device) == shape
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that memory ran out; on a CPU torch has no class of its own for that."""
+    """Return whether an error means out of memory. On a CPU torch has no separate class for it."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

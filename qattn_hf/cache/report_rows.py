@@ -1,4 +1,4 @@
-"""Rows of a report, one a layer, counted from its tensors."""
+"""Rows of a report, one per layer, counted from the layer's tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from qattn_kernels.layer.state import side_of
 from qattn_kernels.layer.support import no_triton, unsupported
 from qattn_kernels.step.states import at_slots, bits_to_bool
 
-OWN = "model"  # in place of a method's name, for layers that are the model's own
+OWN = "model"  # replaces a method's name for unpacked layers
 
 
 def own_row(index: int, layer: ModelLayer) -> dict[str, Any]:
-    """Row of a layer that is the model's own: nothing in it is packed."""
+    """Return the row of an unpacked layer."""
     tensors = [tensor for tensor, _ in layer.state_tensors().values()]
     n_bytes, values = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
     dtypes = " and ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
@@ -44,7 +44,11 @@ def own_row(index: int, layer: ModelLayer) -> dict[str, Any]:
 
 
 def layer_row(index: int, layer: QAttnLayer, method: str, no_pool: str | None = None) -> dict[str, Any]:
-    """Row of a packed layer of this method; `no_pool`: why it goes without the pool of the method's defaults."""
+    """Return the row of a packed layer of this method.
+
+    Args:
+        no_pool: why the layer lacks the sink pool of the method's defaults.
+    """
     spec = layer.spec
     window = window_of(spec)
     row: dict[str, Any] = {
@@ -97,7 +101,7 @@ def layer_row(index: int, layer: QAttnLayer, method: str, no_pool: str | None = 
 
 
 def _skipped(layer: QAttnLayer) -> dict[str, float]:
-    """Figures of sparse V over all decode steps since the layer was empty; none where it is off."""
+    """Return the figures of sparse V over all decode steps since the layer was empty; none if it is off."""
     if layer.spec.sparsity.tau == 0:
         return {}
     skip_counts = skip_counts_of(layer.state)
@@ -109,17 +113,17 @@ def _skipped(layer: QAttnLayer) -> dict[str, float]:
 
 
 def _in_pool(layer: QAttnLayer) -> torch.Tensor:
-    """Entries of the sink table whose token is kept out of the packed blocks: bool `[B, H, entries]`."""
+    """Return which entries of the sink table hold tokens kept out of the packed blocks: bool `[B, H, entries]`."""
     return (layer.state["sink.born"] > 0) & (layer.state["sink.written"] == 0)
 
 
 def _sinks(layer: QAttnLayer) -> int:
-    """Number of tokens that the sink pool keeps out of the packed blocks, over all rows and heads."""
+    """Count the tokens that the sink pool keeps out of the packed blocks, over all rows and heads."""
     return int(_in_pool(layer).sum()) if layer.spec.sink_pool.num else 0
 
 
 def _nonfinite(layer: QAttnLayer) -> int:
-    """Number of tokens, over all rows, whose key or value is not finite in some KV head; they are masked there."""
+    """Count the tokens, over all rows, with a non-finite key or value in some KV head. They are masked in that head."""
     masked = bits_to_bool(layer.state["dropped"]).flatten(2)
     if layer.spec.sink_pool.num:  # sinks in the pool are masked in the blocks too
         masked = masked & ~at_slots(_in_pool(layer), layer.state["sink.slot"], masked.shape[2])
@@ -127,8 +131,10 @@ def _nonfinite(layer: QAttnLayer) -> int:
 
 
 def _unread(layer: QAttnLayer, packed: int) -> bool | None:
-    """Whether no token has read a code: one call filled the layer and saw it unquantized, or nothing is packed. None
-    for a layer that does not quantize."""
+    """Return whether no token has read quantized values: nothing is packed, or one call filled the layer unquantized.
+
+    None for a layer that does not quantize.
+    """
     spec = layer.spec
     if not of_method(spec) or (spec.k.core.in_model_precision and spec.v.core.in_model_precision):
         return None
@@ -136,7 +142,7 @@ def _unread(layer: QAttnLayer, packed: int) -> bool | None:
 
 
 def _clamped_scales(layer: QAttnLayer) -> int:
-    """Number of scales and zero points of closed blocks that stand at the end of fp16's range."""
+    """Count the scales and zero points of closed blocks that are clamped at the end of fp16's range."""
     sides = ((layer.spec.k.core, side_of(layer.state, "k")), (layer.spec.v.core, side_of(layer.state, "v")))
     counts = [fmt.clamped_scales(state) for fmt, state in sides]
     closed = (layer.state["block_len"] > 0)[:, None]
@@ -144,7 +150,7 @@ def _clamped_scales(layer: QAttnLayer) -> int:
 
 
 def _why_reference(layer: QAttnLayer) -> str | None:
-    """Why the reference computes a layer on a GPU; None where kernels do, and on a CPU."""
+    """Return why a layer on a GPU runs the reference; None if it runs kernels, and on a CPU."""
     geo = layer.geometry
     if layer.spec.impl != "reference" or layer.device.type != "cuda":
         return None
@@ -153,7 +159,8 @@ def _why_reference(layer: QAttnLayer) -> str | None:
 
 
 def _block_bits(layer: QAttnLayer, values: int) -> float | None:
-    """Bits of a value in closed blocks, all tensors counted that grow with blocks; None before a block closes."""
+    """Return the bits per value in closed blocks, over all tensors that grow with blocks; None
+    before a block closes."""
     closed, tokens = layer.state["block_len"] > 0, int(layer.state["block_len"].sum())
     if tokens == 0:
         return None
@@ -170,20 +177,20 @@ def _block_bits(layer: QAttnLayer, values: int) -> float | None:
 
 
 def _spans(layer: QAttnLayer, side: str) -> list[Span]:
-    """Runs of blocks with the same bits, of a side whose blocks differ; empty where they do not."""
+    """Return the runs of blocks with equal bits, for a side whose blocks differ; empty if they do not."""
     aged = aged_blocks(layer.spec.k if side == "k" else layer.spec.v)
     return [] if aged is None else aged.spans(layer.blocks)
 
 
 def _tokens_by_bits(layer: QAttnLayer) -> dict[str, dict[int, int]]:
-    """Packed tokens of all rows by the bits of their codes, of sides whose blocks differ."""
+    """Return the packed tokens of all rows by bit width, for sides whose blocks differ."""
     length = layer.state["block_len"]
     found = {side: {bits: int(length[:, first:end].sum()) for bits, first, end in _spans(layer, side)} for side in "kv"}
     return {side: {bits: n for bits, n in counts.items() if n} for side, counts in found.items() if counts}
 
 
 def _bits(layer: QAttnLayer, side: str) -> list[list[int]]:
-    """Bits of a code for each head, a list for each row; one list if all rows are equal."""
+    """Return the bit width of each head, one list per row; a single list if all rows are equal."""
     fmt = layer.spec.k if side == "k" else layer.spec.v
     rows = fmt.bits_per_head(side_of(layer.state, side), layer.geometry.heads)
     return rows[:1] if all(r == rows[0] for r in rows) else rows

@@ -1,4 +1,4 @@
-"""Reports of what a cache holds, counted from its tensors and not from its recipe."""
+"""Reports of a cache's content, counted from its tensors, not from its recipe."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
     """Report what a packed cache holds: tokens, bytes, bits, kernels, layer by layer; `print` it or take `to_dict()`.
 
     Args:
-        model_or_cache: a `QAttnCache`, or a patched model, of whose last cache the report is. Before the model's first
-            call the report has no layers.
+        model_or_cache: a `QAttnCache`, or a patched model, whose last cache is reported. Before the model's first call
+            the report has no layers.
 
     Raises:
         QAttnError: a model that is not patched, or another kind of cache.
-        UnsupportedError: the mask of an earlier step was wrong, which a GPU may say late: what is held is too.
+        UnsupportedError: the mask of an earlier step was wrong, so the cache is wrong too. On a GPU this is found late.
     """
     if isinstance(model_or_cache, QAttnCache):
         cache = model_or_cache
@@ -54,21 +54,21 @@ def report(model_or_cache: PreTrainedModel | QAttnCache) -> Report:
 
 
 def _impl(specs: list[LayerSpec]) -> str:
-    """What computes the packed layers: `triton`, `reference`, or both where they differ; `model` if there is none."""
+    """Return the implementation of the packed layers: `triton`, `reference`, both, or `model` if no layer is packed."""
     return " and ".join(sorted({spec.impl for spec in specs})) or OWN
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a cache holds, as `report` counts it: `str()` is a table for people, `to_dict()` data for programs.
+    """Content of a cache, as `report` counts it. `str()` gives a table for people, `to_dict()` data for programs.
 
     Attributes:
         recipe: the cache's recipe.
-        impl: what computes its layers, `triton`, `reference`, or both.
+        impl: implementation of its layers: `triton`, `reference`, or both.
         decode, decode_reason: how decode steps ran, and why not otherwise; see `to_dict`.
-        layers: one row a layer.
-        prefill_chunk_size: tokens of the calls into which the last `generate` cut a longer prompt; None: one call.
-        pages: the pool of the model's last continuous batching; None where there was none.
+        layers: one row per layer.
+        prefill_chunk_size: tokens per call, if the last `generate` split its prompt; None: one call.
+        pages: the pool of the model's last continuous batching; None without one.
     """
 
     recipe: Recipe
@@ -80,37 +80,37 @@ class Report:
     pages: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, which JSON can hold.
+        """Return the report as plain data that JSON can hold.
 
-        - `method`, `recipe`, `recipe_origin`: name and all settings of the method, and where they come from.
-        - `recipe_layers`: layers with other settings. `recipe_family`: settings from the model's family with their
-          reason. `chosen`: why the model chose the recipe (`qattn_hf.recipes.chosen.Chosen`). None: neither was so.
-        - `impl`: what computes, `triton`, `reference`, or both.
-        - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or would run them if
-          there was none. `decode_reason`: why not as a graph, or None. Over transformers' own caches `decode` is
-          `stock`, bytes and tokens are 0 and `layers` is empty.
-        - `prefill_chunk_size`: tokens of the calls in which the last `generate` fed its prompt; None: it was one call.
-        - `packed_tokens`, `open_tokens`: tokens of all rows, quantized or still open, in the packed layer that packed
-          least; sliding windows are left out where other layers are packed.
-        - `kv_bytes`: bytes of all tensors of all layers, spare capacity and ring included. `kv_bytes_full_precision`:
-          the same tokens in the model's precision. What the model's own layers keep is in both.
-        - `effective_bits`: bits of a value in closed blocks, mean over packed layers. `effective_bits_total`:
-          `kv_bytes` in bits over all cached values, those of the model's own layers included; of a sliding window
-          those that a query sees.
-        - `skip_rate`, `dropped_mass`: of sparse V, over all decode steps and as a mean over layers: the share of
-          visible values that were not read, and the share of a query's attention weights that they had.
-          `dropped_worst`: the largest such share of any query. None where sparse V is off.
-        - `unread`: whether no token has read a code so far, so that outputs are full precision's: one call filled the
-          cache and attended in the model's precision, or nothing is packed. None where nothing is quantized.
-        - `continuous_batching`: of the last pool of packed pages, or None: tokens of a page, blocks (a page of each
-          layer), requests that it holds at once, bytes of a block, of a request beside its blocks and of all, whether
-          requests share prefixes, and the most requests and blocks that were held.
-        - `layers`: one row a layer, with these figures and the formats of keys and values. A layer that is the model's
-          own has `method` and `kernels` `model`, its type as `kind`, `own`, what it keeps, in words, and `why` its
-          window is not packed. A packed one has the tokens of its `window`, or None, whether it is `quantized` (not
-          with the method `none`, and not where windows are unquantized), and `tokens_by_bits`: of a side whose blocks
-          differ, as `memory` makes them, the packed tokens by the bits of their codes. `clamped_scales`: scales and
-          zero points in fp16 at the end of its range (65,504), to which keys or values beyond it are clamped.
+        - `method`, `recipe`, `recipe_origin`: name and all settings of the method, and their source.
+        - `recipe_layers`: layers with other settings, or None. `recipe_family`: settings from the model's family with
+          their reason, or None. `chosen`: why the model chose the recipe (`qattn_hf.recipes.chosen.Chosen`), or None.
+        - `impl`: the implementation: `triton`, `reference`, or both.
+        - `decode`: how the last `generate` ran its decode steps (`graph`, `compile`, `eager`), or how it would.
+          `decode_reason`: why not as a graph, or None. Over Transformers' own caches `decode` is `stock`, bytes and
+          tokens are 0 and `layers` is empty.
+        - `prefill_chunk_size`: tokens per call, if the last `generate` split its prompt; None: it was one call.
+        - `packed_tokens`, `open_tokens`: quantized and unquantized tokens of all rows, in the packed layer that packed
+          least. Sliding windows are ignored if other layers are packed.
+        - `kv_bytes`: bytes of all tensors of all layers, including spare capacity and ring. `kv_bytes_full_precision`:
+          bytes of the same tokens in the model's dtype. Both include unpacked layers.
+        - `effective_bits`: bits per value in closed blocks, mean over packed layers. `effective_bits_total`: `kv_bytes`
+          in bits per cached value, including unpacked layers. For a sliding window only the values that a query sees
+          count.
+        - `skip_rate`, `dropped_mass`: for sparse V, over all decode steps, as a mean over layers: the share of visible
+          values that were skipped, and their share of the attention weights. `dropped_worst`: the largest such share of
+          any query. None if sparse V is off.
+        - `unread`: True if no token has read quantized values yet, so outputs are full precision: nothing is packed, or
+          one call filled the cache and attended unquantized. None if nothing is quantized.
+        - `continuous_batching`: the last pool of packed pages, or None: tokens of a page, blocks (a page of each
+          layer), requests held at once, bytes of a block, of a request without its blocks and in total, whether
+          requests share prefixes, and the peak numbers of requests and blocks.
+        - `layers`: one row per layer, with these figures and the formats of keys and values. An unpacked layer has
+          `method` and `kernels` `model`, its type as `kind`, its content in words as `own`, and `why` its window is not
+          packed. A packed layer has its `window` in tokens, or None, and `quantized`: False for the method `none` and
+          for unquantized windows. `tokens_by_bits`: packed tokens by bit width, for a side whose blocks differ
+          (`memory`). `clamped_scales`: fp16 scales and zero points at the end of fp16's range (65,504); larger ones
+          were clamped.
         """
         total, full = (sum(row[key] for row in self.layers) for key in ("bytes", "bytes_full_precision"))
         counted = [row for row in self.layers if "own" not in row]
@@ -141,18 +141,18 @@ class Report:
         }
 
     def _unread(self) -> bool | None:
-        """Whether no layer's codes were read; None where no layer quantizes."""
+        """Return whether no layer's quantized values were read; None if no layer quantizes."""
         unread = [row["unread"] for row in self.layers if row.get("unread") is not None]
         return all(unread) if unread else None
 
     def _mean(self, key: str) -> float | None:
-        """Mean of a figure over the layers that have it; None if none has."""
+        """Return the mean of a figure over the layers that have it; None if none has."""
         values = [row[key] for row in self.layers if row.get(key) is not None]
         return sum(values) / len(values) if values else None
 
     def __str__(self) -> str:
         data = self.to_dict()
-        # in a notebook rich would show the lines there and leave the text empty
+        # in a notebook rich would display the lines there and leave the text empty
         console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
         own = [row for row in self.layers if "own" in row and row["kind"] != "dummy"]
         why = f" ({data['decode_reason']})" if data["decode_reason"] else ""
@@ -205,7 +205,7 @@ class Report:
             )
 
     def _family_text(self) -> str:
-        """Settings from the model's family, their reason, and its advice; empty where there is neither."""
+        """Return the family's settings, their reason and advice as text; empty if there are none."""
         if self.recipe.family is None:
             return ""
         section, changed = self.recipe.family.section, self.recipe.from_family()
@@ -233,7 +233,7 @@ class Report:
 
 
 def _grouped(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Rows that are equal but for `PER_LAYER` fields, once each, with the layers that they are of: `0-4,6-10`."""
+    """Merge rows that are equal except for `PER_LAYER` fields. Each comes with its layers: `0-4,6-10`."""
     groups: list[tuple[list[list[int]], dict[str, Any]]] = []
     for row in rows:
         runs = next((runs for runs, other in groups if _alike(row, other)), None)
@@ -251,8 +251,11 @@ def _alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _format(row: dict[str, Any], side: str) -> str:
-    """Format and bits: `flashq 4`, head by head `flashq 4422`, `flashq 8 and 4` where blocks differ, or `row by row`
-    where rows of the batch do."""
+    """Return format and bits of a side as text.
+
+    Examples: `flashq 4`; `flashq 4422`, head by head; `flashq 8 and 4` if blocks differ; `row by row` if rows of the
+    batch differ.
+    """
     if tokens := row.get("tokens_by_bits", {}).get(side, {}):
         return f"{row[side + '_format']} {' and '.join(str(bits) for bits in sorted(tokens, reverse=True))}"
     bits = row.get("bits_per_head", {}).get(side, [])
@@ -263,7 +266,7 @@ def _format(row: dict[str, Any], side: str) -> str:
 
 
 def _by_bits(side: str, tokens: dict[int, int]) -> str:
-    """`V: 4 bits of 4096 tokens, 8 of 512`."""
+    """Return the tokens of a side by bit width as text: `V: 4 bits of 4096 tokens, 8 of 512`."""
     (first, count), *others = sorted(tokens.items())
     return f"{side.upper()}: {first} bits of {count} tokens" + "".join(f", {bits} of {n}" for bits, n in others)
 
@@ -285,7 +288,7 @@ def _notes(row: dict[str, Any]) -> str:
 
 
 MEANS = ("effective_bits", "skip_rate", "dropped_mass")
-PER_LAYER = ("layer", "sinks")  # fields of a row in which layers of one line may differ
+PER_LAYER = ("layer", "sinks")  # fields in which the layers of a merged row may differ
 NOTES = {
     "short_blocks": "short blocks",
     "nonfinite": "tokens not finite, masked",
@@ -296,7 +299,7 @@ NOTES = {
 
 
 def in_words(figures: dict[str, Any]) -> str:
-    """What a report says of a pool with these `figures` (of a `PagedCache`)."""
+    """Describe a pool with these `figures` (of a `PagedCache`) in words."""
     held = "continuous batching: {blocks} blocks of {page_tokens} tokens and {requests} requests in {total}, "
     return (held + "of which {most_blocks} and {most_requests} were held at once").format(
         total=size(figures["bytes"]), **figures

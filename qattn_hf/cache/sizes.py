@@ -15,16 +15,16 @@ from qattn_hf.layer.window_layer import packed_layer
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
-SPACING = 2**13  # tokens, a multiple of every block
+SPACING = 2**13  # tokens, a multiple of every block size
 
 
 class Size(NamedTuple):
-    """Size of the packed layers of a cache of one row, with a capacity of exactly its tokens.
+    """Size of the packed layers of a one-row cache, with a capacity of exactly its tokens.
 
     Attributes:
         kv_bytes: bytes of all tensors.
-        values: number of cached keys and values; of a sliding window those that a query sees.
-        effective_bits: bits of a value in closed blocks, mean over layers; None where no block is closed.
+        values: number of cached keys and values; for a sliding window, those that a query sees.
+        effective_bits: bits per value in closed blocks, mean over layers; None if no block is closed.
     """
 
     kv_bytes: int
@@ -33,26 +33,26 @@ class Size(NamedTuple):
 
     @property
     def effective_bits_total(self) -> float:
-        """Bits of a value, every tensor counted."""
+        """Bits per value, over all tensors."""
         return 8 * self.kv_bytes / self.values
 
 
 def values_of(geometry: Geometry, tokens: int) -> int:
-    """Number of values in the keys and values of `tokens` tokens of one row and layer."""
+    """Return the number of values in the keys and values of `tokens` tokens of one row and layer."""
     return tokens * geometry.heads * (geometry.k_dim + geometry.v_dim)
 
 
 def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
-    """Size of the packed layers of a cache like this one with one row of `tokens` tokens.
+    """Return the size of the packed layers of a cache like this one, with one row of `tokens` tokens.
 
     Args:
         cache: a cache after its first call.
-        dtype: precision of the model; what the cache keeps unquantized is counted in it.
+        dtype: dtype of the model, in which unquantized parts of the cache are counted.
     """
     filled = QAttnCache([layer.spec for layer in cache.packed], cache.recipe, tokens)
     for layer, like in zip(filled.layers, cache.packed, strict=True):
         _initialize(layer, like.geometry, dtype, "cpu", tokens)
-        fill(layer, min(tokens, layer.capacity))  # a window's capacity is what it needs
+        fill(layer, min(tokens, layer.capacity))  # a window's capacity already equals its need
     data = report(filled).to_dict()
     shown = [getattr(layer.spec, "sliding_window", tokens) for layer in cache.packed]
     values = sum(values_of(layer.geometry, min(tokens, n)) for layer, n in zip(cache.packed, shown, strict=True))
@@ -60,20 +60,21 @@ def size_of(cache: QAttnCache, tokens: int, dtype: torch.dtype) -> Size:
 
 
 def layer_bytes(spec: LayerSpec, geometry: Geometry, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one layer's tensors for one row of `tokens` tokens; counted on the meta device, without memory."""
+    """Return the bytes of one layer's tensors for a row of `tokens` tokens. Counted on the meta
+    device, without memory."""
     layer = packed_layer(spec, tokens)
     _initialize(layer, geometry, dtype, "meta", tokens)
     return sum(tensor.nbytes for tensor, _ in layer.state_tensors().values())
 
 
 def block_bits(spec: LayerSpec, geometry: Geometry, dtype: torch.dtype) -> float:
-    """Bits of a value in a layer's closed blocks: what so many tokens more add, without the open ones."""
+    """Return the bits per value in a layer's closed blocks: the growth per token, without the open tokens."""
     more = layer_bytes(spec, geometry, 2 * SPACING, dtype) - layer_bytes(spec, geometry, SPACING, dtype)
     return 8 * more / values_of(geometry, SPACING)
 
 
 def _initialize(layer: QAttnLayer, geometry: Geometry, dtype: torch.dtype, device: str, tokens: int) -> None:
     if isinstance(layer, BudgetLayer):
-        layer.reserve(tokens)  # else it would have the bits of an empty one
+        layer.reserve(tokens)  # an empty layer would have other bits
     dims = (geometry.k_dim, geometry.v_dim)
     layer.lazy_initialization(*(torch.empty(1, geometry.heads, 0, dim, dtype=dtype, device=device) for dim in dims))

@@ -1,1 +1,1 @@
-"""How a patched model runs: `generate`, long prompts, captured steps, continuous batching."""
+"""Run a patched model: `generate`, long prompts, captured decode steps, continuous batching."""

@@ -1,4 +1,4 @@
-"""What a patched model does in `generate` in place of transformers' own methods: caches, masks, decode steps.
+"""Replacements of Transformers' methods that `generate` calls on a patched model: caches, masks, decode steps.
 
 All are module-level functions, so that a patched model can be copied and pickled.
 """
@@ -31,10 +31,10 @@ from qattn_kernels.layer.state import needs_constants
 
 
 def check_cache(cache: Any, layers: int) -> None:
-    """Refuse a cache that a patched model with so many layers cannot use.
+    """Check that a patched model with `layers` layers can use this cache.
 
     Raises:
-        UnsupportedError: no `QAttnCache`, or one with another number of layers.
+        UnsupportedError: the cache is not a `QAttnCache`, or has another number of layers.
     """
     if not isinstance(cache, QAttnCache):
         raise UnsupportedError(
@@ -48,10 +48,12 @@ def check_cache(cache: Any, layers: int) -> None:
 
 
 def check_given(cache: QAttnCache) -> None:
-    """Refuse an empty cache in which keys would silently be neither equalized nor their errors compensated.
+    """Refuse an empty cache without the model's constants. It would silently skip equalization and error compensation
+    of keys.
 
     Raises:
-        UnsupportedError: it was not made for a model, whose queries say how (`model_constants.constants`).
+        UnsupportedError: the cache was not made for a model, whose queries define the constants
+            (`model_constants.constants`).
     """
     if any(needs_constants(layer.spec) and layer.constants is None for layer in cache.packed):
         raise UnsupportedError(
@@ -68,14 +70,14 @@ def prepare_cache(
     max_cache_length: int,
     *args: Any,
 ) -> None:
-    """Override of `_prepare_cache_for_generation`: a packed cache of the capacity that `generate` will need.
+    """Override of `_prepare_cache_for_generation`: pass a packed cache with the capacity that `generate` needs.
 
     Raises:
-        UnsupportedError: another kind of cache is asked for; the checkpoint says that there is none; a prompt mask that
-            is not left padding; more tokens than a sliding window shows.
+        UnsupportedError: another kind of cache is requested; the checkpoint sets `use_cache=False`; a prompt mask is
+            not left padding; more tokens than a sliding window shows.
     """
     _check_asked(model, generation_config, model_kwargs)
-    generation_config.cache_implementation = None  # of this call: what the checkpoint has is for stock caches
+    generation_config.cache_implementation = None  # of this call only; a checkpoint's value is for stock caches
     drafted = _drafted(generation_config, generation_mode)
     if drafted:
         _check_rolls_back(model._qattn)
@@ -85,14 +87,14 @@ def prepare_cache(
     if mask is not None and mask.dim() == 2:
         check_prompt_mask(mask, generation_config)
     if generation_config.use_cache is False:
-        return  # each call makes a cache of its own and drops it
+        return  # each call makes its own cache and drops it
     last = model._qattn.last
     last.skip_next(False)
     cache = model_kwargs[CACHE] = _cache_of(model, model_kwargs.get(CACHE))
     last.skip_next(generation_config.guidance_scale not in (None, 1))  # guidance makes a second cache
     cache.replays = False
     _run_eagerly(model._qattn, generation_mode, cache)
-    if generation_config.prefill_chunk_size is None:  # of this call, too
+    if generation_config.prefill_chunk_size is None:  # of this call only
         generation_config.prefill_chunk_size = prefill_chunk(
             model, generation_config, model_kwargs, generation_mode, cache, max_cache_length
         )
@@ -100,7 +102,7 @@ def prepare_cache(
     _capture_calls(model, generation_config, generation_mode, cache)
     if drafted:
         cache.raise_horizon(drafted)
-        if model._qattn.decode == "compile":  # transformers from 5.24 on would ask for a call of each draft's length
+        if model._qattn.decode == "compile":  # Transformers 5.24 and later would compile a call for each draft length
             generation_config.disable_compile = (
                 generation_config.disable_compile or generation_config.compile_config is None
             )
@@ -109,17 +111,17 @@ def prepare_cache(
     elif _whole_model(model) and not all(
         layer.planned and layer.capacity >= max_cache_length for layer in cache.packed
     ):
-        # many short calls, one after the other, of which few should find another capacity and capture anew
+        # a draft model runs many short calls; spare capacity keeps addresses, so few of the calls capture again
         model._qattn.pool.allocate(cache.plan, max_cache_length + max_cache_length // 4 + DRAFTED)
 
 
 def _cache_of(model: PreTrainedModel, given: Any) -> QAttnCache:
-    """The cache of a call of `generate`: a new one, or the caller's, checked."""
+    """Return the cache for a call of `generate`: a new one, or the caller's after its checks."""
     if given is None:
         return model._qattn.new_cache()
     check_cache(given, len(model._qattn.specs))
     check_earlier_mask(given, wait=True)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers  # an early exit uses the first alone
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers  # early exit uses only the first layers
     given.check_whole(layers)
     given._is_user_defined = True
     model._qattn.last.record(given)
@@ -127,14 +129,19 @@ def _cache_of(model: PreTrainedModel, given: Any) -> QAttnCache:
 
 
 def _whole_model(model: PreTrainedModel) -> bool:
-    """Whether a model computes all its layers. What it computes where it exits early, to draft for itself, must not be
-    captured: a whole step over the same tensors would be taken for it."""
+    """Return whether a model runs all its layers.
+
+    A model that exits early to draft for itself must not be captured: its graph would be mistaken for a whole step over
+    the same tensors.
+    """
     return model.config.get_text_config(decoder=True).num_hidden_layers == len(model._qattn.specs)
 
 
 def _check_asked(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse another kind of cache, a learned prompt that needs one, and a checkpoint that says there is none: its user
-    would wait without a reason."""
+    """Refuse another kind of cache, a learned prompt that does not work, and a checkpoint that sets `use_cache=False`.
+
+    Without a cache, generation would be slow for no visible reason.
+    """
     check_soft_prompt(model, model_kwargs.get("attention_mask"))
     implementation, default = generation_config.cache_implementation, model.generation_config.cache_implementation
     if implementation is not None and implementation != default:
@@ -159,7 +166,7 @@ def prepare_stock_cache(
     max_cache_length: int,
     *args: Any,
 ) -> Any:
-    """Override of `_prepare_cache_for_generation` over transformers' own caches: refuse texts beyond the window.
+    """Override of `_prepare_cache_for_generation` over Transformers' own caches: refuse texts longer than the window.
 
     Raises:
         UnsupportedError: more tokens than the model's sliding window shows.
@@ -171,15 +178,19 @@ def prepare_stock_cache(
 
 
 def _drafted(generation_config: GenerationConfig, generation_mode: GenerationMode) -> int:
-    """Tokens by which drafts may exceed the longest length, before verification rolls them back; 0 without drafts."""
+    """Return how many tokens drafts may add beyond the maximum length until verification removes them; 0 without
+    drafts."""
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         return 0
     return 1 + max(generation_config.prompt_lookup_num_tokens or 0, generation_config.num_assistant_tokens or 0)
 
 
 def candidate_generator(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Override of `_get_candidate_generator`: layers that predict several tokens (`use_mtp=True`) attend as before the
-    patch, since transformers builds them from the patched model's config, over a cache of their own."""
+    """Override of `_get_candidate_generator`: multi-token prediction layers (`use_mtp=True`) use the unpatched
+    attention.
+
+    Transformers builds these layers from the patched model's config, with a separate cache.
+    """
     made = type(model)._get_candidate_generator(model, *args, **kwargs)
     if (drafting := getattr(made, "mtp_model", None)) is not None:
         restore([(drafting.config, patch_of(model).attention_before(model.config))])
@@ -187,7 +198,7 @@ def candidate_generator(model: PreTrainedModel, *args: Any, **kwargs: Any) -> An
 
 
 def _check_rolls_back(patched: Patched) -> None:
-    """Refuse drafts where a layer's state cannot be put back to before them."""
+    """Refuse drafts if the state of a layer cannot be rolled back to before them."""
     for spec in patched.specs:
         if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)) and not spec.rolls_back:
             raise UnsupportedError(
@@ -197,7 +208,8 @@ def _check_rolls_back(patched: Patched) -> None:
 
 
 def _run_eagerly(patched: Patched, generation_mode: GenerationMode, cache: QAttnCache) -> None:
-    """Record that steps are eager until a call is captured; warn where none will be, on a GPU, unasked."""
+    """Record that steps are eager until a call is captured. On a GPU, warn if none will be and the user did not ask for
+    eager steps."""
     reason = _why_eager(patched, generation_mode)
     cache.ran("eager", reason)
     if reason not in (None, NOT_ASKED) and patched.device_type == "cuda":
@@ -205,7 +217,7 @@ def _run_eagerly(patched: Patched, generation_mode: GenerationMode, cache: QAttn
 
 
 def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
-    """Reason, for the report, why this `generate` runs eagerly if it never asks for the compiled call."""
+    """Return the reason, for the report, why this `generate` never asks for the compiled call; None if it does."""
     if patched.decode == "eager":
         return patched.decode_reason
     mode = generation_mode.value.replace("_", " ")
@@ -218,19 +230,19 @@ def _why_eager(patched: Patched, generation_mode: GenerationMode) -> str | None:
 
 NOT_ASKED = "transformers did not ask for a compiled call"
 
-DRAFTED = 256  # tokens that a draft model's cache has room for at least, beyond those that it holds
-# What calls the model itself, where other modes ask for a compiled call
+DRAFTED = 256  # spare capacity of a draft model's cache, in tokens
+# Modes that call the model directly; other modes ask for a compiled call
 CALLING = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
 def _capture_calls(
     model: PreTrainedModel, generation_config: GenerationConfig, generation_mode: GenerationMode, cache: QAttnCache
 ) -> None:
-    """Let the model's calls in beam search and assisted generation be captured as steps of other modes are."""
+    """Capture the model's direct calls in beam search and assisted generation like the steps of other modes."""
     cache.captured_call, call = None, model.__dict__.get("_compiled_call_impl")
     if isinstance(call, BoundMethod):
         del model._compiled_call_impl
-    elif call is not None:  # by `model.compile()`
+    elif call is not None:  # set by `model.compile()`
         return
     asks = generation_mode in CALLING and not (generation_config.disable_compile or generation_config.compile_config)
     if not asks or model._qattn.decode != "graph":
@@ -238,19 +250,22 @@ def _capture_calls(
     found = compiled_call(model, None)
     if isinstance(found, GraphedCall):
         cache.captured_call = found
-        model._compiled_call_impl = BoundMethod(captured_call, model)  # what a module is called by, its hooks included
+        # a module's `__call__` uses this attribute and skips its hooks
+        model._compiled_call_impl = BoundMethod(captured_call, model)
 
 
 def captured_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Override of a model's call during beam search and assisted generation, which replays captured steps. All other
-    calls are as they were, those with masks that `generate` did not make among them."""
+    """Override of a model's call during beam search and assisted generation: replay captured steps.
+
+    Calls with masks that `generate` did not make run as usual.
+    """
     cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
     made = isinstance(mask, dict) or (mask is not None and is_span(mask))
     if args or not made or not isinstance(cache, QAttnCache) or torch.compiler.is_compiling():
         return model._call_impl(*args, **kwargs)
     if (call := cache.captured_call) is None:
         return model._call_impl(*args, **kwargs)
-    cache.captured_call = None  # what is not replayed calls the model, and comes here again
+    cache.captured_call = None  # an eager call of the model comes here again
     try:
         return call(**kwargs)
     finally:
@@ -258,21 +273,21 @@ def captured_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
 
 def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) -> Callable:
-    """Override of `get_compiled_call`: the callable that runs decode steps, by the recipe's `decode`.
+    """Override of `get_compiled_call`: return the callable that runs decode steps, according to the recipe's `decode`.
 
-    A CUDA graph of the eager step or of the compiled one (`GraphedCall`); the eager model; or transformers' own
-    compiled call, where the caller gives a `compile_config` or a compiled step cannot be captured.
+    The callable is a CUDA graph of the eager or compiled step (`GraphedCall`), or the eager model. It is Transformers'
+    compiled call if the caller gives a `compile_config` or a compiled step cannot be captured.
 
-    Without this, `generate` on a GPU would compile by itself, since the capacity is fixed.
+    Without this override, `generate` on a GPU would compile by itself, because the capacity is fixed.
 
     Raises:
-        UnsupportedError: compiled steps that are not captured, over a cache with `memory`.
+        UnsupportedError: compiled steps without capture, over a cache with `memory`.
     """
     patched = patch_of(model)
     cache, way = patched.last.cache, _way_of(model, compile_config)
     if cache is not None:
-        cache.captured_call = None  # who asks for this calls it
-        # a graph says so when it runs
+        cache.captured_call = None  # callers of this method use its result directly
+        # a graph updates this when it runs
         waiting = "eager" if way.how == "graph" else way.how, "no two decode steps had the same kind of inputs"
         cache.ran(*waiting if way.captures and way.how != "eager" else (way.how, way.why))
     if way.how == "eager":
@@ -285,7 +300,7 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
             )
         return type(model).get_compiled_call(model, compile_config)
     compiled = None
-    if way.how == "compile":  # in a mode without CUDA graphs, which Inductor would not make over a cache that it writes
+    if way.how == "compile":  # use a mode without CUDA graphs: Inductor makes none over a cache that the step writes
         compiled = type(model).get_compiled_call(model, CompileConfig(mode="default"))
     if cache is not None:
         cache.replays = True
@@ -293,8 +308,13 @@ def compiled_call(model: PreTrainedModel, compile_config: CompileConfig | None) 
 
 
 class Way(NamedTuple):
-    """How decode steps run: `eager`, `graph` or `compile`; why not as the recipe says, or None; whether a CUDA graph
-    captures them."""
+    """How decode steps run.
+
+    Attributes:
+        how: `eager`, `graph` or `compile`.
+        why: the reason if this is not what the recipe asks for, else None.
+        captures: whether a CUDA graph captures the steps.
+    """
 
     how: str
     why: str | None
@@ -302,7 +322,7 @@ class Way(NamedTuple):
 
 
 def _way_of(model: PreTrainedModel, compile_config: CompileConfig | None) -> Way:
-    """How the next decode steps of `generate` run; the patch warns where a hook keeps them from being captured."""
+    """Choose how the next decode steps of `generate` run. Warn if a forward hook prevents their capture."""
     patched = patch_of(model)
     how, why = patched.decode, patched.decode_reason
     if not _whole_model(model):
@@ -327,15 +347,16 @@ def generate_masks(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """Override of `create_masks_for_generate`: the mask of a step of one token, built directly.
+    """Override of `create_masks_for_generate`: build the mask of a one-token step directly.
 
-    transformers' own function has the same result and takes 0.2 ms a token of host time, while the device waits.
-    A prompt that peft learned lengthens the user's 2-D mask, so peft gets that mask.
+    Transformers' own function gives the same result and takes 0.2 ms of host time per token, while the device waits. A
+    prompt learned by peft lengthens the user's 2-D mask, and peft needs that mask.
 
     Args:
-        kinds: the layer types by which the model looks its mask up; empty if it takes the mask as it is.
-        inputs_embeds: `[B, T, hidden]`. attention_mask: int64 `[B, S]`, cached tokens included, or None.
-        kwargs: the cache as `CACHE`, and what only transformers' function reads.
+        kinds: layer types that key the model's dict of masks; empty if the model takes a single mask.
+        inputs_embeds: `[B, T, hidden]`.
+        attention_mask: int64 `[B, S]`, cached tokens included, or None.
+        kwargs: the cache as `CACHE`, and arguments that only Transformers' function reads.
     """
     if soft_prompt(model) is not None:
         return attention_mask

@@ -1,4 +1,4 @@
-"""Long prompts of `generate` in chunks, so that their activations do not fill the memory that the cache saves."""
+"""Split long prompts of `generate` into chunks, so that activations do not use the memory saved by the cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from qattn_hf.model._compat import CACHE
 from qattn_hf.model.layer_kinds import of_method
 from qattn_kernels.layer.spec import LayerSpec
 
-PREFILL_CHUNK = 2**15  # tokens; a prompt of no more is one call, with the numbers of one call
+PREFILL_CHUNK = 2**15  # tokens; a prompt up to this length is a single call with unchanged results
 
-# What `generate` passes to a model with a prompt of text alone, all of which transformers cuts.
+# Arguments that `generate` passes with a text-only prompt; Transformers can split all of them.
 TEXT = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 CUT_BY_TRANSFORMERS = (
     GenerationMode.GREEDY_SEARCH,
@@ -28,11 +28,11 @@ CUT_BY_TRANSFORMERS = (
 
 
 def chunk_of(specs: Iterable[LayerSpec]) -> int | None:
-    """Tokens of a call of a long prompt, by the settings of the layers; None: it is one call, however long.
+    """Return the number of tokens per call of a long prompt; None runs the prompt as one call.
 
-    Where prompts are multiplied in INT8, cutting them costs roundings more and no time. A method that attends to new
-    tokens in the model's precision would lose that, with 2 bits a lot, and PyTorch's SDPA with it. Unquantized windows
-    lose nothing.
+    Chunks suit methods that multiply prompts in INT8: they cost a few more roundings and no time. A method that attends
+    to new tokens in bf16 or fp16 would lose accuracy, a lot at 2 bits. It would also lose the speed of PyTorch's SDPA.
+    Unquantized windows lose nothing.
     """
     return PREFILL_CHUNK if all(spec.compute.prefill == "int8" for spec in specs if of_method(spec)) else None
 
@@ -45,19 +45,20 @@ def prefill_chunk(
     cache: QAttnCache,
     longest: int,
 ) -> int | None:
-    """`prefill_chunk_size` of a call of `generate` that names none: transformers feeds the prompt in calls of so many
-    tokens of each row.
+    """Return `prefill_chunk_size` for a `generate` call that sets none. Transformers feeds that many tokens of each row
+    per call.
 
     Args:
-        model: a patched model. cache: that of the call. longest: tokens that a row may reach, which the prompt is
-            taken to have where no 2-D mask says otherwise.
+        model: a patched model.
+        cache: cache of the call.
+        longest: maximum tokens of a row, used as the prompt's length if there is no 2-D mask.
 
     Returns:
-        `chunk_of` the layers; None where the prompt stays one call: it is short, transformers would compile the chunks
-        (`compile_config`, a compiled step that is not captured) or cannot cut the call (a cache with tokens, embeddings
-        or images, assisted generation), all hidden states are asked for, the frequencies of the model's RoPE depend on
-        the length of a call, or some layers are not packed: linear attention may leave out what came before a call of
-        several tokens.
+        `chunk_of` the layers, or None to run the prompt as one call. None if the prompt is short; if Transformers would
+        compile the chunks (`compile_config`, or a compiled step without capture); if Transformers cannot split the call
+        (a cache with tokens, embeddings or images, assisted generation); if all hidden states are requested; if the
+        RoPE frequencies depend on the length of a call; or if some layers are not packed, because linear attention may
+        drop its state at a call of several tokens.
     """
     packed = [layer for layer in cache.layers if isinstance(layer, QAttnLayer) and not layer.is_initialized]
     chunk = chunk_of(layer.spec for layer in packed)

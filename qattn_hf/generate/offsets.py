@@ -1,9 +1,9 @@
-"""Offsets of positions after an image, which belong to a conversation and which models keep on themselves.
+"""Keep the offsets of positions after an image with the conversation, not on the model.
 
-After an image, positions of tokens are nearer than their columns. Models of Qwen-VL's kind write that offset to an
-attribute of their own, `rope_deltas`, from where the next turn reads it: another prompt between two turns, or a cache
-from a file, would find the offset of somebody else. So the offset is noted on the cache after each call
-(`Conversation`), and put back before a call or a `generate` that goes on with the cache.
+After an image, positions are smaller than column numbers. Qwen-VL models store the difference in a model attribute,
+`rope_deltas`, and the next turn reads it. Another prompt between two turns, or a cache loaded from a file, would read a
+wrong offset. So `after_call` saves the offset with the cache (`Conversation`), and `before_call` restores it before a
+call or a `generate` that continues the cache.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from qattn_hf.model.decoder import decoder_of
 
 
 def holders(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the modules around the decoder that keep an offset."""
+    """Return the names of the modules around the decoder that store an offset."""
     decoder = decoder_of(model)
     found = [(name, module) for name, module in model.named_modules() if OFFSET in vars(module)]
     return tuple(name for name, module in found if any(part is decoder for part in module.modules()))
 
 
 def before_call(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Pre-forward hook of a model that keeps offsets: put those of the call's cache in place, or none for a fresh one,
-    from whose tokens the model computes them."""
+    """Pre-forward hook of a model with offsets: restore the offsets of the call's cache.
+
+    For an empty cache the offsets are removed, and the model computes them from the tokens.
+    """
     cache: Any = kwargs.get(CACHE)
     talk = getattr(cache, "conversation", None)
     if talk is None or torch.compiler.is_compiling():
@@ -45,7 +47,7 @@ def before_call(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def after_call(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of a model that keeps offsets: note them on the call's cache."""
+    """Forward hook of a model with offsets: save them on the call's cache."""
     cache: Any = kwargs.get(CACHE)
     talk = getattr(cache, "conversation", None)
     if talk is not None and not torch.compiler.is_compiling():
@@ -64,7 +66,7 @@ def prepare_positions(model: PreTrainedModel, inputs: torch.Tensor, model_kwargs
 
 
 def install(model: PreTrainedModel, patched: Patched) -> None:
-    """Put the hooks and the override on a model that keeps offsets, after those that pass it a cache."""
+    """Add the hooks and the override to a model with offsets, after the hooks that pass it a cache."""
     if not (names := holders(model)):
         return
     patched.holders = names
@@ -75,5 +77,5 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Take the override off; hooks go by their ids."""
+    """Remove the override. The hooks are removed by their ids."""
     model.__dict__.pop("_prepare_position_ids_for_generation", None)

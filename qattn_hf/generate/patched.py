@@ -1,4 +1,4 @@
-"""What a patched model carries: its recipe and its memory."""
+"""State of a patched model: recipe, specs and memory."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Patched:
     """State that `patch` attaches to a model and its decoder as `_qattn`: recipe, layer specs, how to undo the patch.
 
     Attributes:
-        specs: one `LayerSpec` a packed layer, one `ModelLayerSpec` for each that is the model's own.
-        beside: the attention implementation of the layers that are the model's own; None where all are packed.
+        specs: a `LayerSpec` for each packed layer, a `ModelLayerSpec` for each unpacked one.
+        beside: attention implementation of the unpacked layers; None if all layers are packed.
         device_type: `cuda` or `cpu`, for which `impl` of each layer was chosen.
-        attn_implementations: each config of the model and the attention that it named before.
+        attn_implementations: each config of the model with its attention implementation before `patch`.
         decode, decode_reason: how `generate` runs its decode steps, and why not as a CUDA graph (`resolve_decode`).
-        window: tokens that the model's narrowest sliding window shows, none of which hides a position (`window.py`).
-        sizes: heads of each layer, where all are packed and lie on one device; else None.
-        hook_ids: ids of the forward hooks, of both modules.
-        marked: how many modules carry this state: 2, the model and its decoder, or 1 where they are the same.
-        constants: of each layer the state tensors that no call writes (`model_constants.constants`).
-        holders: names of the modules that keep an offset of positions (`offsets.py`).
+        window: width in tokens of the narrowest sliding window, None without one; no window hides a position
+        sizes: heads of each layer, if all layers are packed and on one device; else None.
+        hook_ids: ids of the forward hooks on both modules.
+        marked: number of modules that carry this state: 2, the model and its decoder, or 1 if they are the same.
+        constants: for each layer, the state tensors that no call writes (`model_constants.constants`).
+        holders: names of the modules that store an offset of positions (`offsets.py`).
         last, pool: the last cache, and memory kept for the next one.
-        notices: what this patch has warned of.
+        notices: warnings that this patch has given.
     """
 
     recipe: Recipe
@@ -59,19 +59,19 @@ class Patched:
     notices: Notices = field(default_factory=Notices)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a pickle, and register the attention: nothing may be patched yet in this process."""
+        """Restore from a pickle and register the attention: this process may not have patched any model yet."""
         self.__dict__.update(state)
         self.register()
 
     def register(self) -> str:
-        """Register this patch's attention and mask functions with transformers and return their name."""
+        """Register this patch's attention and mask functions with Transformers. Return their name."""
         if not self.recipe.settings.packs():
             return stock_cache.register(self.packed[0])
         windows = any(isinstance(spec, WindowLayerSpec) for spec in self.specs)
         return attention.register(windows) if self.beside is None else model_attention.register(self.beside, windows)
 
     def attention_before(self, config: PretrainedConfig) -> str | None:
-        """The attention that the decoder of a model with this config named before the patch."""
+        """Return the attention implementation that a decoder with this config had before the patch."""
         text = config.get_text_config(decoder=True)
         return next((name for one, name in self.attn_implementations if one is text), None)
 
@@ -81,10 +81,10 @@ class Patched:
         return [spec for spec in self.specs if isinstance(spec, LayerSpec)]
 
     def new_cache(self, max_cache_len: int | None = None) -> QAttnCache:
-        """A new, empty cache by this patch's recipe, recorded as the model's last one.
+        """Return a new, empty cache for this patch's recipe, and record it as the model's last one.
 
         Args:
-            max_cache_len: fixed capacity in tokens a row; None lets the cache grow.
+            max_cache_len: fixed capacity in tokens per row; None lets the cache grow.
 
         Raises:
             UnsupportedError: the recipe packs nothing (`cache="model"`).
@@ -96,7 +96,7 @@ class Patched:
         return cache
 
     def allocate(self, cache: QAttnCache, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate an empty cache for so many rows before a call, where sizes are known (`QAttnCache.allocate`)."""
+        """Allocate an empty cache for `rows` rows before a call, if head sizes are known (`QAttnCache.allocate`)."""
         if self.sizes is not None and not torch.is_autocast_enabled(device.type):
             shapes = [((rows, size.kv, 0, size.dim), (rows, size.kv, 0, size.v_dim)) for size in self.sizes]
             made = {shape: torch.empty(shape, dtype=dtype, device=device) for pair in shapes for shape in pair}
@@ -112,6 +112,6 @@ class Patched:
 
 
 def patch_of(module: torch.nn.Module) -> Patched:
-    """The state that `patch` attached to this module."""
+    """Return the state that `patch` attached to this module."""
     patched: Any = module._qattn
     return patched

@@ -1,4 +1,4 @@
-"""Prompts that peft learns: what `generate` of a patched model does for prompt tuning, p-tuning and prefix tuning."""
+"""Prompts learned by peft in `generate` of a patched model: prompt tuning, p-tuning and prefix tuning."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from transformers import PreTrainedModel
 
 from qattn_hf.errors import UnsupportedError
 
-IN_THE_CACHE = ("PREFIX_TUNING", "CARTRIDGE")  # kinds that are keys and values, not embeddings
+IN_THE_CACHE = ("PREFIX_TUNING", "CARTRIDGE")  # kinds made of keys and values instead of embeddings
 
 
 def soft_prompt(model: PreTrainedModel) -> str | None:
-    """Kind of the prompt that peft puts before the model's tokens in this `generate`, `PROMPT_TUNING` for one; None
-    without peft, or with weights alone (LoRA).
+    """Return the kind of prompt that peft prepends in this `generate`, such as `PROMPT_TUNING`.
 
-    Peft names it nowhere on the model: while its own `generate` runs, the model prepares inputs by a method of peft's.
+    None without peft, or for adapters that only change weights (LoRA). Peft does not record the kind on the model.
+    While peft's `generate` runs, a method of peft prepares the model's inputs, and that method leads to the kind.
     """
     prepare = model.__dict__.get("prepare_inputs_for_generation")
     config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
@@ -22,13 +22,13 @@ def soft_prompt(model: PreTrainedModel) -> str | None:
 
 
 def check_soft_prompt(model: PreTrainedModel, attention_mask: torch.Tensor | None) -> None:
-    """Refuse a learned prompt of keys and values, and one before padding.
+    """Refuse a learned prompt of keys and values, and a learned prompt before padding.
 
     Args:
-        attention_mask: the mask of the text `[B, S]`, in which peft has no column yet.
+        attention_mask: mask of the text `[B, S]`, without peft's columns.
 
     Raises:
-        UnsupportedError: prefix tuning, or a cartridge; a row with padding, which would lie between real tokens.
+        UnsupportedError: prefix tuning or a cartridge; or a padded row, whose padding would be between real tokens.
     """
     kind = soft_prompt(model)
     if kind is not None and attention_mask is not None and not bool(attention_mask.all()):

@@ -1,9 +1,9 @@
-"""Stop checks of `generate` that the host does not wait for, where decode steps are replayed.
+"""Defer the stop check of `generate` where decode steps are replayed, so that the device does not wait for the host.
 
-After each token transformers asks the device whether all rows have ended. While the host waits and then prepares the
-next step the device idles: 0.4 ms a token, as measured with a CUDA graph a step on an H200. transformers' own
-`DeferredStopCheck` reads the answer one step late, and takes the step that is then one too many back from a cache that
-the caller gave or gets; of itself it does so on Apple's GPUs alone.
+After each token Transformers asks the device whether all rows have ended. The device is idle while the host waits and
+prepares the next step: 0.4 ms per token, measured with one CUDA graph per step on an H200. Transformers'
+`DeferredStopCheck` reads the answer one step late. It then removes the extra step from a cache that the caller passed
+or gets back. By default Transformers uses it only on Apple GPUs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from qattn_hf.model._compat import DeferredStopCheck
 
 @functools.cache
 def defer_stop_checks() -> None:
-    """Let `generate` defer the stop check wherever a `QAttnCache` says that its steps are replayed.
+    """Let `generate` defer the stop check for each `QAttnCache` whose steps are replayed.
 
-    This replaces one method of a class of transformers, once a process and for good. The replacement answers as before
-    for every other cache.
+    This replaces one method of a Transformers class, once per process. The replacement acts like the original for all
+    other caches.
     """
     if DeferredStopCheck is None:
         return

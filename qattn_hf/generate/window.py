@@ -1,4 +1,4 @@
-"""Models with a sliding window as wide as their positions, which hides nothing: supported up to that length."""
+"""Models whose sliding window is as wide as their positions: supported up to that length, where it hides nothing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from qattn_hf.model.layer_kinds import hides
 
 
 def narrowest(config: Any) -> int | None:
-    """Tokens in the narrowest window or chunk of the packed layers of a text config; None if none has one."""
+    """Return the tokens of the narrowest window or chunk among the packed layers of a text config; None if none has
+    one."""
     windows = (layer.window for layer in _compat.layer_types(config))
     return min((window for window in windows if window is not None and not hides(config, window)), default=None)
 
 
 def check_reach(window: int, tokens: int) -> None:
-    """Refuse a text of more tokens than the window shows.
+    """Refuse a text with more tokens than the window shows.
 
     Raises:
-        UnsupportedError: with what to do instead.
+        UnsupportedError: the text is too long; the message says what to do instead.
     """
     if tokens > window:
         raise UnsupportedError(
@@ -30,22 +31,22 @@ def check_reach(window: int, tokens: int) -> None:
 
 
 def check_call(window: int | None, cache: QAttnCache, tokens: int) -> None:
-    """Refuse a call with which a packed cache would hold more tokens than the window shows.
+    """Refuse a call after which a packed cache would hold more tokens than the window shows.
 
-    The length is read from the device only where the capacity is larger than the window.
+    The length is read from the device only if the capacity is larger than the window.
 
     Raises:
-        UnsupportedError: with what to do instead.
+        UnsupportedError: too many tokens; the message says what to do instead.
     """
     if window is not None and cache.packed[0].capacity > window:
         check_reach(window, int(cache.get_seq_length()) + tokens)
 
 
 def check_compiled(window: int | None, cache: QAttnCache) -> None:
-    """Refuse a compiled call, which cannot read the length, with a capacity larger than the window.
+    """Refuse a compiled call if the capacity is larger than the window. A compiled call cannot read the length.
 
     Raises:
-        UnsupportedError: with what to do instead.
+        UnsupportedError: the capacity is too large; the message says what to do instead.
     """
     if window is not None and (capacity := cache.packed[0].capacity) > window:
         raise UnsupportedError(

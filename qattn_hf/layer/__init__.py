@@ -1,4 +1,4 @@
-"""The layers of a cache: packed ones, and those that keep a state of the model itself."""
+"""Layers of a cache: packed layers, and unpacked layers that keep a state of Transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["QAttnLayer"]
 
 
 def __getattr__(name: str) -> Any:
-    """`QAttnLayer`, which is loaded when it is first asked for."""
+    """Import `QAttnLayer` on first use."""
     if name != "QAttnLayer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from qattn_hf.layer.layer import QAttnLayer

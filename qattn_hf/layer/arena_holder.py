@@ -1,4 +1,4 @@
-"""The tensor of bytes that is the state of a layer: who owns it, and what copies and pickles do with it."""
+"""The tensor of bytes that holds a layer's state: its ownership, copies and pickles."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from qattn_kernels.layout import Geometry, State
 class Writing:
     """Context of a call that writes to a layer (`ArenaHolder.writing`).
 
-    If the call fails, the layer is put back to before it. Where kernels take one token more, as in the call before,
-    nothing is copied for that, since their plan allocates all memory before it launches the first: what comes between
-    its launches, as an interrupt does, leaves the layer `torn`. A class, since steps wait for it in every layer, and
-    a generator's context takes the host longer.
+    If the call fails, the layer is restored to its state before the call. A planned one-token step copies nothing: its
+    plan allocates all memory before the first launch, so only an interrupt between launches can stop it. Such an
+    interrupt leaves the layer `torn`. This is a class because every layer's step waits for it, and a generator context
+    takes the host longer.
     """
 
     __slots__ = ("kept", "layer", "planned", "tokens")
@@ -52,15 +52,15 @@ class Writing:
 
 
 class ArenaHolder:
-    """What `QAttnLayer` knows of its memory.
+    """Memory of a `QAttnLayer`.
 
     Attributes:
         arena: uint8, all state tensors of the layer; None before the first call.
-        borrowed: whether others read the arena too, so that it is copied before the first write (`own`).
-        moves: how often tensors were replaced, which invalidates captured steps.
-        shared: whether other layers read the keys and values too (`kv_sharing.py`).
-        constants: state tensors that no call writes, by name, of the layer's model (`model_constants`). Without,
-            every channel gets its code alone, and none is multiplied by anything.
+        borrowed: True if others read the arena too; it is then copied before the first write (`own`).
+        moves: how often tensors were replaced; a replacement invalidates captured steps.
+        shared: True if other layers read the same keys and values (`kv_sharing.py`).
+        constants: the model's state tensors that no call writes, by name (`model_constants`). Without them, keys are
+            neither equalized nor their errors compensated.
     """
 
     geometry: Geometry
@@ -69,22 +69,25 @@ class ArenaHolder:
     edits: int
     torn: bool
     _used: int | None
-    _stepped: int | None = None  # capacity, in blocks, of the last call of one token
+    _stepped: int | None = None  # capacity, in blocks, of the last one-token call
     arena: torch.Tensor | None = None
     borrowed = False
     moves = 0
     shared = False
     constants: State | None = None
-    _state: State | None = None  # `state`, once it was asked for
-    _layout = ""  # where the tensors lie in the arena
+    _state: State | None = None  # `state`, once requested
+    _layout = ""  # layout of the tensors in the arena, as text
     _rewritten = 0  # bytes of `rewritten`
 
     @property
     def state(self) -> State:
-        """Views of the arena by name; before there is one, `columns_seen` alone. Made when they are asked for, which
-        most calls do not: it takes the host as long as a short one."""
+        """Views of the arena by name, or only `columns_seen` before there is an arena.
+
+        The views are made on demand, because making them takes the host as long as a short call. Most calls do not need
+        them.
+        """
         if self._state is None:
-            with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+            with torch.inference_mode(False):  # tensors made under inference_mode could not be written outside it
                 if self.arena is None:
                     self._state = {"columns_seen": torch.zeros((), dtype=torch.int64, device="cpu")}
                 else:
@@ -98,22 +101,23 @@ class ArenaHolder:
         )
 
     def _take_no_tensor(self, tensor: Any) -> None:
-        if tensor is not None:  # None is what `CacheLayerMixin` begins with
+        if tensor is not None:  # `CacheLayerMixin` starts with None
             self._no_tensor()
 
-    keys = values = property(_no_tensor, _take_no_tensor)  # else a tensor put there would be kept and never read
+    keys = values = property(_no_tensor, _take_no_tensor)  # a tensor assigned here would be kept and never read
 
     def empty(self, layout: Layout, device: torch.device) -> torch.Tensor:
-        """An arena of this layout whose rows have seen nothing."""
+        """Return an arena of this layout with empty rows."""
         return self._with_constants(empty_arena(layout, device), layout)
 
     def _allocate(self, known: Outline, device: torch.device) -> None:
-        """Take an empty arena, of the present geometry and spec, which is zeroed when all of `zeroed_together` are."""
+        """Take an empty arena for the current geometry and spec. Inside `zeroed_together`, it is zeroed with the
+        others."""
         arena = empty_bytes(known.n_bytes, device, at_once=needs_constants(known.layout.spec))
         self._adopt(self._with_constants(arena, known.layout), known)
 
     def clear(self) -> None:
-        """Let all rows hold no tokens, in place."""
+        """Empty all rows in place."""
         self.own()
         (self.state["columns_seen"] if self.arena is None else self.arena).zero_()
         if self.arena is not None:
@@ -130,7 +134,7 @@ class ArenaHolder:
         """Copy the arena if it is borrowed, before a write.
 
         Raises:
-            UnsupportedError: while a CUDA graph is captured, which would copy at each replay.
+            UnsupportedError: a CUDA graph is being captured, which would repeat the copy at each replay.
         """
         if not self.borrowed:
             return
@@ -139,12 +143,14 @@ class ArenaHolder:
                 "a loaded cache is copied at its first call, which no CUDA graph can hold: make that call before"
             )
         assert self.arena is not None
-        with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+        with torch.inference_mode(False):  # tensors made under inference_mode could not be written outside it
             self._adopt(self.arena.clone(), outline(Layout(self.geometry, self.spec)))
 
     def _adopt(self, arena: torch.Tensor, known: Outline) -> None:
-        """Take an arena with this outline: mark its address as static for compiled steps, and count the move for
-        captured steps. An interrupt comes before or after."""
+        """Take an arena with this outline in one step: an interrupt comes before or after it.
+
+        Its address is marked as static for compiled steps, and `moves` is increased for captured steps.
+        """
         if not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(arena)
         geometry, spec = known.layout
@@ -154,7 +160,7 @@ class ArenaHolder:
         )  # fmt: skip
 
     def check_ended(self) -> None:
-        """Check that no change of the layer was left unfinished.
+        """Check that every change of the layer was finished.
 
         Raises:
             UnsupportedError: the layer is `torn`.
@@ -167,7 +173,8 @@ class ArenaHolder:
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Context of a change in place. An exception leaves the layer `torn`: its cache puts it back (`snapshot.py`).
+        """Context of a change in place. An exception leaves the layer `torn`, and its cache restores it
+        (`snapshot.py`).
 
         Raises:
             UnsupportedError: the layer is `torn`.
@@ -179,44 +186,52 @@ class ArenaHolder:
         self.edits, self.torn = self.edits + 1, False
 
     def mark(self, bytes_too: bool) -> Mark:
-        """The layer before an operation that replaces its tensors; `bytes_too`: that changes `rewritten` in place."""
+        """Return the layer's state before an operation that replaces its tensors.
+
+        Args:
+            bytes_too: True if the operation also changes `rewritten` in place.
+        """
         kept = None
         if bytes_too and self.arena is not None:
-            self.own()  # a borrowed arena cannot be written, not even to put it back
+            self.own()  # a borrowed arena must not be written, not even to restore it
             kept = self.rewritten().clone()
         return Mark({**vars(self), "_state": None}, kept)
 
     def rewritten(self) -> torch.Tensor:
-        """The bytes of the arena that calls rewrite, a view (`layer.arena.rewritten_bytes`)."""
+        """View of the bytes of the arena that calls rewrite (`layer.arena.rewritten_bytes`)."""
         assert self.arena is not None
         return self.arena[: self._rewritten]
 
     def written(self, past: int, by_sdpa: bool = False) -> Written | None:
-        """What layers that share the keys and values of a call which begins now need to attend to them; None where
-        there are no such layers. Arguments as in `Written`."""
+        """Return what other layers need to attend to the call that begins now; None if no layer shares the keys and
+        values.
+
+        Args:
+            past, by_sdpa: as in `Written`.
+        """
         if not self.shared or self.arena is None:
             return None
         return Written(self.arena, self.blocks, past, self.rewritten().clone(), by_sdpa)
 
     def writing(self, tokens: int) -> Writing:
-        """Context of a call that writes so many tokens, of which the host knows how full the layer is."""
+        """Return the context of a call that writes `tokens` tokens; the host knows how full the layer is."""
         return Writing(self, tokens)
 
     def _fields(self) -> dict[str, Any]:
-        """Without the views, which a pickle would write out one by one."""
+        """The layer's attributes without views, which a pickle would store one by one."""
         return {**vars(self), "_state": self._state if self.arena is None else None}
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.borrowed or self.arena is None:
             return self._fields()
-        # a pickle of a borrowed arena would hold all of the file that it lies in
+        # a pickle of a borrowed arena would contain the whole mapped file
         return {**self._fields(), "arena": self.arena.clone(), "borrowed": False}
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         self.__dict__.update(fields)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copies of a layer share a borrowed arena, until one of them writes, and constants."""
+        """Copy the layer. Copies share constants, and share a borrowed arena until one of them writes."""
         if self.borrowed:
             memo[id(self.arena)] = self.arena
         memo[id(self.constants)] = self.constants

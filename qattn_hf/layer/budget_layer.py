@@ -1,4 +1,4 @@
-"""A packed layer that keeps to a number of bytes: where room runs out, its oldest blocks get fewer bits."""
+"""A packed layer with a memory limit: when it is full, its oldest blocks are reduced to fewer bits."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from qattn_kernels.layer.arena import Layout
 
 
 class BudgetLayer(QAttnLayer):
-    """`QAttnLayer` of at most `spec.memory` bytes. Rows of one length have the same bits, block by block, after the
-    same calls; rows of a batch share the numbers of blocks."""
+    """`QAttnLayer` of at most `spec.memory` bytes.
+
+    The bits of a block depend only on the row's length and the sequence of calls. All rows of a batch have the same
+    number of blocks at each bit width.
+    """
 
     spec: BudgetLayerSpec
 
     def __init__(self, spec: BudgetLayerSpec, max_cache_len: int | None = None, device_type: str | None = None):
         super().__init__(at_stage(spec, 0), max_cache_len, device_type)
         self._asked = 1  # blocks that the first call needs
-        self._wanted = self.blocks  # capacity that the caller plans with
+        self._wanted = self.blocks  # capacity that the caller plans for
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate all tensors, as `QAttnLayer` does, as many as fit.
+        """Allocate all tensors like `QAttnLayer`, with as many blocks as fit.
 
         Raises:
-            CapacityError: so many tokens as were planned do not fit in the fewest bits.
+            CapacityError: the planned tokens do not fit at the fewest bits.
         """
         geometry = self.geometry_of(key_states, value_states)
         if self.planned:
@@ -38,7 +41,8 @@ class BudgetLayer(QAttnLayer):
         super().lazy_initialization(key_states, value_states)
 
     def reset(self) -> None:
-        """Empty the layer, whose next blocks have 8 bits again. Tensors stay where their bits had not changed."""
+        """Empty the layer. Its next blocks have 8 bits again. Tensors keep their addresses if their
+        bits never changed."""
         first = at_stage(self.spec, 0)
         if self.arena is not None and self.spec != first:
             blocks = most_blocks(first, self.geometry, max(1, self._wanted))
@@ -51,15 +55,15 @@ class BudgetLayer(QAttnLayer):
     def reserve(self, tokens: int) -> int:
         if not self.is_initialized:
             self._asked = max(self._asked, self._blocks_for(tokens))
-        elif self.arena is not None and self.arena.nbytes > self.spec.memory:  # a larger horizon took more
+        elif self.arena is not None and self.arena.nbytes > self.spec.memory:  # a larger horizon had used more
             self._extend(self._slots_used(), tokens)
         return super().reserve(tokens)
 
     def plan(self, tokens: int) -> None:
-        """Note a capacity of `tokens` columns in total, and take as much of it as fits without fewer bits.
+        """Plan a capacity of `tokens` columns in total, and allocate the part that fits without fewer bits.
 
         Raises:
-            CapacityError: `max_cache_len` is smaller, or they do not fit in the fewest bits; nothing was changed.
+            CapacityError: `max_cache_len` is smaller, or the tokens do not fit at the fewest bits; nothing was changed.
         """
         used = self._used = self._slots_used()
         slots = tokens + max(0, used - int(self.state["columns_seen"]))
@@ -74,7 +78,8 @@ class BudgetLayer(QAttnLayer):
         self._wanted, self.planned = max(self._wanted, blocks), True
 
     def with_rows(self, rows: torch.Tensor) -> changes.Change:
-        """The layer with these of its rows; of more rows than before each may have fewer bits."""
+        """Return a change to the rows `rows`, int64 `[B]`. If there are more rows than before, blocks may get fewer
+        bits."""
         geometry = replace(self.geometry, batch=len(rows))
         spec, blocks = arranged(self.spec, geometry, max(1, self._blocks_for(self._slots_used())), self.blocks)
         if (spec, blocks) == (self.spec, self.blocks):

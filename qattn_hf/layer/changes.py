@@ -1,7 +1,7 @@
-"""Changes that replace tensors of a layer: other rows, a larger ring, more blocks, fewer bits.
+"""Changes that replace a layer's tensors: other rows, a larger ring, more blocks, fewer bits.
 
-A change is computed whole (`Change`) before it is applied (`QAttnLayer.take`), which cannot fail. A cache computes the
-changes of all its layers first: where memory runs out or an argument is wrong, every layer is as it was.
+A change is computed in full (`Change`) before `QAttnLayer.take` applies it, and `take` cannot fail. A cache computes
+the changes of all layers first. If memory runs out or an argument is wrong, every layer is unchanged.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from qattn_kernels.step.states import Tensors, largest_bytes, reorder_arena, reo
 
 
 def with_room(blocks: int) -> int:
-    """Capacity, in blocks, of a growing layer that must hold `blocks`: rounded up to a quarter of a power of two.
+    """Return the capacity, in blocks, of a growing layer that must hold `blocks`: rounded up to a quarter of a power of
+    two.
 
-    So a cache that grows token by token is copied seldom.
+    A cache that grows token by token is thus copied rarely.
     """
     quarter = max(1, 1 << max(0, (blocks - 1).bit_length() - 3))
     return -(-blocks // quarter) * quarter
 
 
 class Change(NamedTuple):
-    """A new arena, geometry and spec of a layer, to be applied by `QAttnLayer.take`.
+    """New arena, geometry and spec of a layer, applied by `QAttnLayer.take`.
 
     Attributes:
-        arena, geometry: None where the layer has no tensors yet.
+        arena, geometry: None if the layer has no tensors yet.
     """
 
     arena: torch.Tensor | None
@@ -43,7 +44,8 @@ class Change(NamedTuple):
 
 
 def selected(layer: HasRows, indices: Any) -> Any:
-    """The layer with only the rows that `indices` selects, in that order, for its `take`; None before its first call.
+    """Return the change that keeps the rows selected by `indices`, in that order, for `take`; None before the first
+    call.
 
     Args:
         indices: row numbers as a tensor, list or tuple, a bool mask, or a slice.
@@ -63,14 +65,14 @@ def selected(layer: HasRows, indices: Any) -> Any:
 
 
 def repeated(layer: HasRows, repeats: int) -> Any:
-    """The layer with each row repeated `repeats` times in sequence, for its `take`; None before its first call."""
+    """Return the change that repeats each row `repeats` times in sequence, for `take`; None before the first call."""
     if layer.batch is None:
         return None
     return layer.with_rows(torch.arange(layer.batch, device="cpu").repeat_interleave(repeats))
 
 
 def with_rows(layer: Packed, rows: torch.Tensor) -> Change:
-    """The layer with these of its rows, int64 `[B]`."""
+    """Return the change to the rows `rows`, int64 `[B]`."""
     rows = rows.to(layer.device)
 
     def move(tensor: torch.Tensor, spec: TensorSpec, new: torch.Tensor) -> None:
@@ -83,7 +85,8 @@ def with_rows(layer: Packed, rows: torch.Tensor) -> Change:
 
 
 def with_horizon(layer: Packed, tokens: int) -> Change | None:
-    """The layer with a ring from which `crop` removes up to `tokens` tokens bit for bit; None if it has such a ring."""
+    """Return the change to a ring that lets `crop` remove up to `tokens` tokens bit for bit; None
+    if the ring suffices."""
     old = layer.spec
     if tokens <= old.window.horizon:
         return None
@@ -95,12 +98,13 @@ def with_horizon(layer: Packed, tokens: int) -> Change | None:
 
 
 def with_blocks(layer: Packed, blocks: int) -> Change:
-    """The layer with capacity for `blocks` blocks, as many as it uses or more, and the same content."""
+    """Return the change to a capacity of `blocks` blocks, at least those in use, with the same content."""
     return _changed(layer, replace(layer.geometry, blocks=blocks), layer.spec, copy_blocks)
 
 
 def repacked(layer: Packed, spec: LayerSpec, blocks: int) -> Change:
-    """The layer with capacity for `blocks` blocks, as many as it uses or more, in the fewer bits of `spec`."""
+    """Return the change to a capacity of `blocks` blocks, at least those in use, requantized to the fewer bits of
+    `spec`."""
     if spec == layer.spec:
         return with_blocks(layer, blocks)
     layout = Layout(replace(layer.geometry, blocks=blocks), spec)
@@ -116,7 +120,8 @@ def _changed(
     move: Callable[[torch.Tensor, TensorSpec, torch.Tensor], Any],
     resized: State | None = None,
 ) -> Change:
-    """The layer in a new arena, to which `move` takes each state tensor, or what `resized` has in its place."""
+    """Return a change with a new arena. `move` copies each state tensor, or its replacement from `resized`, to the
+    arena."""
     layout = Layout(geometry, spec)
     arena = empty_arena(layout, layer.device)
     for name, new in views(arena, layout).items():
@@ -128,10 +133,11 @@ def _changed(
 
 
 def reorder(layer: Packed, rows: torch.Tensor, room: torch.Tensor) -> None:
-    """Reorder rows in place: row i becomes the old row `rows[i]`. Addresses stay, for compiled and captured steps.
+    """Reorder rows in place: row i becomes the old row `rows[i]`. Addresses stay valid for compiled and captured steps.
 
     Args:
-        rows: from `rows_of`. room: uint8 of at least `room_to_reorder(layer)` to work in.
+        rows: result of `rows_of`.
+        room: uint8 work space of at least `room_to_reorder(layer)` bytes.
     """
     with layer.editing():
         if layer.spec.impl == "triton":
@@ -141,12 +147,12 @@ def reorder(layer: Packed, rows: torch.Tensor, room: torch.Tensor) -> None:
 
 
 def room_to_reorder(layer: Packed) -> int:
-    """Bytes that `reorder` needs beside a layer."""
+    """Return the bytes of work space that `reorder` needs."""
     return largest_bytes(_one_by_one(layer))
 
 
 def _one_by_one(layer: Packed) -> Tensors:
-    """The tensors of a layer whose rows move one by one: those that no kernel moves."""
+    """Return the tensors of a layer that no kernel reorders; their rows are moved one by one."""
     return (layer.beside() if layer.spec.impl == "triton" else layer.state_tensors()).values()
 
 
@@ -154,10 +160,10 @@ def check_beams(layer: HasRows, beam_idx: torch.Tensor) -> None:
     """Check that `beam_idx`, int `[B]`, has one valid row for each row of the layer.
 
     Raises:
-        QAttnError: it has not; nothing was changed.
+        QAttnError: wrong shape or an invalid row; nothing was changed.
     """
     batch = layer.batch
-    # a GPU would have to be waited for
+    # checking values on a GPU would wait for the device
     known = beam_idx.device.type != "cpu" or bool(((beam_idx >= 0) & (beam_idx < (batch or 0))).all())
     if batch is not None and (beam_idx.shape != (batch,) or not known):
         raise QAttnError(
@@ -167,13 +173,13 @@ def check_beams(layer: HasRows, beam_idx: torch.Tensor) -> None:
 
 
 def rows_of(layer: Packed, beam_idx: torch.Tensor) -> torch.Tensor:
-    """`beam_idx` on the layer's device, after `check_beams`, for `reorder`.
+    """Check `beam_idx` with `check_beams` and return it on the layer's device, for `reorder`.
 
     Raises:
-        QAttnError: not one valid row for each row of the layer; nothing was changed.
+        QAttnError: wrong shape or an invalid row; nothing was changed.
     """
     check_beams(layer, beam_idx)
     rows = beam_idx.to(layer.device)
     if layer.spec.impl == "triton":
-        layer.state["length"].index_select(0, rows)  # on a GPU this refuses a number that no row has
+        layer.state["length"].index_select(0, rows)  # on a GPU this raises for an invalid row
     return rows

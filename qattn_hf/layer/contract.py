@@ -1,4 +1,4 @@
-"""What changes of a layer, crops and KV sharing ask of it, so that they need not know the class."""
+"""Interfaces of a layer for changes, crops and KV sharing, independent of the layer's class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry, State
 
-Tensors = dict[str, tuple[torch.Tensor, int | None]]  # by name, with the batch dimension; None: shared by all rows
+# tensor and batch dimension by name; a batch dimension of None means shared by all rows
+Tensors = dict[str, tuple[torch.Tensor, int | None]]
 
 
 class HasRows(Protocol):
@@ -21,11 +22,11 @@ class HasRows(Protocol):
         """Rows of the layer; None before its first call."""
 
     def with_rows(self, rows: torch.Tensor) -> Any:
-        """The layer with these of its rows, int64 `[B]`, for its `take`."""
+        """Return the layer's change to the rows `rows`, int64 `[B]`, for `take`."""
 
 
 class Packed(HasRows, Protocol):
-    """A packed layer: `QAttnLayer` documents each member."""
+    """A packed layer. `QAttnLayer` documents each member."""
 
     spec: LayerSpec
     geometry: Geometry

@@ -1,4 +1,4 @@
-"""Packed layers filled with random codes, without a prefill: for sizes and benchmarks."""
+"""Fill packed layers with random quantized values, without a prefill, for size measurements and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from qattn_hf.layer.layer import QAttnLayer
 from qattn_kernels.layout import State
 from qattn_kernels.step.states import at_slots, bool_to_bits, to_bits
 
-BOOKKEEPING = (torch.int32, torch.int64)  # lengths and positions; codes and numbers have other types
+# dtypes of lengths and positions; quantized values and scales have other dtypes
+BOOKKEEPING = (torch.int32, torch.int64)
 
 
 def fill(layer: QAttnLayer, length: int) -> None:
-    """Put every row of a layer into its state after `length` random tokens.
+    """Set every row of a layer to the state after `length` random tokens.
 
-    Tensors are filled by dtype and name, so a new format needs nothing here unless only some numbers are valid.
+    Tensors are filled by dtype and name. A new format needs extra code here only if some values are invalid.
 
     Raises:
         ValueError: `length` exceeds the capacity.
@@ -64,15 +65,16 @@ def _fill_numbers(state: State, name: str) -> None:
     elif kind == "channel_scale":
         tensor.random_(5, 16)
     elif kind == "zero_point" and tensor.dtype == torch.int8:
-        # centred, so that 4-bit `code * channel_scale + zero_point` fits INT8; the scale comes first by name
+        # centre values so that 4-bit `code * channel_scale + zero_point` fits INT8; the scale is filled first, by name
+        # order
         tensor.copy_((-15 * state[name.removesuffix("zero_point") + "channel_scale"].int()) // 2)
     elif tensor.dtype == torch.uint8:
-        tensor.random_(0, 127)  # which is no number in FP8
+        tensor.random_(0, 127)  # 127 is NaN in FP8
     elif tensor.dtype == torch.int8:
         tensor.random_(-119, 120)
     elif kind in ("x", "ring", "sink"):
         tensor.normal_()
-    elif tensor.dtype == torch.int16:  # scales, as bits
+    elif tensor.dtype == torch.int16:  # scales, stored as bits
         tensor.copy_(to_bits(torch.empty(tensor.shape, device=tensor.device).uniform_(0.02, 0.03)))
     else:  # scales
         tensor.uniform_(0.02, 0.03)

@@ -11,14 +11,14 @@ from qattn_hf.errors import UnsupportedError
 
 
 class Written(NamedTuple):
-    """What a layer wrote in a call, for the layers that read it too (`kv_sharing.py`).
+    """Result of a layer's write in one call, for the layers that share its keys and values (`kv_sharing.py`).
 
     Attributes:
-        arena: uint8, the state with the call's tokens: the layer's own, or a copy. blocks: of its capacity.
+        arena: uint8, the state with the call's tokens: the layer's arena or a copy.
+        blocks: capacity of `arena` in blocks.
         past: an upper bound of the blocks that any row had closed before the call.
-        before: uint8, the beginning of `arena` as it was before the call, as much as calls rewrite.
-        by_sdpa: PyTorch's SDPA attended to the keys and values as the model made them: those of a prompt without
-            padding, of an empty cache.
+        before: uint8, the bytes at the start of `arena` that calls rewrite, as they were before the call.
+        by_sdpa: True if PyTorch's SDPA attended to unquantized keys and values: an unpadded prompt of an empty cache.
     """
 
     arena: torch.Tensor
@@ -29,15 +29,16 @@ class Written(NamedTuple):
 
 
 class Handle:
-    """Stands for the key AND the value of one call, until the attention function writes them to the cache.
+    """Placeholder for both the key and the value of one call, until the attention function writes them to the cache.
 
     The model may only pass it on to its attention. Any other use (arithmetic, slicing, reading a shape) raises
-    `UnsupportedError`: a model that changes keys or values behind its cache would otherwise be silently wrong.
+    `UnsupportedError`: a model that changed keys or values after the cache's update would get wrong results.
 
     Attributes:
-        layer: the `QAttnLayer`. key, value: `[B, Hkv, T, D]`, the new tokens.
-        cache: the `QAttnCache` of the layer; None where a layer is used alone.
-        written: what the layer wrote, once it did, if other layers read it.
+        layer: the `QAttnLayer`.
+        key, value: `[B, Hkv, T, D]`, the new tokens.
+        cache: the `QAttnCache` of the layer; None if a layer is used alone.
+        written: the `Written` of the call, if other layers read it; None before the write.
     """
 
     __slots__ = ("cache", "key", "layer", "taken", "value", "written")
@@ -49,10 +50,11 @@ class Handle:
         self.written: Written | None = None
 
     def take(self, index: int | None) -> bool:
-        """Whether layer `index` attends to what an earlier layer has written, whose handle this is, and writes nothing.
+        """Return True if layer `index` only reads what an earlier layer wrote; the handle then belongs to that earlier
+        layer.
 
         Raises:
-            UnsupportedError: the keys and values of one call are read twice, by a layer that does not share them.
+            UnsupportedError: a layer that does not share keys and values reads them a second time.
         """
         if not self.taken or self.cache is None:
             self.taken = True
@@ -64,11 +66,11 @@ class Handle:
         return True
 
     def to(self, *args: Any, **kwargs: Any) -> Handle:
-        """Return the handle itself: models that share keys between layers call this to move them to a device."""
+        """Return the handle itself. Models that share keys between layers call this to move them to a device."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # probes of the interpreter, as of copy and inspect
+        if name.startswith("__"):  # the interpreter probes such names, for example in copy and inspect
             raise AttributeError(name)
         _refuse(name)
 

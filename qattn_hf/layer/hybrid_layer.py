@@ -1,4 +1,4 @@
-"""A packed layer with linear attention or an SSM beside its attention, whose states are the model's own."""
+"""A packed layer that also has linear attention or an SSM, whose states stay unpacked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
         LinearAttentionLayer.__init__(self, spec.states)
 
     def lazy_initialization(self, *keys_values: torch.Tensor, **states: Any) -> None:
-        """Allocate the packed part for keys and values, or one state, which transformers names."""
+        """Allocate the packed part for keys and values, or the one state that Transformers names."""
         if keys_values:
             QAttnLayer.lazy_initialization(self, *keys_values)
         else:
@@ -49,14 +49,14 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
         return mark._replace(host=mark.host | self.states())
 
     def states(self) -> dict[str, Any]:
-        """The attributes beside the packed part, as they are now."""
+        """Return the current attributes of the unpacked states."""
         return {name: value for name, value in attributes(self).items() if name in (*STATE, *HOST)}
 
     def with_rows(self, rows: torch.Tensor) -> Any:
         return super().with_rows(rows), rows_of(self, rows)
 
     def take(self, change: Any) -> None:
-        """Apply a change of the packed part, or what `with_rows` made."""
+        """Apply a change of the packed part, or a result of `with_rows`."""
         if isinstance(change, changes.Change) or change is None:
             return super().take(change)
         self.check_ended()
@@ -74,7 +74,7 @@ class HybridLayer(QAttnLayer, LinearAttentionAndFullAttentionLayer):
 def any_layer(
     spec: LayerSpec | ModelLayerSpec, max_cache_len: int | None = None, device_type: str | None = None
 ) -> Any:
-    """An empty layer by its spec, packed or of the model's own; arguments as of `QAttnLayer`."""
+    """Return an empty layer for a spec, packed or unpacked. Arguments as in `QAttnLayer`."""
     if isinstance(spec, ModelLayerSpec):
         return new_layer(spec)
     if isinstance(spec, HybridLayerSpec):

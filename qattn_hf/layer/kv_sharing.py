@@ -1,8 +1,8 @@
-"""Layers that attend to the keys and values of an earlier layer, as in Gemma 3n and 4: they are packed once.
+"""Layers that attend to the keys and values of an earlier layer, as in Gemma 3n and 4. These are packed once.
 
-The earlier layer writes and attends in one call, and what it attends to is not always what it leaves behind: tokens
-that the call packed may have been read in the model's precision. So a later layer puts the state back to before the
-call and writes the same tokens again, which gives the same bytes, while it attends with queries of its own.
+The earlier layer may read a call's tokens unquantized before it packs them. A later layer must see the same tokens. So
+it restores the state from before the call and writes the same tokens again, while it attends with its own queries. The
+second write produces the same bytes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from qattn_kernels.step import operator
 def attend_again(
     layer: Packed, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to what `layer` wrote from this handle; arguments and results as of `QAttnLayer.attend`.
+    """Attend to the tokens that `layer` wrote from this handle. Arguments and results as in `QAttnLayer.attend`.
 
-    Counters of sparse V, and SinkQ's pool where it is chosen by attention, are then those of the last layer that reads.
+    Counters of sparse V, and SinkQ's pool if it is chosen by attention, then belong to the last layer that reads.
 
     Args:
-        query: `[B, Hq, n, D]`, of all the handle's tokens or of the last n, where a model leaves the others of a prompt
-            out, as Gemma 4 does.
+        query: `[B, Hq, n, D]`, for all of the handle's tokens or the last n. Gemma 4 computes only the last ones.
     """
     assert handle.written is not None
     arena, blocks, past, before, by_sdpa = handle.written
@@ -37,23 +36,24 @@ def attend_again(
     query = with_earlier(query, key.shape[2])
     where = arena, layer._layout, blocks
     fixed = torch.compiler.is_compiling() or capturing()
-    # in a copy of the state nothing can be lost
+    # a failure in a copy of the state loses nothing
     with nullcontext() if fixed or arena is not layer.arena else layer.writing(key.shape[2]):
         out, lse = operator.attend_again(query, key, value, span, *where, *scores, past, before)
     return out[:, :, -last:], lse[:, :, -last:]
 
 
 def with_earlier(query: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Queries `[B, Hq, n, D]` behind as many zeros as make `tokens` of them."""
+    """Prepend zeros to queries `[B, Hq, n, D]` so that they have `tokens` columns."""
     missing = tokens - query.shape[2]
-    return torch.nn.functional.pad(query, (0, 0, missing, 0)) if missing else query  # which would copy it
+    # padding by zero columns would still copy
+    return torch.nn.functional.pad(query, (0, 0, missing, 0)) if missing else query
 
 
 @torch.no_grad()
 def _of_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """Causal attention of a prompt's last queries in the model's precision; nothing is written.
+    """Compute causal attention of a prompt's last queries in bf16 or fp16, without writing.
 
-    SDPA gives NaN to every query behind a key or value that is not finite, which kernels mask instead.
+    SDPA returns NaN for every query after a non-finite key or value, where kernels mask the key instead.
     """
     last, tokens = query.shape[2], key.shape[2]
     seen = None

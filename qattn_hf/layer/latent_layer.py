@@ -1,4 +1,4 @@
-"""The packed layer of latent attention (MLA): steps over what is stored, prompts over expanded keys and values."""
+"""The packed layer of latent attention (MLA): steps read stored latents, prompts read expanded keys and values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from qattn_kernels.step.latent_prompt import UpProjections, attend_expanded, by_
 
 
 class LatentLayer(QAttnLayer):
-    """Latents, which are V, and RoPE parts, which are K, of one attention layer (`qattn_hf.model.latent`)."""
+    """Latents (stored as V) and RoPE parts (stored as K) of one attention layer (`qattn_hf.model.latent`)."""
 
     def stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return value_states, key_states
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Record the latents `[B, 1, T, kv_lora_rank]` of a call, then its RoPE parts `[B, 1, T, qk_rope_head_dim]`, in
-        the order in which modules give them; returns the same `Handle` twice."""
+        """Record the latents `[B, 1, T, kv_lora_rank]` and RoPE parts `[B, 1, T, qk_rope_head_dim]` of a call.
+
+        The arguments come in the order in which modules pass them. Returns the same `Handle` twice.
+        """
         return super().update(*self.stored(key_states, value_states), *args, **kwargs)
 
     def attend_latents(
@@ -36,8 +38,9 @@ class LatentLayer(QAttnLayer):
         """Write the handle's tokens and attend.
 
         Args:
-            query: `[B, Hq, T, qk_nope_head_dim + qk_rope_head_dim]`, as the module computes them.
-            handle, span, scores, unpadded: as in `QAttnLayer.attend`. up: the module's up-projections.
+            query: `[B, Hq, T, qk_nope_head_dim + qk_rope_head_dim]`, as the module computes it.
+            handle, span, scores, unpadded: as in `QAttnLayer.attend`.
+            up: the module's up-projections.
 
         Returns:
             `[B, Hq, T, v_head_dim]`, zeros for padding on the left.

@@ -1,4 +1,4 @@
-"""One layer of the packed cache: its device tensors, and reorder, crop, growth and copies, once for all methods."""
+"""One packed layer of the cache: device tensors, reorder, crop, growth and copies, for all methods."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from qattn_kernels.step.operator import attend, attend_and_keep, attend_directly
 from qattn_kernels.step.prompt import attend_prompt, by_sdpa, sees_raw
 from qattn_kernels.step.states import crop
 
-_geometry = lru_cache(maxsize=1024)(Geometry)  # every layer of every new cache asks for one, twice
+_geometry = lru_cache(maxsize=1024)(Geometry)  # each layer of a new cache looks up its geometry twice
 
 
 @lru_cache(maxsize=1024)
 def _checked(geometry: Geometry, spec: LayerSpec) -> Outline:
-    """The outline of a new layer.
+    """Return the outline of a new layer.
 
     Raises:
-        UnsupportedError: a shape that the recipe does not fit.
+        UnsupportedError: the recipe does not fit the shape.
     """
     low = max(least_heads(spec.k), least_heads(spec.v))
     if low > geometry.heads:
@@ -51,13 +51,13 @@ def _checked(geometry: Geometry, spec: LayerSpec) -> Outline:
 class QAttnLayer(ArenaHolder, CacheLayerMixin):
     """Packed keys and values of one attention layer.
 
-    `update` only records: it returns one `Handle` for key and value, and the attention function writes, packs and
-    attends through `attend`. All state lives in device tensors at fixed addresses, `state_tensors()`.
+    `update` only records: it returns one `Handle` for key and value. The attention function writes, packs and attends
+    through `attend`. All state is in device tensors at fixed addresses, `state_tensors()`.
 
     Args:
         spec: formats, window, compute, sparsity and implementation of this layer.
-        max_cache_len: tokens a row can ever hold; a call beyond it raises `CapacityError`. None: the layer grows.
-        device_type: `cuda` or `cpu`, for which `spec.impl` was chosen; another one is refused. None: any.
+        max_cache_len: largest number of tokens per row; a call beyond it raises `CapacityError`. None: the layer grows.
+        device_type: `cuda` or `cpu`, for which `spec.impl` was chosen; others are refused. None: any.
     """
 
     is_croppable, is_sliding = True, False
@@ -65,19 +65,19 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     def __init__(self, spec: LayerSpec, max_cache_len: int | None = None, device_type: str | None = None):
         super().__init__()
         self.spec, self.max_cache_len, self.device_type = spec, max_cache_len, device_type
-        self.planned = max_cache_len is not None  # the capacity is known to suffice, so it stays as it is
+        self.planned = max_cache_len is not None  # the capacity is known to suffice and stays fixed
         self.blocks = self._blocks_for(max_cache_len or 1)
         self._state: State | None = None
-        self.edits, self.torn = 0, False  # changes of the state so far; whether one began and did not end
-        # Upper bound of the slots any row uses, kept on the host so that no step waits for the device. None: compiled
-        # steps may have run, so it is read from the device first; always, once a graph was captured by anyone but
-        # `graph.GraphedCall`, which counts its replays.
+        self.edits, self.torn = 0, False  # number of changes; whether one began and did not end
+        # Upper bound of the slots that any row uses, kept on the host so that steps need not wait for the device. None:
+        # compiled steps may have run, so the bound is read from the device first. It stays None after a capture by
+        # anyone but `graph.GraphedCall`, which counts its replays.
         self._used: int | None = 0
-        self._too_high = False  # a crop has left the bound as it was
+        self._too_high = False  # True if a crop has not lowered the bound
         self.replayed_by_others = False
-        self.prompt_by = spec.impl  # what computed the last prompt
+        self.prompt_by = spec.impl  # implementation that computed the last prompt
 
-    # The contract of transformers' caches
+    # The contract of Transformers' caches
 
     @property
     def is_compileable(self) -> bool:
@@ -106,19 +106,19 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self.is_initialized = True
 
     def stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is stored as K and as V of the two tensors that a module gives its cache."""
+        """Return the tensors stored as K and as V, given the two tensors that a module passes to its cache."""
         return key_states, value_states
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Record keys and values `[B, Hkv, T, D]` of a call; returns the same `Handle` twice, for key and value."""
+        """Record keys and values `[B, Hkv, T, D]` of a call. Returns the same `Handle` twice, for key and value."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
     def get_seq_length(self) -> torch.Tensor:
-        """Columns fed so far, padding included: a new 0-d int64 tensor on the layer's device."""
-        # of a compiled step a view beside the arena would be an input more; else all views would be made for this one
+        """Return the columns fed so far, padding included: a new 0-d int64 tensor on the layer's device."""
+        # a compiled step would get a view as an extra input, and an eager call would make all views for this one
         if self.arena is not None and (self._state is None or torch.compiler.is_compiling()):
             return columns_seen(self.arena).clone()
         return self.state["columns_seen"].clone()
@@ -132,7 +132,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def reset(self) -> None:
-        """Empty the layer; the tensors and their addresses stay."""
+        """Empty the layer. The tensors keep their addresses."""
         self.torn = True
         self.clear()
         self._used, self.edits, self.torn, self.prompt_by = 0, 0, False, self.spec.impl
@@ -151,7 +151,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         return self.geometry.batch if self.is_initialized else None
 
     def with_rows(self, rows: torch.Tensor) -> changes.Change:
-        """The layer with these of its rows, int64 `[B]`, for `take`."""
+        """Return the change to the rows `rows`, int64 `[B]`, for `take`."""
         return changes.with_rows(self, rows)
 
     def batch_select_indices(self, indices: Any) -> None:
@@ -163,21 +163,21 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self.take(changes.repeated(self, repeats))
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Remove tokens from the end of every row: -n the last n, n > 0 all but the first n columns; 0 removes none.
+        """Remove columns from the end of every row: -n removes the last n, n > 0 keeps the first n, 0 removes none.
 
         Raises:
-            UnsupportedError: as `rollback.plan_layer`.
+            UnsupportedError: as in `rollback.plan_layer`.
         """
-        if count := int(tokens_to_remove):  # a deferred stop check says 0 at every step: no wait for the device
+        if count := int(tokens_to_remove):  # a deferred stop check passes 0 at every step: do not wait for the device
             rollback.crop(self, rollback.plan_layer(self, count))
 
     def remove(self, count: int) -> None:
-        """Remove the last columns, none of which may be padding; a rejected draft does not wait for the device."""
+        """Remove the last `count` columns; none may be padding. A rejected draft does not wait for the device."""
         with self.editing():
             self.cut(count)
 
     def cut(self, count: int) -> None:
-        """`remove` of a layer that owns its arena, for a caller who counts the edit."""
+        """Do `remove` on a layer that owns its arena. The caller counts the edit."""
         assert self.arena is not None
         crop(self.state, self.spec, count, self.arena, self._layout)
         self._too_high = True
@@ -185,10 +185,10 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             self._used = self._slots_used()
 
     def check_crop(self, count: int) -> None:
-        """Check that the state without the last `count` tokens is still there; here it always is."""
+        """Check that the state without the last `count` tokens can be restored; this class always can."""
 
     def activate_past_recording(self) -> None:
-        """Called by assisted generation before roll-backs; nothing to do, the ring keeps `crop_horizon` tokens."""
+        """Do nothing: the ring keeps `crop_horizon` tokens. Assisted generation calls this before roll-backs."""
 
     def offload(self) -> None:
         raise UnsupportedError(
@@ -198,7 +198,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
 
     prefetch = offload
 
-    # What a packed layer adds
+    # Methods of packed layers
 
     def attend(
         self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool = False
@@ -206,14 +206,14 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """Write the handle's tokens and attend.
 
         Args:
-            query: `[B, Hq, T, D]`. handle: from `update` of this layer.
+            query: `[B, Hq, T, D]`. handle: result of this layer's `update`.
             span: int32 `[B or 1, 2]`, first real new column and number of real ones.
             scores: softmax scale, soft cap and learned sinks.
-            unpadded: every column of `span` is known to be real.
+            unpadded: True if every column of `span` is known to be real.
 
         Returns:
-            output `[B, Hq, T, Dv]`, zeros for padding on the left, and fp32 log-sum-exp `[B, Hq, T]`; None for a
-            prompt that PyTorch's SDPA computed.
+            output `[B, Hq, T, Dv]`, zeros for padding on the left, and fp32 log-sum-exp `[B, Hq, T]`; None for a prompt
+            that PyTorch's SDPA computed.
         """
         self._check_call(query, handle)
         if handle.written is not None:
@@ -244,26 +244,26 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         return result
 
     def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
-        """Every tensor of the layer by name, with its batch dimension (None: shared by all rows)."""
+        """Return every tensor of the layer by name, with its batch dimension (None: shared by all rows)."""
         if not self.is_initialized:
             return self.beside()
         packed = {name: (self.state[name], spec.batch_dim) for name, spec in self.tensor_specs().items()}
         return packed | self.beside()
 
     def beside(self) -> dict[str, tuple[torch.Tensor, int | None]]:
-        """Those of `state_tensors` that are no part of the arena; here none."""
+        """Return the part of `state_tensors` that is outside the arena; none in this class."""
         return {}
 
     def reserve(self, tokens: int) -> int:
         """Make room for `tokens` more columns, outside any captured step.
 
         Returns:
-            an upper bound of the slots that any row uses before them.
+            an upper bound of the slots that any row uses before the new columns.
 
         Raises:
             CapacityError: the capacity is fixed and too small; nothing was written.
         """
-        used, long = self._used, tokens > SHORT_CALL  # which unpacks as much of the past as this says
+        used, long = self._used, tokens > SHORT_CALL  # a long call unpacks this much of the past
         if used is None or self.replayed_by_others or used + tokens > self.capacity or (long and self._too_high):
             self._used, self._too_high = (used := self._slots_used()), False
         if used + tokens > self.capacity:
@@ -275,7 +275,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         """Grow to `tokens` columns in total, the most that the caller will write, and fix the capacity there.
 
         Raises:
-            CapacityError: the capacity was fixed before and is too small; nothing was changed.
+            CapacityError: the capacity is already fixed and too small; nothing was changed.
         """
         used = self._used = self._slots_used()
         slack = max(0, used - int(self.state["columns_seen"]))  # slots lost to short blocks
@@ -289,17 +289,17 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             )
 
     def raise_horizon(self, tokens: int) -> None:
-        """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` tokens bit for bit from here on."""
+        """Enlarge the ring of open tokens, so that `crop` removes up to `tokens` later tokens bit for bit."""
         self.take(changes.with_horizon(self, tokens))
 
     def count(self, tokens: int) -> None:
-        """Count on the host `tokens` more columns that were written, for which `reserve` made room."""
+        """Count on the host `tokens` columns that were written; `reserve` made room for them."""
         assert self._used is not None
         self._used += tokens
         self.edits, self.torn = self.edits + 1, False
 
     def take(self, change: changes.Change | None) -> None:
-        """Apply a change of the module `changes`; None changes nothing. It cannot fail half way."""
+        """Apply a change of the module `changes`; None changes nothing. It applies completely or not at all."""
         if change is None:
             return
         if change.geometry is None or change.arena is None:
@@ -308,7 +308,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             self._adopt(change.arena, outline(Layout(change.geometry, change.spec)))
 
     def borrow(self, arena: torch.Tensor, geometry: Geometry, spec: LayerSpec, slots: int) -> None:
-        """Take an arena that others may read too, with `slots` used slots in its fullest row; a write copies it.
+        """Take an arena that others may read too; a write copies it. Its fullest row uses `slots` slots.
 
         Raises:
             UnsupportedError: another device type than at `patch`.
@@ -319,15 +319,16 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self.borrowed, self._used, self.edits = True, slots, 1
 
     def geometry_of(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Geometry:
-        """Geometry of this layer for keys and values `[B, Hkv, T, D]`, at the present capacity."""
+        """Return the geometry for keys and values `[B, Hkv, T, D]`, at the current capacity."""
         batch, heads, _, k_dim = key_states.shape
         return _geometry(batch, heads, k_dim, value_states.shape[-1], self.blocks, key_states.dtype)
 
-    # Inside
+    # Internals
 
     def _fixed_step(self, handle: Handle, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step that is compiled or captured, by one operator, whose arguments are `call`."""
-        window = window_of(self.spec) if torch.compiler.is_compiling() else None  # before a capture `reserve` made room
+        """Run a compiled or captured step as one operator with arguments `call`."""
+        # in a capture, `reserve` has made room
+        window = window_of(self.spec) if torch.compiler.is_compiling() else None
         if not self.shared and window is None:
             return attend(*call)
         out, lse, before = attend_and_keep(*call, window or 0, self._rewritten if self.shared else 0)
@@ -342,7 +343,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         return layer_tensors(self.geometry, self.spec)
 
     def _slots_used(self) -> int:
-        """Slots that the fullest row uses, those lost in short blocks included; waits for the device.
+        """Return the slots of the fullest row, including those lost in short blocks. Waits for the device.
 
         Raises:
             CapacityError: compiled steps ran past the capacity.
@@ -360,7 +361,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         return slots
 
     def _extend(self, used: int, tokens: int) -> None:
-        """Make room for `tokens` more columns than the `used` slots, for which the capacity is too small."""
+        """Make room for `tokens` columns after the `used` slots; the capacity is too small for them."""
         if self.max_cache_len is not None:
             raise CapacityError(
                 f"the cache holds {self.capacity} tokens a row, {used} are taken and {tokens} more came; "
@@ -371,7 +372,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
         self.planned = False
 
     def _grow(self, blocks: int) -> None:
-        """Grow the arenas to `blocks`, with the old content; if memory runs out the layer is as it was."""
+        """Grow the arenas to `blocks` and keep the content. If memory runs out, the layer is unchanged."""
         if self.is_initialized and blocks != self.blocks:
             self.take(changes.with_blocks(self, blocks))
         self.blocks = blocks
@@ -383,7 +384,7 @@ class QAttnLayer(ArenaHolder, CacheLayerMixin):
             )
 
     def _check_call(self, query: torch.Tensor, handle: Handle) -> None:
-        """Refuse a call whose batch, heads, dims or device are not the cache's."""
+        """Refuse a call whose batch, heads, dims or device differ from the cache's."""
         geo, key, value = self.geometry, handle.key, handle.value
         if query.shape[0] != geo.batch:
             raise UnsupportedError(

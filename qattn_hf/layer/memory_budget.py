@@ -1,9 +1,8 @@
-"""A cache that keeps to a number of bytes: which bits its blocks have, from `memory` of a recipe.
+"""Choose the bit widths of a cache's blocks under a memory limit, the recipe's `memory`.
 
-Blocks begin with 8 bits. Where room runs out, as many of a row's first blocks as it takes get half the bits of one
-side, values before keys: K8V8, K8V4, K4V4, K4V2, K2V2, as far as the recipe's bits go. When all have them, the next
-stage follows. So a layer has blocks of two kinds at most, and loses less than one whose blocks had the fewer bits from
-the start.
+Blocks begin with 8 bits. When memory runs out, the first blocks of each row are halved in bits on one side, values
+before keys. The stages are K8V8, K8V4, K4V4, K4V2, K2V2, down to the recipe's bits. When all blocks are at a stage, the
+next stage begins. A layer thus has blocks of at most two kinds, and loses less than with the fewer bits from the start.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from qattn_kernels.layout import Geometry
 
 Spec = TypeVar("Spec")
 BEGIN = 8  # bits of new blocks
-MOST = 2**32  # blocks of a row that anyone asks for
-SPARE = 32  # blocks get fewer bits for one part in so many more than come, so that it happens seldom
+MOST = 2**32  # upper bound of a row's blocks
+SPARE = 32  # reduce this fraction more blocks than needed, so that it happens rarely
 
 
 @dataclass(frozen=True)
 class BudgetLayerSpec(LayerSpec):
-    """Spec of a packed layer that keeps to a number of bytes, of formats whose blocks begin with 8 bits.
+    """Spec of a packed layer with a memory limit. Its formats start blocks at 8 bits.
 
     Attributes:
-        memory: bytes of the layer's tensors, of all rows together, at most; of all layers before `shared`.
-        k_bits, v_bits: fewest bits that blocks may have in the end.
+        memory: limit in bytes for the layer's tensors, all rows together; before `shared`, the limit of all layers.
+        k_bits, v_bits: fewest bits of a block.
     """
 
     memory: int = 0
@@ -41,11 +40,12 @@ class BudgetLayerSpec(LayerSpec):
 
 
 def shared(specs: list[Spec]) -> list[Spec]:
-    """The specs of a model's layers with the memory of all divided among those that are packed. One share more is left
-    for the copy of a layer that changes its bits.
+    """Return the specs of a model's layers with the memory divided among the packed layers.
+
+    One extra share is left for the copy of a layer that changes its bits.
 
     Raises:
-        ValueError: a layer that is packed without a budget.
+        ValueError: a packed layer has no memory limit.
     """
     packed = [spec for spec in specs if isinstance(spec, LayerSpec)]
     bounded = [spec for spec in packed if isinstance(spec, BudgetLayerSpec)]
@@ -61,7 +61,7 @@ def shared(specs: list[Spec]) -> list[Spec]:
 
 
 def stages(spec: BudgetLayerSpec) -> list[tuple[int, int]]:
-    """Bits of keys and values from first to last: one side at a time is halved, values first."""
+    """Return the bits of keys and values at each stage. Each stage halves one side, values first."""
     k = v = BEGIN
     found = [(k, v)]
     while (k, v) != (spec.k_bits, spec.v_bits):
@@ -71,7 +71,7 @@ def stages(spec: BudgetLayerSpec) -> list[tuple[int, int]]:
 
 
 def at_stage(spec: BudgetLayerSpec, stage: int, aged: int = 0) -> BudgetLayerSpec:
-    """The spec with the bits of a stage, the first `aged` blocks of each row with those of the next one."""
+    """Return the spec at a stage, with the first `aged` blocks of each row at the next stage."""
     steps = stages(spec)
     bits, following = steps[stage], steps[min(stage + 1, len(steps) - 1)]
 
@@ -83,21 +83,23 @@ def at_stage(spec: BudgetLayerSpec, stage: int, aged: int = 0) -> BudgetLayerSpe
 
 
 def all_stages(spec: BudgetLayerSpec) -> list[BudgetLayerSpec]:
-    """The spec at each of its stages, without aged blocks: what kernels of it are compiled for."""
+    """Return the spec at each stage without aged blocks, to compile kernels for."""
     return [at_stage(spec, stage) for stage in range(len(stages(spec)))]
 
 
 def stage_of(spec: BudgetLayerSpec) -> int:
-    """The stage that a spec is at."""
+    """Return the stage of a spec."""
     k, v = (may_age(fmt).spans(1)[-1].bits for fmt in (spec.k, spec.v))
     return stages(spec).index((k, v))
 
 
 def arranged(spec: BudgetLayerSpec, geometry: Geometry, need: int, wish: int) -> tuple[BudgetLayerSpec, int]:
-    """The spec with the most bits in which `need` blocks a row fit, and the capacity: as many as fit, up to `wish`.
+    """Return the spec with the most bits at which `need` blocks per row fit, and the capacity.
+
+    The capacity is the number of blocks that fit, up to `wish`.
 
     Raises:
-        CapacityError: they do not fit in the fewest bits.
+        CapacityError: `need` blocks do not fit at the fewest bits.
     """
     if (blocks := most_blocks(spec, geometry, wish)) >= need:
         return spec, blocks
@@ -115,27 +117,28 @@ def arranged(spec: BudgetLayerSpec, geometry: Geometry, need: int, wish: int) ->
 
 
 def unbounded(spec: LayerSpec) -> LayerSpec:
-    """The spec of a layer with a budget as if all its blocks had the fewest bits, and no limit; any other as it is."""
+    """Return the spec at the fewest bits without a memory limit. Other specs are returned unchanged."""
     last = all_stages(spec)[-1] if isinstance(spec, BudgetLayerSpec) else None
     return spec if last is None else LayerSpec(**{field.name: getattr(last, field.name) for field in fields(LayerSpec)})
 
 
 def held_tokens(spec: BudgetLayerSpec, geometry: Geometry) -> tuple[int, int]:
-    """Tokens of each row for which the memory suffices: while all blocks have 8 bits, and when all have the fewest."""
+    """Return the tokens per row that fit while all blocks have 8 bits, and when all have the fewest bits."""
     first, *_, last = (max(0, most_blocks(one, geometry, MOST)) for one in all_stages(spec))
     return first * spec.window.block, last * spec.window.block
 
 
 def most_blocks(spec: BudgetLayerSpec, geometry: Geometry, wish: int) -> int:
-    """The most blocks of a row that fit, up to `wish`; -1 if nothing does."""
+    """Return the most blocks per row that fit, up to `wish`; -1 if nothing fits."""
     if _fits(spec, geometry, wish):
         return wish
     return _least(lambda blocks: not _fits(spec, geometry, blocks), wish) - 1
 
 
 def _aged(spec: BudgetLayerSpec, stage: int, geometry: Geometry, blocks: int) -> BudgetLayerSpec | None:
-    """The spec at this stage with as few aged blocks as it takes to have `blocks` a row; None if they do not fit."""
-    longest = blocks - 1 if stage + 1 < len(stages(spec)) else 0  # all of them would be the next stage
+    """Return the spec at this stage with as few aged blocks as `blocks` blocks per row require; None if they do not
+    fit."""
+    longest = blocks - 1 if stage + 1 < len(stages(spec)) else 0  # aging all blocks would be the next stage
 
     def fits(aged: int) -> bool:
         return _fits(at_stage(spec, stage, aged), geometry, blocks)
@@ -148,7 +151,8 @@ def _fits(spec: BudgetLayerSpec, geometry: Geometry, blocks: int) -> bool:
 
 
 def _least(holds: Callable[[int], bool], known: int) -> int:
-    """The least number from 0 on for which `holds`, as it does for `known` and for all from that least one on."""
+    """Return the least number from 0 for which `holds`. It must hold for `known`, and for all numbers above the least
+    one."""
     low, high = 0, known
     while low < high:
         middle = (low + high) // 2

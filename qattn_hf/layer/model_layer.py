@@ -1,4 +1,4 @@
-"""Layers of a packed cache that are not packed: transformers' own cache layers, beside `QAttnLayer`s."""
+"""Unpacked layers of a packed cache: Transformers' cache layers, used together with `QAttnLayer`s."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qattn_hf.model import _compat
 from qattn_hf.model.layer_kinds import ModelLayerSpec
 
 STATE = ("keys", "values", "conv_states", "recurrent_states")  # attributes with tensors, or dicts of tensors
-# attributes beside them that say what the tensors hold; dicts by the number of a state
+# other attributes, which describe the tensors; dicts are keyed by the number of a state
 HOST = (
     "cumulative_length", "record_past", "is_conv_states_initialized", "is_recurrent_states_initialized",
     "has_previous_state", "conv_kernel_size",
@@ -22,10 +22,10 @@ Rows = dict[str, Any]
 
 
 def state_tensors(layer: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
-    """Every tensor of a cache layer of transformers by name, with its batch dimension, 0."""
+    """Return every tensor of a Transformers cache layer by name, with its batch dimension, 0."""
     found: dict[str, tuple[torch.Tensor, int | None]] = {}
     for name in STATE:
-        held = vars(layer).get(name)  # packed attention beside a state has no tensors `keys` and `values`
+        held = vars(layer).get(name)  # a hybrid layer has no tensors `keys` and `values`
         for part, tensor in held.items() if isinstance(held, dict) else ((None, held),):
             if tensor is not None and tensor.dim() > 1:  # empty keys have one dimension
                 found[name if part is None else f"{name}.{part}"] = (tensor, 0)
@@ -33,13 +33,13 @@ def state_tensors(layer: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
 
 
 def host_state(layer: Any) -> dict[str, Any]:
-    """The attributes `HOST` of a cache layer of transformers, as JSON has them: dicts as lists."""
+    """Return the attributes `HOST` of a Transformers cache layer as JSON values: dicts become lists."""
     held = {name: getattr(layer, name) for name in HOST if hasattr(layer, name)}
     return {name: [*value.values()] if isinstance(value, dict) else value for name, value in held.items()}
 
 
 def restore(layer: Any, tensors: dict[str, torch.Tensor], host: dict[str, Any]) -> None:
-    """Put the tensors of `state_tensors` and what `host_state` gave into an empty layer, on the tensors' device."""
+    """Restore the results of `state_tensors` and `host_state` into an empty layer, on the tensors' device."""
     if "keys" in tensors:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
     for name, tensor in tensors.items():
@@ -54,8 +54,8 @@ def restore(layer: Any, tensors: dict[str, torch.Tensor], host: dict[str, Any]) 
 
 
 def attributes(layer: Any) -> dict[str, Any]:
-    """All attributes of a cache layer as they are now, to be set again: what is written in place is copied, that is
-    dicts and the states in them."""
+    """Return all attributes of a cache layer, to be restored later. Dicts, and states in dicts, are copied: calls write
+    them in place."""
     return {name: _copied(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
 
 
@@ -64,7 +64,7 @@ def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def rows_of(layer: Any, rows: torch.Tensor) -> Rows:
-    """Attributes with the state of a cache layer of transformers, with these of its rows, int64 `[B]`."""
+    """Return the state attributes of a Transformers cache layer with the rows `rows`, int64 `[B]`."""
 
     def chosen(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None or tensor.dim() < 2:
@@ -79,15 +79,15 @@ def rows_of(layer: Any, rows: torch.Tensor) -> Rows:
 
 
 class ModelLayer:
-    """What `QAttnCache` asks of a layer that keeps a state of transformers' own; base of a class for each kind.
+    """Base of unpacked layers: what `QAttnCache` needs from a layer that keeps a state of Transformers.
 
-    The state is in model precision. Its tensors have the batch as their first dimension, and are replaced as tokens
-    come, so that steps over them are not captured.
+    The state is in bf16 or fp16, like the model. The batch is the first dimension of its tensors. New tokens replace
+    the tensors, so steps over these layers are not captured.
 
     Attributes:
         spec: kind and sizes of the layer.
-        edits: how often the layer was written since it was empty.
-        torn: whether an edit began that did not end and could not be taken back.
+        edits: number of writes since the layer was empty.
+        torn: True if an edit was interrupted and could not be undone.
     """
 
     is_compileable = False
@@ -96,7 +96,7 @@ class ModelLayer:
     torn = False
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Write keys and values `[B, Hkv, T, D]`; returns those that the new tokens may attend to."""
+        """Write keys and values `[B, Hkv, T, D]`. Returns those that the new tokens may attend to."""
         return self._written(super().update, *args, **kwargs)  # type: ignore[misc]
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,12 +106,12 @@ class ModelLayer:
         return self._written(super().update_recurrent_state, *args, **kwargs)  # type: ignore[misc]
 
     def _written(self, write: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # a count that changes would compile every step anew
+        if not torch.compiler.is_compiling():  # a changing count would recompile every step
             self.edits += 1
         return write(*args, **kwargs)
 
     def state_tensors(self) -> dict[str, tuple[torch.Tensor, int | None]]:
-        """Every tensor of the layer by name, with its batch dimension, 0."""
+        """Return every tensor of the layer by name, with its batch dimension, 0."""
         return state_tensors(self)
 
     @property
@@ -120,26 +120,27 @@ class ModelLayer:
         return next((tensor.shape[0] for tensor, _ in self.state_tensors().values()), None)
 
     def with_rows(self, rows: torch.Tensor) -> Rows:
-        """Attributes of the layer with these of its rows, int64 `[B]`, for `take`."""
+        """Return the layer's attributes with the rows `rows`, int64 `[B]`, for `take`."""
         return rows_of(self, rows)
 
     def take(self, rows: Rows | None) -> None:
-        """Apply what `with_rows` made; None changes nothing. It cannot fail half way."""
+        """Apply a result of `with_rows`; None changes nothing. It applies completely or not at all."""
         vars(self).update(rows or {})
 
     def reset(self) -> None:
         """Empty the layer."""
-        self.__dict__ = vars(new_layer(self.spec))  # one assignment, which no interrupt divides
+        self.__dict__ = vars(new_layer(self.spec))  # one assignment, so an interrupt cannot split it
 
     def mark(self, bytes_too: bool) -> Mark:
-        """The layer before an operation. `bytes_too` is for packed layers: states in dicts are copied in any case."""
+        """Return the layer's state before an operation. `bytes_too` matters only to packed layers: states in dicts are
+        always copied."""
         return Mark(attributes(self))
 
     def check_crop(self, count: int) -> None:
-        """Check that the last `count` tokens can be removed, more than 0; `crop(-count)` does it.
+        """Check that `crop(-count)` can remove the last `count` tokens; `count` is above 0.
 
         Raises:
-            UnsupportedError: the state cannot be put back to where it was.
+            UnsupportedError: the earlier state cannot be restored.
         """
         if not self._holds(count):
             raise UnsupportedError(
@@ -151,12 +152,12 @@ class ModelLayer:
         raise NotImplementedError
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -n tokens, which `check_crop` allowed; with 0, forget what was kept for a crop alone."""
+        """Remove the last n tokens for -n, after `check_crop`. 0 only drops what was kept for a crop."""
         raise NotImplementedError
 
 
 class SlidingLayer(ModelLayer, DynamicSlidingWindowLayer):
-    """Keys and values of the last tokens, as many as the layer's window or chunk reaches back."""
+    """Keys and values of the last tokens, up to the size of the layer's window or chunk."""
 
     def _holds(self, count: int) -> bool:
         held = 0 if self.keys is None else self.keys.shape[-2]
@@ -202,7 +203,7 @@ CLASSES: dict[str, type[ModelLayer]] = {
 
 
 def new_layer(spec: ModelLayerSpec) -> ModelLayer:
-    """An empty layer of this kind."""
+    """Return an empty layer of this kind."""
     make: Any = CLASSES[spec.kind]
     layer: ModelLayer = make(sliding_window=spec.window, number_of_states=spec.states)
     layer.spec = spec

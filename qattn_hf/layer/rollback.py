@@ -1,4 +1,4 @@
-"""Tokens taken back from the end of a layer, as after a rejected draft."""
+"""Remove tokens from the end of a layer, for example after a rejected draft."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from qattn_hf.layer.model_layer import ModelLayer
 
 
 def columns(layer: Packed) -> tuple[int, int]:
-    """Columns that a layer was fed, padding included, and those up to the last padding; waits for the device."""
+    """Return the columns fed to a layer, padding included, and the columns up to the last padding. Waits for the
+    device."""
     seen, padded = torch.stack([layer.state["columns_seen"], layer.state["padded"]]).tolist()
     return seen, padded
 
 
 class Crop(NamedTuple):
-    """Columns that a crop removes from a layer, and columns that are left."""
+    """Columns that a crop removes from a layer, and columns that remain."""
 
     drop: int
     left: int
 
     @property
     def empties(self) -> bool:
-        """Whether the crop removes all columns of a layer that has some."""
+        """Whether the crop removes all columns of a non-empty layer."""
         return self.drop > 0 == self.left
 
 
 def plan_layer(layer: Packed, count: int, held: tuple[int, int] | None = None) -> Crop:
-    """Plan a crop of a packed layer: -n removes the last n columns of every row; n > 0 all but the first n columns.
+    """Plan a crop of a packed layer: -n removes the last n columns of every row; n > 0 keeps the first n columns.
 
     Args:
-        held: the layer's `columns`, where the caller knows them.
+        held: the layer's `columns`, if the caller knows them.
 
     Raises:
-        UnsupportedError: a removed column belongs to a call that had padding; the layer cannot be put back to where it
-            was; or an earlier edit was interrupted. Nothing is changed in any case.
+        UnsupportedError: a removed column belongs to a call with padding; the earlier state cannot be restored; or an
+            earlier edit was interrupted. In all cases nothing was changed.
     """
     layer.check_ended()
     if not layer.is_initialized:
@@ -59,7 +60,7 @@ def plan_cache(layers: Sequence[Packed | ModelLayer], count: int, seen: int) -> 
     """Plan a crop of all layers of a cache, as `plan_layer` does for one.
 
     Args:
-        seen: columns that the cache was fed, read only for layers of the model's own.
+        seen: columns fed to the cache, used only for unpacked layers.
     """
     packed = [layer for layer in layers if not isinstance(layer, ModelLayer)]
     held = columns(packed[0]) if len({layer.edits for layer in packed}) == 1 and packed[0].is_initialized else None

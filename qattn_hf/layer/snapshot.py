@@ -1,4 +1,4 @@
-"""The state of a cache's layers before an operation that changes them in place, to be put back if the operation fails.
+"""Snapshots of a cache's layers, to undo a failed operation that changes them in place.
 
 Calls of a model (`cache/interrupted.py`) and edits of a cache (`QAttnCache.crop` and others) keep a snapshot until they
 end.
@@ -18,15 +18,15 @@ class Restorable(Protocol):
     """The state of one layer before an operation."""
 
     def put_back(self, layer: Any) -> None:
-        """Give the layer that state again. A second time changes nothing."""
+        """Restore this state on the layer. Repeating it changes nothing."""
 
 
 class Mark(NamedTuple):
     """Attributes of a layer, and the bytes that an operation may change in place.
 
     Attributes:
-        host: all attributes of the layer, those with tensors included.
-        kept: uint8, a copy of the first bytes of `host["arena"]`; None for an operation that changes none of them.
+        host: all attributes of the layer, tensors included.
+        kept: uint8, a copy of the first bytes of `host["arena"]`; None if the operation changes none of these bytes.
     """
 
     host: dict[str, Any]
@@ -35,11 +35,11 @@ class Mark(NamedTuple):
     def put_back(self, layer: Any) -> None:
         if self.kept is not None:
             self.host["arena"][: self.kept.numel()].copy_(self.kept)
-        layer.__dict__ = dict(self.host)  # one assignment, which no interrupt divides
+        layer.__dict__ = dict(self.host)  # one assignment, so an interrupt cannot split it
 
 
 class Lost(NamedTuple):
-    """Nothing is kept, as of an edit that changes the whole arena: a failure leaves the layer `torn`."""
+    """An empty snapshot for an edit that changes the whole arena. A failure leaves the layer `torn`."""
 
     def put_back(self, layer: Any) -> None:
         layer.torn = True
@@ -49,15 +49,16 @@ LOST = Lost()
 
 
 class Snapshot:
-    """All layers of a cache, and its conversation, before an operation. Its holder drops it when that has ended."""
+    """All layers of a cache and its conversation before an operation. The holder drops it when the
+    operation has ended."""
 
     def __init__(self, marks: Sequence[Restorable]):
         self._marks = marks
 
     def put_back(self, parts: Sequence[Any]) -> None:
-        """Put every layer and the conversation back to before the operation.
+        """Restore every layer and the conversation to the state before the operation.
 
-        A layer is left `torn` where that is impossible, and where layers with equally many edits differ in length.
+        A layer is left `torn` if it cannot be restored, or if layers with equal numbers of edits differ in length.
         """
         for layer, mark in zip(parts, self._marks, strict=True):
             mark.put_back(layer)

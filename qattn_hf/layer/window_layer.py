@@ -1,4 +1,4 @@
-"""A packed layer with a sliding window: blocks that the window has left behind make room for new ones."""
+"""A packed layer with a sliding window: blocks outside the window make room for new ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from qattn_kernels.step.states import beyond_crop, drop_front, left_behind, most
 
 
 class WindowLayer(QAttnLayer):
-    """`QAttnLayer` of a layer whose queries see the last `spec.sliding_window` tokens, or those of their chunk of as
-    many, of a capacity to match.
+    """`QAttnLayer` with a bounded capacity: queries see the last `spec.sliding_window` tokens, or their chunk of that
+    size.
 
-    When it is full, blocks move to the front in place, between calls: addresses stay, and kernels and captured steps
-    are those of any packed layer. A longer call, as of a prompt, runs over a larger copy, whose last blocks are kept.
-    Codes are those that the same tokens have without a window.
+    When the layer is full, it compacts in place between calls: blocks still needed move to the front. Addresses stay
+    the same, so kernels and captured steps are those of any packed layer. A call longer than the layer, such as a
+    prompt, runs over a larger copy, and only the last blocks are kept. Quantized values equal those of a layer without
+    a window.
     """
 
     spec: WindowLayerSpec
@@ -41,12 +42,12 @@ class WindowLayer(QAttnLayer):
 
     @property
     def most(self) -> int:
-        """Blocks that the layer never needs more of, however long its rows are."""
+        """Largest number of blocks that the layer needs, for rows of any length."""
         return ring_blocks(self.spec.window, self.spec.sliding_window)
 
     @property
     def limit(self) -> int:
-        """Blocks up to which the layer grows: `most`, or fewer where `max_cache_len` is less."""
+        """Blocks up to which the layer grows: `most`, or fewer if `max_cache_len` is smaller."""
         return self.most if self.max_cache_len is None else min(self._blocks_for(self.max_cache_len), self.most)
 
     def get_seq_length(self) -> torch.Tensor:
@@ -55,8 +56,8 @@ class WindowLayer(QAttnLayer):
         return super().get_seq_length()
 
     def reserve(self, tokens: int) -> int:
-        """Make room for `tokens` more columns; as in `QAttnLayer`, but a call for which the whole capacity is too small
-        is left to `attend`."""
+        """Make room for `tokens` more columns as in `QAttnLayer`. A call larger than the whole capacity is left to
+        `attend`."""
         self.own()
         used = self._used
         if used is None or self.replayed_by_others or (used and used + tokens > self.capacity):
@@ -72,18 +73,18 @@ class WindowLayer(QAttnLayer):
                 f"the cache holds {self.capacity} tokens a row, {used} are taken and {tokens} more came; "
                 "nothing was written. Use a larger max_cache_len, or none so that the cache grows"
             )
-        if tokens <= SHORT_CALL:  # crops farther than the horizon left short blocks
+        if tokens <= SHORT_CALL:  # crops beyond the horizon left short blocks
             self._grow(self._blocks_for(used + tokens))
         return used
 
     def plan(self, tokens: int) -> None:
-        """Grow to `tokens` columns in total, or to what the window needs, and fix the capacity there.
+        """Grow to `tokens` columns in total, or to the window's need, and fix the capacity there.
 
         Raises:
-            CapacityError: the capacity was fixed before and is too small; nothing was changed.
+            CapacityError: the capacity is already fixed and too small; nothing was changed.
         """
         if self.max_cache_len is not None:
-            self._grow(max(self.blocks, self.limit))  # a larger horizon may have raised it
+            self._grow(max(self.blocks, self.limit))  # a larger horizon may have raised the limit
         if self._blocks_for(tokens) < self.most or self.limit < self.most:
             return super().plan(tokens)
         self._grow(max(self.blocks, self.most))
@@ -92,7 +93,7 @@ class WindowLayer(QAttnLayer):
     def attend(
         self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Write the handle's tokens and attend to the window; arguments and results as in `QAttnLayer`."""
+        """Write the handle's tokens and attend to the window. Arguments and results as in `QAttnLayer`."""
         scores, tokens = scores._replace(window=self.spec.local), query.shape[2]
         if handle.written is not None:
             return super().attend(query, handle, span, scores, unpadded)
@@ -107,10 +108,10 @@ class WindowLayer(QAttnLayer):
         return super().attend(query, handle, span, scores, unpadded)
 
     def check_crop(self, count: int) -> None:
-        """Check that the window of every row still holds what comes back without its last `count` tokens.
+        """Check that every row still holds the tokens that re-enter the window without its last `count` tokens.
 
         Raises:
-            UnsupportedError: it does not; the message says how many tokens can be removed.
+            UnsupportedError: some are gone; the message says how many tokens can be removed.
         """
         spec = self.spec
         if self.is_initialized and bool(beyond_crop(self.state, spec.window, spec.sliding_window, count).any()):
@@ -120,11 +121,13 @@ class WindowLayer(QAttnLayer):
                 "start from a fresh cache"
             )
 
-    # Inside
+    # Internals
 
     def _drop_front(self) -> int:
-        """Move the blocks that are still needed to the front; returns the slots then used, for which it waits. If that
-        fails, all are where they were."""
+        """Move the blocks still needed to the front, and return the slots then used. Waits for the device.
+
+        After a failure all blocks are in their old places.
+        """
         assert self.arena is not None
         self.check_ended()
         count = left_behind(self.state, self.spec.window, self.spec.sliding_window)
@@ -145,9 +148,10 @@ class WindowLayer(QAttnLayer):
     def _attend_long(
         self, query: torch.Tensor, handle: Handle, span: torch.Tensor, scores: Scores, unpadded: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`attend` over a copy with room for all new tokens, of which the last blocks come back.
+        """Run `attend` over a copy with room for all new tokens, and copy its last blocks back.
 
-        What they are the device knows; of the first call, without padding, the host does too, and need not wait."""
+        The device knows the last blocks. For a first call without padding the host knows them too and does not wait.
+        """
         self._check_call(query, handle)
         assert self._used is not None
         tokens, past = query.shape[2], self._blocks_for(self._used)
@@ -157,7 +161,7 @@ class WindowLayer(QAttnLayer):
         layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
         arena: Any = self.empty(layout, self.device) if first else changes.with_blocks(self, blocks).arena
         where = arena, self._layout, blocks
-        if self.shared:  # a copy more, since blocks of this one are going to move
+        if self.shared:  # an extra copy, because this layer's blocks will move
             before = arena[: rewritten_bytes(layout)].clone()
             handle.written = Written(arena.clone(), blocks, past, before)
         result = attend(query, handle.key, handle.value, span, *where, *scores, past)
@@ -180,7 +184,7 @@ class WindowLayer(QAttnLayer):
 
 
 def packed_layer(spec: LayerSpec, max_cache_len: int | None = None, device_type: str | None = None) -> QAttnLayer:
-    """An empty packed layer of this spec; arguments as of `QAttnLayer`."""
+    """Return an empty packed layer of this spec. Arguments as in `QAttnLayer`."""
     kinds: Any = {WindowLayerSpec: WindowLayer, BudgetLayerSpec: BudgetLayer}
     kind = LatentLayer if spec.latent else kinds.get(type(spec), QAttnLayer)
     layer: QAttnLayer = kind(spec, max_cache_len, device_type)

@@ -1,13 +1,13 @@
-"""Caches in files: a prefix that was read once, mapped from a safetensors file and copied where it is written.
+"""Caches in files: a prefix read once, mapped from a safetensors file and copied at the first write.
 
-A packed layer is one tensor of bytes in the file, its arena without spare blocks; a layer that is the model's own has
-the tensors that transformers keeps. The metadata have a header in JSON, `qattn`, and its SHA-256:
+A packed layer is stored as one tensor of bytes, its arena without spare blocks. An unpacked layer is stored as the
+tensors that Transformers keeps. The metadata contain a JSON header, `qattn`, and its SHA-256:
 
-- `format`, `qattn`: versions of this form and of the package. `method`, `recipe`: the recipe, also as YAML.
-- `model`: which model wrote the cache (`writer.identity`).
+- `format`, `qattn`: versions of the file format and of the package. `method`, `recipe`: the recipe, also as YAML.
+- `model`: identity of the model that wrote the cache (`writer.identity`).
 - `rows`, `tokens`: of the whole cache, padding included.
-- `layers`: for each layer its layout, or what it keeps of the model's own.
-- `offsets`: modules that read the conversation's offsets of positions (`generate/offsets.py`), as far as known.
+- `layers`: the layout of each packed layer, or the state of each unpacked one.
+- `offsets`: modules that read the conversation's offsets of positions (`generate/offsets.py`), if known.
 - `digests`: SHA-256 of each tensor.
 """
 
@@ -43,7 +43,7 @@ from qattn_kernels.layer.arena import Layout
 
 
 class Saveable(Protocol):
-    """What is asked of a `QAttnCache`, which documents each member."""
+    """The part of a `QAttnCache` that saving needs. `QAttnCache` documents each member."""
 
     layers: list[Any]
     recipe: Recipe
@@ -110,12 +110,12 @@ def save(cache: Saveable, path: str | Path, input_ids: torch.Tensor | None = Non
 
 
 def _layer_out(layer: QAttnLayer | ModelLayer) -> tuple[dict[str, Any], Tensors]:
-    """What the header says of a layer, and its tensors on the CPU."""
+    """Return a layer's entry in the header, and its tensors on the CPU."""
     own = {name: tensor.cpu().clone().contiguous() for name, (tensor, _) in state_tensors(layer).items()}
     if isinstance(layer, ModelLayer):
         return {"own": asdict(layer.spec), "host": host_state(layer)}, own
     row: dict[str, Any] = {"spec": layer.spec.encode(), "host": host_state(layer)}
-    if not layer.is_initialized:  # a layer that the model does not use
+    if not layer.is_initialized:  # the model does not use this layer
         return row, own
     slots = layer._slots_used()
     small = changes.with_blocks(layer, max(1, -(-slots // layer.spec.window.block)))
@@ -126,7 +126,7 @@ def _layer_out(layer: QAttnLayer | ModelLayer) -> tuple[dict[str, Any], Tensors]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that any dtype can view, mapped still where it lies at such an address."""
+    """Return a tensor at an address that any dtype can view. A tensor already at such an address stays mapped."""
     return tensor.clone() if tensor.data_ptr() % 8 else tensor
 
 
@@ -135,21 +135,21 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
-    """The header of a saved cache, checked against its digest and its fields (`header.Header`). No tensor is
-    read.
+    """Read the header of a saved cache and check its digest and fields (`header.Header`). Reads no tensor.
 
     Raises:
-        QAttnError: no whole file of a saved cache, or one of another format.
-        FileNotFoundError: there is no such file.
+        QAttnError: the file is not a complete saved cache, or has another format.
+        FileNotFoundError: the file does not exist.
     """
     with opened(path) as (_, header):
         return header
 
 
 def fill(cache: Saveable, path: str | Path, model: PreTrainedModel, verify: bool) -> None:
-    """Put what a file holds into an empty cache of `model`; see `QAttnCache.load`."""
+    """Fill an empty cache of `model` from a file; see `QAttnCache.load`."""
     _check_shard(model)
-    with torch.inference_mode(False), opened(path) as (file, header):  # else it could not be written outside of it
+    # tensors made under inference_mode could not be written outside it
+    with torch.inference_mode(False), opened(path) as (file, header):
         specs = checked_specs(cache.layers, cache.recipe, header, model, path)
         if other := difference(header["model"], identity(model)):
             raise UnsupportedError(f"{path} was saved from another model than this one: {other}")
@@ -166,7 +166,7 @@ def fill(cache: Saveable, path: str | Path, model: PreTrainedModel, verify: bool
             held = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith(f"{i}.")}
             if (arena := held.pop("arena", None)) is not None:
                 layer.borrow(arena.to(devices[i]), _geometry(row), specs[i], slots[i])
-            # states of the model's own are written in place, by transformers: they are copied at once
+            # Transformers writes unpacked states in place, so these are copied at once
             restore(layer, {name: tensor.clone().to(devices[i]) for name, tensor in held.items()}, row["host"])
     cache.input_ids, offsets = tensors.get("input_ids"), {n: tensors.get(f"offset.{n}") for n in header["offsets"]}
     cache.conversation.take({n: None if x is None else x.clone().to(device_of(model)) for n, x in offsets.items()})

@@ -1,7 +1,7 @@
-"""What is checked of a saved cache before a layer takes it: kernels would believe its numbers.
+"""Checks of a saved cache before a layer takes it. Kernels trust the numbers in a cache.
 
-Digests say that a file is as it was saved, not who saved it. So nothing of a file is believed that says where in memory
-something lies: sizes are compared with the model and with the tensors, lengths and places with the sizes.
+Digests show that a file is unchanged, not who saved it. So no memory place from a file is trusted. Sizes are compared
+with the model and the tensors; lengths and places are compared with the sizes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from qattn_kernels.layer.arena import Layout, places, views
 from qattn_kernels.layer.sound import MOST_COLUMNS, slots_used, unsound, within
 from qattn_kernels.layout import Geometry
 
-MOST_HORIZON = 2**20  # tokens of a ring: the size of the arena says the same
+MOST_HORIZON = 2**20  # tokens of a ring; the size of the arena bounds it too
 
 
 def geometry_of(row: dict[str, Any]) -> Geometry:
-    """The geometry of a packed layer of the file."""
+    """Return the geometry of a packed layer in the file."""
     return Geometry(**row["geometry"] | {"dtype": DTYPES[row["geometry"]["dtype"]]})
 
 
 def checked_specs(
     layers: list[Any], recipe: Any, header: dict[str, Any], model: PreTrainedModel, path: str | Path
 ) -> list[Any]:
-    """The spec of each layer of the file, which must be the cache's own but for what changes no stored byte: kernels or
-    reference, and a longer ring of open tokens.
+    """Return the spec of each layer in the file.
+
+    Each must equal the cache's spec, except for choices that change no stored byte: kernels or reference, and a longer
+    ring of open tokens.
 
     Raises:
-        UnsupportedError: another recipe, other layers, or heads of other sizes than the model's.
-        QAttnError: an arena that another version of the package laid out.
+        UnsupportedError: another recipe, other layers, or other head sizes than the model's.
+        QAttnError: another version of the package laid out the arena.
     """
     if len(header["layers"]) != len(layers):
         raise UnsupportedError(f"{path} has {len(header['layers'])} layers and the model {len(layers)}")
@@ -72,12 +74,12 @@ def checked_specs(
 
 
 def places_digest(layout: Layout) -> str:
-    """Digest of where each state tensor lies in an arena, which another version of the package may place otherwise."""
+    """Return a digest of the places of all state tensors in an arena. Versions of the package may differ in it."""
     return hashlib.sha256(repr(places(layout)).encode()).hexdigest()
 
 
 def _spec(layer: QAttnLayer | ModelLayer, row: dict[str, Any]) -> Any:
-    """The spec of one layer; None where the file's is another one."""
+    """Return the spec of one layer; None if the file's spec differs."""
     if isinstance(layer, ModelLayer) or "own" in row:
         return layer.spec if isinstance(layer, ModelLayer) and row.get("own") == asdict(layer.spec) else None
     try:
@@ -93,7 +95,7 @@ def _spec(layer: QAttnLayer | ModelLayer, row: dict[str, Any]) -> Any:
 
 
 def _in_one_line(yaml_text: str) -> str:
-    """A recipe's YAML as `{method: turbo, bits: 2}`; cut, where it is none."""
+    """Return a recipe's YAML as `{method: turbo, bits: 2}`; other text is returned shortened."""
     try:
         recipe = parse_yaml(yaml_text, "the recipe")
         text = json.dumps(recipe).replace('"', "")
@@ -110,16 +112,18 @@ def check_tensors(
     model: PreTrainedModel,
     path: str | Path,
 ) -> list[int]:
-    """Check that tensors are those of the layers, of the header's sizes, and that states of packed layers are sound.
+    """Check that tensors match the layers and the header's sizes, and that states of packed layers are sound.
 
     Args:
-        layers: of the empty cache. specs: of `checked_specs`. tensors: on the CPU, of any shape and dtype.
+        layers: layers of the empty cache.
+        specs: result of `checked_specs`.
+        tensors: on the CPU, of any shape and dtype.
 
     Returns:
-        for each layer the slots that its fullest row uses; 0 of one without an arena.
+        for each layer the slots of its fullest row; 0 for a layer without an arena.
 
     Raises:
-        QAttnError: something does not fit; the message names it.
+        QAttnError: something does not match; the message names it.
     """
     left, slots = {**tensors}, [0] * len(layers)
     _check_tokens(left, header, path)
@@ -165,7 +169,7 @@ def _check_tokens(left: Tensors, header: dict[str, Any], path: str | Path) -> No
 def _check_own(
     layer: Any, host: dict[str, Any], held: Tensors, header: dict[str, Any], where: str, path: str | Path
 ) -> None:
-    """Check the state of the model's own that a layer has: its names and rows, and that attributes are of its kind."""
+    """Check an unpacked layer's state: its names, its rows, and the types of its attributes."""
     own = isinstance(layer, (ModelLayer, HybridLayer))
     fresh = host_state(layer) if own else {}
     if {*host} != {*fresh} or any(_count(host[name]) != _count(fresh[name]) for name in fresh):
@@ -202,7 +206,7 @@ def _agree(states: str, host: dict[str, Any], held: Tensors) -> bool:
 def _check_window(
     layer: Any, host: dict[str, Any], held: Tensors, tokens: int, sizes: HeadSizes, where: str, path: str | Path
 ) -> None:
-    """Check the keys and values of a window, of a row of so many tokens."""
+    """Check the keys and values of a window, for rows of `tokens` tokens."""
     keys, values = (held.get(name, torch.empty(0, device="cpu")) for name in ("keys", "values"))
     shapes = [(sizes.kv, x.shape[2], dim) for x, dim in ((keys, sizes.dim), (values, sizes.v_dim)) if x.dim() == 4]
     if [tuple(x.shape[1:]) for x in (keys, values)] != shapes or keys.shape[2] != values.shape[2]:
@@ -213,7 +217,7 @@ def _check_window(
 
 
 def _count(value: Any) -> int:
-    """Entries of a list; -1 of anything else."""
+    """Return the length of a list; -1 for anything else."""
     return len(value) if isinstance(value, list) else -1
 
 

@@ -1,4 +1,4 @@
-"""The header of a saved cache: its fields with their types and bounds, and the file that it lies in."""
+"""The header of a saved cache: its fields with types and bounds, and how its file is read and written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.messages import cut, shown
 from qattn_kernels.layer.sound import MOST_COLUMNS
 
-FORMAT = 3  # 3: with what is in force in the model and the conversation's offsets, without the number of used slots
+FORMAT = 3  # 3 has `InForce` and the conversation's offsets, and lacks the number of used slots
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +39,7 @@ class _Strict(BaseModel):
 
 
 class HostState(_Strict):
-    """Attributes of transformers' own layers (`model_layer.HOST`), lists by the number of a state."""
+    """Attributes of Transformers' layers (`model_layer.HOST`); lists are indexed by the number of a state."""
 
     cumulative_length: Columns | None = None
     record_past: bool | None = None
@@ -61,7 +61,7 @@ class GeometryRow(_Strict):
 
 
 class LayerRow(_Strict):
-    """A layer: `own` of one that is the model's own, `spec` of a packed one, with sizes where it has tensors."""
+    """A layer: `own` for an unpacked layer; `spec` for a packed one, with sizes if it has tensors."""
 
     own: dict[str, Any] | None = None
     spec: Text | None = None
@@ -78,7 +78,7 @@ class RopeRow(_Strict):
 
 
 class ModelRow(_Strict):
-    """Which model wrote the cache (`writer.identity`)."""
+    """Identity of the model that wrote the cache (`writer.identity`)."""
 
     config: dict[str, Any]
     dtype: Annotated[str, Field(max_length=32)]
@@ -88,7 +88,7 @@ class ModelRow(_Strict):
 
 
 class Header(_Strict):
-    """All of a header."""
+    """All fields of a header."""
 
     format: int
     qattn: Annotated[str, Field(max_length=100)]
@@ -103,28 +103,30 @@ class Header(_Strict):
 
 
 def unusable(path: str | Path, why: str) -> QAttnError:
-    """The error for a file of which something does not fit."""
+    """Return the error for a file in which something does not match."""
     return QAttnError(f"{path} is no cache that a call could have left: {why}. Save the cache anew")
 
 
 def altered(path: str | Path, what: str) -> QAttnError:
-    """The error for a file of which something has not the digest that stands beside it."""
+    """Return the error for a file in which a part differs from its digest."""
     return QAttnError(f"{path} was altered after it was saved: {what} has another SHA-256. Save the cache anew")
 
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Context with the open safetensors file of a saved cache, and its header, checked against digest and fields.
+    """Context that opens the safetensors file of a saved cache and checks its header against digest and fields.
+
+    Yields the open file and the header.
 
     Raises:
-        QAttnError: no whole file of a saved cache, one of another format, or one that cannot be read.
-        FileNotFoundError: there is no such file.
+        QAttnError: the file is not a complete saved cache, has another format, or cannot be read.
+        FileNotFoundError: the file does not exist.
     """
     try:
         regular = stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no such file") from None
-    except (OSError, TypeError, ValueError) as error:  # of a path with NUL
+    except (OSError, TypeError, ValueError) as error:  # from a path with NUL
         raise QAttnError(f"{path!r} cannot be read: {error}. Give the path of a file of QAttnCache.save") from None
     if not regular:
         raise QAttnError(f"{path} is no file: give the path of a file of QAttnCache.save")
@@ -167,10 +169,10 @@ def _header(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def write(path: str | Path, header: dict[str, Any], tensors: Tensors) -> None:
-    """Write the file beside its place and move it there whole: nobody ever sees a part of it.
+    """Write the file next to its place and then move it there, so that nobody sees a partial file.
 
     Raises:
-        QAttnError: the file cannot be written there; what was there before is as it was.
+        QAttnError: the file cannot be written there; an existing file is unchanged.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise QAttnError(f"{shown(path)} is no path: give the path of a file to write")
@@ -179,11 +181,11 @@ def write(path: str | Path, header: dict[str, Any], tensors: Tensors) -> None:
     metadata = {"qattn": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     part = path.parent / f".qattn-{secrets.token_hex(8)}"
     try:
-        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the umask, as of any new file
+        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # the umask applies, as for any new file
         try:
             mode = stat.S_IMODE(part.stat().st_mode)
             save_file(tensors, part, metadata)
-            part.chmod(mode)  # safetensors may have put a file of its own there
+            part.chmod(mode)  # safetensors may have replaced the file
             os.replace(part, path)
         except BaseException:
             part.unlink()

@@ -1,9 +1,8 @@
-"""What changes a model's keys without being a weight or a field of its config: adapters that are on, and RoPE's
-frequencies.
+"""Changes to a model's keys outside weights and config: active adapters and RoPE frequencies.
 
-peft switches and scales adapters by plain attributes of the layers that it wraps, in models that it returns and in
-those that transformers' `load_adapter` changed. Frequencies are buffers that no checkpoint has, so code that sets a
-RoPE scaling after a model was loaded changes neither weights nor config.
+Peft switches and scales adapters by plain attributes of the layers that it wraps. It does so in the models that it
+returns, and in models changed by Transformers' `load_adapter`. RoPE frequencies are buffers that no checkpoint stores,
+so code that scales RoPE after loading changes neither weights nor config.
 """
 
 from __future__ import annotations
@@ -18,22 +17,23 @@ from transformers import PreTrainedModel
 
 from qattn_hf.model.decoder import decoder_of
 
-CHANGING = ("dynamic", "longrope")  # kinds of RoPE whose frequencies follow the length of each call
-ROUNDING = 1e-6  # of a frequency: devices round powers by some 1e-7 differently, any scaling changes percents
+CHANGING = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the length of each call
+# relative tolerance of a frequency: devices round powers differently by about 1e-7; any scaling changes percents
+ROUNDING = 1e-6
 Setting = tuple[Any, ...]
 Frequencies = dict[str, Any]  # `attention_scaling`, a number or None, and `inv_freq`, a list of numbers
 
 
 class InForce(NamedTuple):
-    """What is in force in a model's decoder.
+    """Active adapters and RoPE frequencies of a model's decoder.
 
     Attributes:
-        adapters: which adapters change the output of a layer, in words, by the layer's name; without those that are
-            off.
-        rope: the frequencies of each RoPE by name: of a kind of `CHANGING` those before any length changes them.
-        parameters: what the config says of the RoPE now, as text.
-        first, setting: the first layer with adapters, and how it was set; None without one. A decode step compares
-            it alone.
+        adapters: a description, by layer name, of the active adapters that change the layer's output.
+        rope: the frequencies of each RoPE by name. For the kinds in `CHANGING`, the frequencies before any length
+            changes them.
+        parameters: the config's RoPE parameters now, as text.
+        first, setting: the first layer with adapters and its setting; None without one. A decode step compares only
+            this setting.
     """
 
     adapters: dict[str, str]
@@ -47,8 +47,10 @@ _numbers: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[Any, list[float]]]]
 
 
 def in_force(model: PreTrainedModel) -> InForce:
-    """What is in force in a model now. Walks over its modules, and waits for the device where it sees frequencies for
-    the first time."""
+    """Return what is in force in a model now.
+
+    Walks over the model's modules, and waits for the device at the first read of each frequency buffer.
+    """
     decoder = decoder_of(model)
     adapters: dict[str, str] = {}
     rope: dict[str, Frequencies] = {}
@@ -68,8 +70,10 @@ def in_force(model: PreTrainedModel) -> InForce:
 
 
 def unchanged(then: InForce) -> bool:
-    """Whether the first layer with adapters is set as it was: all that a decode step has the time to ask. peft switches
-    all layers together."""
+    """Return whether the first layer with adapters has its old setting.
+
+    A decode step has no time for more, and peft switches all layers together.
+    """
     if then.first is None:
         return True
     module = then.first()
@@ -77,7 +81,7 @@ def unchanged(then: InForce) -> bool:
 
 
 def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    """What differs between two models' `adapters` and `rope`, in words; None where nothing does."""
+    """Describe the difference between two models' `adapters` and `rope`; None if they are equal."""
     was, now = theirs["adapters"], ours["adapters"]
     if changed := sorted(name for name in {*was, *now} if was.get(name) != now.get(name)):
         name = changed[0]
@@ -93,7 +97,7 @@ def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
 
 
 def changed(then: InForce, now: InForce) -> str | None:
-    """What changed in a model, in words; None where nothing did."""
+    """Describe what changed in a model; None if nothing did."""
     if found := difference(then._asdict(), now._asdict()):
         return found
     if then.parameters != now.parameters:
@@ -102,7 +106,8 @@ def changed(then: InForce, now: InForce) -> str | None:
 
 
 def _modules(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Layers with adapters and modules with buffers, in order, with their names. What an adapter wraps is left out."""
+    """Yield layers with adapters and modules with buffers, in order, with their names. Modules inside an adapter are
+    skipped."""
     stack: list[tuple[str, torch.nn.Module]] = [("", decoder)]
     while stack:
         name, module = stack.pop()
@@ -115,14 +120,15 @@ def _modules(decoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def _setting(own: dict[str, Any]) -> Setting:
-    """Which adapters a layer has on, by the attributes of peft's layers; copies, since peft changes them in place."""
+    """Return a layer's active adapters, from the attributes of peft's layers. Values are copies, because peft changes
+    them in place."""
     active, merged, scaling = own["_active_adapter"], own.get("merged_adapters") or (), own.get("scaling")
     active = (active,) if isinstance(active, str) else tuple(active or ())
     return active, bool(own.get("_disable_adapters")), tuple(merged), {**scaling} if isinstance(scaling, dict) else None
 
 
 def _effect(own: dict[str, Any]) -> str:
-    """What a layer's adapters do to its output, in words; empty where they do nothing."""
+    """Describe how a layer's adapters change its output; empty if they do not."""
     active, disabled, merged, scaling = _setting(own)
     if disabled:
         return ""
@@ -134,7 +140,7 @@ def _effect(own: dict[str, Any]) -> str:
 
 
 def _inverse(own: dict[str, Any]) -> list[str]:
-    """Names of the buffers with inverse frequencies, one for each type of layer that has its own."""
+    """Return the names of the buffers with inverse frequencies: one for each type of layer with a separate RoPE."""
     names = [name for name in own["_buffers"] if name.endswith("inv_freq")]
     return [name for name in names if not name.endswith(("original_inv_freq", "long_inv_freq"))]
 
@@ -153,7 +159,7 @@ def _frequencies(module: torch.nn.Module, name: str) -> Frequencies:
 
 
 def _read(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> list[float]:
-    """The numbers of a buffer, which are read from the device once."""
+    """Return the numbers of a buffer. They are read from the device only once."""
     version = 0 if tensor.is_inference() else tensor._version
     known, key = _numbers.setdefault(module, {}), (tensor.data_ptr(), tensor.dtype, version)
     if name not in known or known[name][0] != key:

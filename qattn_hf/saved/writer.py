@@ -1,5 +1,7 @@
-"""Which model wrote a cache: its config, a sample of its weights and what is in force in it, by which a file is refused
-for another model."""
+"""Identity of the model that wrote a cache: its config, a sample of its weights, and what is in force in it.
+
+A file is refused for any other model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from qattn_hf.model.device import device_of
 from qattn_hf.saved.in_force import InForce, changed, in_force, unchanged
 from qattn_hf.saved.in_force import difference as in_force_difference
 
-SAMPLE = 64  # numbers of each weight, evenly spread: some milliseconds for a model of hundreds of weights
+SAMPLE = 64  # numbers sampled per weight, evenly spread; takes milliseconds for hundreds of weights
 # fields of a config that change no key and no value
 INERT = (
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "transformers_version",
@@ -29,10 +31,10 @@ INERT = (
 
 
 class Writer:
-    """The model whose calls wrote a cache, held weakly. Pickles of the cache are without it.
+    """Weak reference to the model whose calls wrote a cache. Pickles of the cache omit it.
 
     Attributes:
-        in_force: adapters and RoPE of the model as they were then; None where that is not known.
+        in_force: adapters and RoPE of the model at the first call; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -41,11 +43,11 @@ class Writer:
 
     @property
     def model(self) -> Any:
-        """The model, or its decoder; None where no call was made, or it was freed."""
+        """The model, or its decoder; None before a call and after the model was freed."""
         return None if self._module is None else self._module()
 
     def note(self, module: torch.nn.Module) -> None:
-        """Make `module` the writer: a patched model, or its decoder."""
+        """Set `module` as the writer: a patched model, or its decoder."""
         self._module = weakref.ref(module)
 
     def __deepcopy__(self, memo: Any) -> Writer:
@@ -58,15 +60,15 @@ class Writer:
 
 
 def check_writer(cache: Any, module: PreTrainedModel, tokens: int) -> None:
-    """Check that `module`, a model or its decoder, may go on with a cache by a call of so many tokens: it wrote it, or
-    has the same weights, and its adapters and its RoPE are as they were. Note how these are, of an empty cache.
+    """Check that `module`, a model or its decoder, may continue a cache with a call of `tokens` tokens.
 
-    Weights are compared where another model wrote it, which costs some milliseconds; a model that was freed is not
-    known any more. A call of one token compares the adapters of the first layer that has some, and nothing else.
+    It must be the writer or have the same weights, and its adapters and RoPE must be unchanged. For an empty cache, its
+    adapters and RoPE are recorded. Comparing the weights of two models takes a few milliseconds. If the writer was
+    freed, nothing is compared. A one-token call only compares the adapters of the first layer with adapters.
 
     Raises:
-        UnsupportedError: another model wrote the cache, or weights are offloaded and cannot be compared; or adapters
-            or RoPE have changed.
+        UnsupportedError: another model wrote the cache; weights are offloaded and cannot be compared; or adapters or
+            RoPE have changed.
     """
     writer, then = cache.writer.model, cache.writer.in_force
     written = writer is not None and any(layer.edits for layer in cache.layers)
@@ -87,25 +89,25 @@ def check_writer(cache: Any, module: PreTrainedModel, tokens: int) -> None:
 
 
 def _one_patch(writer: torch.nn.Module, module: torch.nn.Module) -> bool:
-    """Whether one `patch` marked both, a model and its decoder; at a step the host asks little more."""
+    """Return whether one `patch` marked both modules, as for a model and its decoder. Fast enough for every step."""
     return (mark := vars(writer).get("_qattn")) is not None and mark is vars(module).get("_qattn")
 
 
 def identity(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells one model from another: `config`, `dtype`, `weights`, `adapters` and `rope`, as JSON has them.
+    """Return a model's identity: `config`, `dtype`, `weights`, `adapters` and `rope`, as JSON values.
 
-    `config` is what the decoder's config has beside its class's defaults. `weights` is a SHA-256 over the names, dtypes
-    and shapes of the decoder's weights, or of the codes of quantized ones, and `SAMPLE` numbers of each: another
-    training is told apart, a change of few single numbers is not. `adapters` and `rope` are those of `InForce`. What
-    forward hooks do is not known.
+    `config` is the decoder's config without its class's defaults. `weights` is a SHA-256 over names, dtypes and shapes
+    of the decoder's weights, and over `SAMPLE` numbers of each. For quantized weights it covers their codes. It detects
+    another training, but not a change of a few single numbers. `adapters` and `rope` are fields of `InForce`. Effects
+    of forward hooks are not covered.
 
     Raises:
-        UnsupportedError: weights that accelerate offloads, so that they cannot be read.
+        UnsupportedError: accelerate offloads weights, so they cannot be read.
     """
     decoder = decoder_of(model)
     config = decoder.config.get_text_config(decoder=True).to_diff_dict()
     config = json.loads(json.dumps({n: value for n, value in config.items() if n not in INERT}, default=str))
-    # compressed-tensors notes there that a first call unpacked the codes
+    # compressed-tensors records there that a first call unpacked the quantized weights
     (config.get("quantization_config") or {}).pop("quantization_status", None)
     now = in_force(decoder)
     return {
@@ -132,7 +134,7 @@ def _sampled(decoder: PreTrainedModel) -> str:
 
 
 def _weights(decoder: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers that belong to a checkpoint, with their names: quantizers keep codes in either."""
+    """Yield the parameters and buffers of a checkpoint with their names. Quantizers store codes in either."""
     for prefix, module in decoder.named_modules():
         own = vars(module)
         buffers = {n: b for n, b in own["_buffers"].items() if n not in own["_non_persistent_buffers_set"]}
@@ -142,7 +144,7 @@ def _weights(decoder: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _inside(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that a tensor subclass is made of, whose own operations need not be those of a tensor."""
+    """Yield the plain tensors inside a tensor subclass, whose operations may differ from a tensor's."""
     if not is_traceable_wrapper_subclass(weight):
         yield name, weight
         return
@@ -151,7 +153,7 @@ def _inside(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
 
 
 def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    """What two identities differ in, in words; None where they are equal."""
+    """Describe the difference between two identities; None if they are equal."""
     if theirs["dtype"] != ours["dtype"]:
         return f"it was {theirs['dtype']} and is {ours['dtype']} here: load it with dtype={theirs['dtype']}"
     names = sorted({*theirs["config"], *ours["config"]})
@@ -164,7 +166,8 @@ def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
 
 
 def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
-    """The device of each layer of a model, which may be split over several; by the `layer_idx` of its attention."""
+    """Return the device of each layer, by the `layer_idx` of its attention. A model may be split
+    over several devices."""
     found: dict[int, torch.device] = {}
     for module in decoder_of(model).modules():
         index, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)

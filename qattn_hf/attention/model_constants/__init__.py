@@ -1,8 +1,8 @@
-"""State tensors of a model's layers that no call writes, since they are of the model: found when it is patched.
+"""State tensors of layers that depend only on the model. They are computed at `patch`, and no call writes them.
 
-Queries and keys of one pass over random tokens say what they are, so that no text is needed: how much of an error of a
-key's channel the others make up for (`compensate_k`, `compensation.py`), and what channels are multiplied by before
-keys are rotated (`equalize_k`, `equalizer.py`).
+One pass over random tokens yields queries and keys, so no text is needed. `compensation.py` measures how far channels
+of a key can compensate each other's errors (`compensate_k`). `equalizer.py` computes the factors of channels before the
+rotation of keys (`equalize_k`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from qattn_kernels.formats.traits import compensates
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import State
 
-Passes = dict[tuple[Any, ...], dict[int, torch.Tensor]]  # what passes of a model found, by what was asked of them
+Passes = dict[tuple[Any, ...], dict[int, torch.Tensor]]  # results of passes over a model, by the arguments of the pass
 
 
 def constants(
     model: PreTrainedModel, specs: Sequence[LayerSpec | ModelLayerSpec], passes: Passes | None = None
 ) -> list[State]:
-    """Of each layer the state tensors that no call writes, by name, on its device; where no layer has any, nothing
-    runs.
+    """Return for each layer the state tensors that no call writes, by name, on the layer's device.
+
+    Nothing runs if no layer has any.
 
     Args:
-        model: not patched; it runs once for each of the two settings.
-        passes: what earlier calls for the same model found, an empty dict at first; this call adds to it. A pass that
-            is there already does not run again.
+        model: an unpatched model; it runs once for each of the two settings.
+        passes: results of earlier calls for the same model, an empty dict at first. This call adds its results. A pass
+            with a result does not run again.
 
     Raises:
-        UnsupportedError: a model whose queries cannot be observed.
+        UnsupportedError: the model's queries cannot be observed.
         QAttnError: the model is patched.
     """
     packed = {i: spec for i, spec in enumerate(specs) if isinstance(spec, LayerSpec)}
@@ -60,7 +61,7 @@ def constants(
 
 
 def _check(setting: str, wanted: dict[int, LayerSpec], found: dict[int, torch.Tensor]) -> None:
-    """Refuse a model with a layer for which nothing was found."""
+    """Refuse a model if the pass found nothing for one of the layers."""
     if missing := wanted.keys() - found.keys():
         raise UnsupportedError(
             f"{setting}: layer {min(missing)} gets no queries of its own in a pass of this model; leave it out"

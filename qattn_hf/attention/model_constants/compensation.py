@@ -1,8 +1,9 @@
-"""What errors of keys cost a model, by which their channels make up for one another (`compensate_k`).
+"""GPTQ-style rounding for keys, weighted by the second moment of the queries (`compensate_k`).
 
-GPTQ (Frantar et al., arXiv 2210.17323) rounds a layer's weights by the second moment of its inputs. What cached keys
-meet is queries, whose second moment is the model's own: it is found by one pass of random tokens, so that no text is
-needed, at positions over all that the model knows, since keys and queries are read after the rotary embedding.
+GPTQ (Frantar et al., arXiv 2210.17323) rounds a layer's weights by the second moment of the layer's inputs. Cached keys
+are multiplied by queries, so the queries' second moment takes that role. It is a property of the model: one pass over
+random tokens measures it, without any text. The tokens' positions are spread over the model's range, because keys and
+queries are read after the rotary embedding.
 """
 
 from __future__ import annotations
@@ -20,19 +21,24 @@ from qattn_kernels.formats.kivi.reference import TOGETHER
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.step.states import rotate
 
-TOKENS = 2048  # of the pass: several times as many queries as a head has channels
-FARTHEST = 32768  # position up to which these are spread
-# So many times the mean of a moment's diagonal are added to it. GPTQ adds a hundredth; with 0.1 errors of scores are
-# smaller on text, but lists are recalled worse (docs/results/quality.md), by few queries in directions of their own.
+TOKENS = 2048  # tokens of the pass; gives several times as many queries as a head has channels
+FARTHEST = 32768  # largest position of these tokens
+# Add this multiple of the mean diagonal to a moment. GPTQ adds 0.01. With 0.1, score errors on text are smaller, but
+# recall of lists is worse (docs/results/quality.md): it depends on a few queries in unusual directions.
 DAMP = 3.0
-SEED = 0  # of the tokens: a model has one moment
+SEED = 0  # seed of the tokens, so that a model has one moment
 
 
 def second_moments(
     model: PreTrainedModel, wanted: dict[int, LayerSpec], scales: dict[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """fp32 `[Hkv, D, D]` of these layers: the mean product of each two channels of the queries that meet a KV head,
-    rotated as its keys are. `scales`: of layers whose keys are equalized, `equalizer.equalizers`."""
+    """Return the second moments of the queries of these layers: fp32 `[Hkv, D, D]`.
+
+    An entry is the mean product of two channels, over the queries of a KV head, rotated like its keys.
+
+    Args:
+        scales: result of `equalizer.equalizers` for layers with equalized keys.
+    """
     found: dict[int, torch.Tensor] = {}
 
     def observer(call: Call) -> None:
@@ -47,31 +53,32 @@ def second_moments(
 
 
 def observe(model: PreTrainedModel, wanted: dict[int, LayerSpec], observer: Observer, gaps: bool = True) -> None:
-    """Let a model, not patched, read `probe`, and `observer` see the attention of these layers."""
+    """Run an unpatched model on `probe`, and let `observer` see the attention of these layers."""
     windows = [i for i, spec in wanted.items() if window_of(spec) is not None]
     with torch.no_grad(), observed(model, observer, windows):
         decoder_of(model)(**probe(model, gaps), use_cache=False)
 
 
 def probe(model: PreTrainedModel, gaps: bool = True) -> dict[str, Any]:
-    """Arguments of a pass: random tokens, at positions with equal gaps, or side by side."""
+    """Return the arguments of a pass: random tokens at equally spaced positions, or at consecutive
+    ones without `gaps`."""
     text: Any = model.config.get_text_config(decoder=True)
     known = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
     positions = min(next(filter(None, known), TOKENS), FARTHEST)
     tokens = min(TOKENS, positions)
     ids = torch.randint(text.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(SEED), device="cpu")
     at = torch.arange(tokens, device="cpu")[None] * (positions // tokens if gaps else 1)
-    # with a mask, since without one transformers takes gaps for the ends of texts in one row
+    # without a mask Transformers would take gaps for boundaries of packed texts
     inputs = {"input_ids": ids, "position_ids": at, "attention_mask": torch.ones_like(ids)}
     return {name: tensor.to(device_of(model)) for name, tensor in inputs.items()}
 
 
 def shares(moment: torch.Tensor) -> torch.Tensor:
-    """fp16 `[Hkv, D, D]` from a second moment `[Hkv, D, D]`: `compensation` of
+    """Convert a second moment `[Hkv, D, D]` to fp16 `[Hkv, D, D]`, the `compensation` of
     `formats.kivi.reference.encode_compensated`."""
     moment, dim = moment.double(), moment.shape[-1]
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    damp = DAMP * mean + torch.finfo(torch.float32).tiny  # also of queries of zeros
+    damp = DAMP * mean + torch.finfo(torch.float32).tiny  # keeps the matrix invertible if all queries are zero
     damped = moment + damp * torch.eye(dim, dtype=moment.dtype, device=moment.device)
     upper, found = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True), torch.zeros_like(moment)
     for at in range(0, dim - TOGETHER, TOGETHER):

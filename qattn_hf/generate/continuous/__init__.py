@@ -1,1 +1,1 @@
-"""Continuous batching: many requests at once over one pool of packed pages, by transformers' own scheduler."""
+"""Continuous batching over a pool of packed pages, driven by Transformers' scheduler."""

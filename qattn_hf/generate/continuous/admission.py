@@ -1,4 +1,4 @@
-"""What a request may bring: it is checked before it meets other requests."""
+"""Check each request before it is queued: prompt ids, lengths, sampling settings and stop tokens."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.generate.continuous.sampling import Sampling
 from qattn_hf.messages import shown
 
-STRETCHED = ("linear", "dynamic", "yarn")  # RoPE scalings whose factor multiplies the positions that a config names
+STRETCHED = ("linear", "dynamic", "yarn")  # RoPE scalings whose factor multiplies the config's number of positions
 LARGEST_SEED = 2**63 - 1
 MORE_ROOM = "a pool of more blocks (num_blocks of ContinuousBatchingConfig, `qattn serve --blocks`)"
 
 
 class RequestError(QAttnError):
-    """A request that cannot be served. It was refused alone, before any other request could notice it."""
+    """A request cannot be served. Other requests are not affected."""
 
 
 class EngineError(QAttnError):
-    """A request that cannot be served now: the loop has ended or is ending, or too many requests wait."""
+    """A request cannot be served now: the loop has ended or is ending, or the queue is full."""
 
 
 class Limits(NamedTuple):
-    """What requests may ask of a pool and its model.
+    """The limits of a request, from the pool and the model.
 
     Attributes:
-        vocabulary: ids are below it. pool: tokens that the pool holds. positions: that the model has, or None.
+        vocabulary: size of the vocabulary; token ids are below it.
+        pool: capacity of the pool in tokens.
+        positions: number of positions of the model; None if unbounded.
     """
 
     vocabulary: int
@@ -36,14 +38,14 @@ class Limits(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
+        """Largest number of tokens of a prompt and its answer together."""
         return self.pool if self.positions is None else min(self.pool, self.positions)
 
     def ids(self, given: Any) -> list[int]:
-        """The ids of a prompt as ints.
+        """Return the ids of a prompt as ints.
 
         Raises:
-            RequestError: there are none, too many, or some that the model does not have.
+            RequestError: the prompt is empty, too long, not a list of integers, or has ids outside the vocabulary.
         """
         try:
             count = len(given)
@@ -69,10 +71,14 @@ class Limits(NamedTuple):
         return found
 
     def new_tokens(self, prompt: int, given: Any) -> int:
-        """Tokens of an answer to a prompt of so many tokens; None asks for as many as there is room for.
+        """Return the number of new tokens of a request.
+
+        Args:
+            prompt: tokens of the prompt.
+            given: the requested number; None means the largest number that fits.
 
         Raises:
-            RequestError: fewer than one, or more than there is room for.
+            RequestError: `given` is below 1, not an integer, or larger than the room left after the prompt.
         """
         room = self.longest - prompt
         if given is None:
@@ -96,7 +102,7 @@ class Limits(NamedTuple):
 
 
 def positions_of(config: Any) -> int | None:
-    """Positions that a model of this config has, or None where the config names none."""
+    """Return the number of positions of a model with this config; None if the config does not say."""
     text = config.get_text_config(decoder=True)
     positions = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -108,10 +114,10 @@ def positions_of(config: Any) -> int | None:
 
 
 def stop_tokens(given: Any) -> list[int]:
-    """Ids that end an answer; negative ones end none.
+    """Return the token ids that end an answer. Negative ids never match a token.
 
     Raises:
-        RequestError: neither an integer, nor integers, nor None.
+        RequestError: `given` is neither an integer, nor integers, nor None.
     """
     try:
         return [
@@ -123,10 +129,10 @@ def stop_tokens(given: Any) -> list[int]:
 
 
 def sampling_of(default: Sampling, settings: Mapping[str, Any]) -> Sampling:
-    """`default` with a request's own settings; None leaves a setting as it is.
+    """Return `default` updated with the settings of a request. A setting that is None keeps its default.
 
     Raises:
-        RequestError: an unknown setting, or a value that none may have.
+        RequestError: a setting is unknown, or its value is not allowed.
     """
     reason = unsupported_request(settings)
     if reason is not None:
@@ -138,10 +144,11 @@ def sampling_of(default: Sampling, settings: Mapping[str, Any]) -> Sampling:
 
 
 def unsupported_request(settings: Mapping[str, Any]) -> str | None:
-    """Say why a request cannot have these settings, names as `add_request` takes them; None where it can.
+    """Return the reason why a request cannot have these settings; None if all are allowed.
 
     Args:
-        settings: of one request. None leaves a setting as the generation config has it.
+        settings: settings of one request by name, as `add_request` takes them. None means the generation config's
+            value.
     """
     for name, value in settings.items():
         if name not in Sampling._fields:

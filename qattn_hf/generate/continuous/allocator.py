@@ -1,4 +1,4 @@
-"""Blocks of a pool and rows of requests: which request has which, and what is copied between two forwards."""
+"""Assign the pool's blocks and rows to requests, and copy rows between forwards."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ log = logging.getLogger(__name__)
 
 
 class PackedAllocator(FullAttentionCacheAllocator):
-    """Blocks of packed pages, one page a layer, and a row for each request.
+    """Allocate blocks of packed pages and one row per request. A block is one page in each layer.
 
     Args:
-        layouts: of all layers. constants: of each, the state tensors that no call writes, by name.
-        slots: requests that may hold blocks at once. kept: rows behind theirs, for prefixes. blocks: of a request, at
-            most; None is all. kwargs: as transformers gives them to its own allocators.
+        layouts: layouts of all layers.
+        constants: for each layer, the state tensors that no call writes, by name.
+        slots: largest number of requests that hold blocks at once.
+        kept: rows after the requests' rows, for kept prefixes.
+        blocks: largest number of blocks of a request; None means all blocks.
+        kwargs: arguments that Transformers passes to its own allocators.
     """
 
     supports_block_table = False
@@ -51,12 +54,13 @@ class PackedAllocator(FullAttentionCacheAllocator):
             allow_block_sharing=kwargs["allow_block_sharing"],
         )
         self.held: dict[str, int] = {}  # row of each request
-        self.new: set[str] = set()  # requests whose row nothing has been written to
-        self.to_copy: list[tuple[int, int]] = []  # rows of forked requests
-        self.to_begin: list[tuple[int, int]] = []  # rows of kept prefixes, and of requests that begin with them
-        self.to_keep: list[tuple[str, Held, int]] = []  # prefixes, requests that have read them, tokens to take back
-        self.ended: set[int] = set()  # rows of requests that are gone: steps of others would still read their blocks
-        self.returned: set[int] = set()  # blocks that came back to the pool, with the masks of whom they were of
+        self.new: set[str] = set()  # requests whose row is still unwritten
+        self.to_copy: list[tuple[int, int]] = []  # rows of forked requests: (source, target)
+        self.to_begin: list[tuple[int, int]] = []  # (row of a kept prefix, row of the request that begins with it)
+        # (name of the prefix, request that has read it, tokens to remove)
+        self.to_keep: list[tuple[str, Held, int]] = []
+        self.ended: set[int] = set()  # rows of ended requests; a step over all rows would still read their blocks
+        self.returned: set[int] = set()  # blocks returned to the pool, with the masks of their last owner
 
     def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any) -> None:
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
@@ -67,8 +71,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self.returned.update(blocks)
 
         pool.free_blocks = noted
-        # Blocks are numbered behind two sectors that transformers leaves free. Of those one is a page of nobody's here,
-        # and the memory of the other pays for the boundaries between tensors.
+        # Transformers leaves two sectors free before the first block. One becomes the reserved page, and the memory of
+        # the other pays for the alignment between tensors.
         pages, begin = self.num_blocks + self.blocks_per_sector, 0
         self.layers, rows = {}, self.slots + len(self.prefixes.rows)
         for index, layout, given in zip(self.layer_indices, self.layouts, self.constants, strict=True):
@@ -77,7 +81,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
             begin = end
 
     def pages_of(self, request_id: str) -> list[int]:
-        """Pages of a request, in order."""
+        """Return the pages of a request in order."""
         return [block - self.blocks_per_sector for block in self.block_table[request_id]]
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
@@ -87,7 +91,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self.new.add(request_id)
 
     def free_slots(self) -> list[int]:
-        """Rows that no request holds."""
+        """Return the rows that no request holds."""
         return sorted(set(range(self.slots)) - set(self.held.values()))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
@@ -109,7 +113,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.prefixes.clear()
 
     def begin_with(self, request_id: str, name: str) -> None:
-        """Let a request begin with a kept prefix: a copy of its row, and its pages."""
+        """Start a request from a kept prefix: it gets a copy of the prefix's row and shares the prefix's pages."""
         self.held[request_id] = slot = self.free_slots()[0]
         self.to_begin.append((self.prefixes.kept[name], slot))
         self.block_table[request_id] = list(self.block_table[name])
@@ -117,7 +121,10 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self.ledger.acquire(block)
 
     def keep(self, name: str, request_id: str, past: int, drop: int) -> None:
-        """Keep what a request has stored, without its last `drop` tokens: at once its pages, its row by `keep_rows`."""
+        """Keep the stored tokens of a request without the last `drop` as a prefix.
+
+        The pages are shared at once. `keep_rows` copies the row later.
+        """
         row, leaves = self.prefixes.room({source for source, _ in self.to_begin})
         if name in self.prefixes.kept or row is None:
             return
@@ -137,13 +144,13 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.free_blocks(name)
 
     def keep_rows(self) -> None:
-        """Copy the rows of prefixes that are to be kept, before anything is written to the rows that they are of."""
+        """Copy the rows of new prefixes, before the next forward writes to the source rows."""
         while self.to_keep:
             name, held, drop = self.to_keep.pop()
             try:
                 for layer in self.layers.values():
                     layer.keep_row(row_of(held, layer.layout.spec, self.device), self.prefixes.kept[name], drop)
-            except (RuntimeError, MemoryError) as error:  # no request needs it
+            except (RuntimeError, MemoryError) as error:  # no request depends on a kept prefix
                 log.warning("a prefix is not kept for requests that begin alike: %s", error)
                 self.forget(name)
 
@@ -153,14 +160,16 @@ class PackedAllocator(FullAttentionCacheAllocator):
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
 
     def unfinished_forks(self) -> list[str]:
-        """Requests that were forked and whose rows were not copied; nothing copies them any more."""
+        """Return and forget the forked requests whose rows are not copied yet."""
         slots = {slot for _, slot in self.to_copy}
         self.to_copy.clear()
         return [request_id for request_id, slot in self.held.items() if slot in slots]
 
     def clear_pages(self) -> None:
-        """Unset the masks of blocks that came back to the pool, on the stream of the forward and before anything is
-        written to them: a step that begins a block sets the bits of tokens that are not finite, and no others."""
+        """Clear the masks of returned blocks on the forward's stream, before the forward writes to the blocks.
+
+        A step only sets the mask bits of non-finite tokens, so stale bits would stay.
+        """
         if self.returned:
             pages = torch.tensor(sorted(self.returned), device=self.device) - self.blocks_per_sector
             for layer in self.layers.values():
@@ -168,8 +177,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self.returned.clear()
 
     def clear_rows(self) -> None:
-        """Clear returned blocks, empty the rows of requests that ended and fill those that begin with a prefix, on the
-        stream of the forward."""
+        """Prepare rows on the forward's stream: clear returned blocks, empty the rows of ended requests, and fill the
+        rows of requests that begin with a prefix."""
         self.clear_pages()
         if self.ended:
             slots = torch.tensor(sorted(self.ended), device=self.device)
@@ -182,7 +191,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.to_begin.clear()
 
     def copy_rows(self) -> None:
-        """Copy the rows of requests that were forked, on the stream of the forward."""
+        """Copy the rows of forked requests on the forward's stream."""
         self.keep_rows()
         self.clear_rows()
         for source, target in self.to_copy:

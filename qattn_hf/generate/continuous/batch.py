@@ -1,4 +1,4 @@
-"""The requests of one forward, sorted into calls of a layer."""
+"""Group the requests of one forward into calls of a layer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from qattn_hf.generate.continuous.pages import RESERVED, Rows, Steps
 from qattn_hf.layer.changes import with_room
 from qattn_kernels.layer.spec import LayerSpec
 
-ROWS_STEP = 8  # rows of a call over pages: fewer sizes, so that launch plans serve more calls
+ROWS_STEP = 8  # round the rows of a call up to this multiple: fewer shapes, more launch plans reused
 
 
 class Held(NamedTuple):
-    """A request of a forward.
+    """One request of a forward.
 
     Attributes:
-        slot: its row. past: tokens that it has stored. tokens: of this forward. pages: of its blocks, in order.
-        new: nothing was written to its row yet; `past` are then tokens of a shared prefix.
+        slot: its row.
+        past: tokens stored before the forward.
+        tokens: new tokens of the forward.
+        pages: pages of its blocks, in order.
+        new: True while its row is unwritten; `past` then counts the tokens of a shared prefix.
     """
 
     slot: int
@@ -31,7 +34,7 @@ class Held(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A request and the first column of its tokens."""
+    """A request and the forward's column of its first token."""
 
     column: int
     held: Held
@@ -40,12 +43,15 @@ class _Placed(NamedTuple):
 def batches(
     requests: Sequence[Held], specs: Sequence[LayerSpec], device: torch.device, slots: int, in_place: bool = False
 ) -> list[Steps]:
-    """Calls that serve these requests: those with one token together; each other one alone, and none without tokens.
+    """Group requests into calls: requests with one new token together, each longer one alone.
+
+    Requests without new tokens are skipped.
 
     Args:
-        specs: of all layers, whose blocks have one size. slots: rows that these have.
-        in_place: pages are read where they lie. Where they are copied into an arena, calls are by powers of two of the
-            requests' blocks, so that arenas are at most twice their pages.
+        specs: specs of all layers, which share one block size.
+        slots: rows of each layer.
+        in_place: True if steps read pages where they are. Otherwise pages are copied to an arena, and calls are grouped
+            by powers of two of the requests' block counts. An arena is then at most twice the size of its pages.
     """
     reach = max(spec.window.span + spec.window.residual for spec in specs)
     decoding: defaultdict[int, list[_Placed]] = defaultdict(list)
@@ -63,7 +69,11 @@ def batches(
 
 
 def _steps(call: list[_Placed], slots: int, columns: int, device: torch.device) -> Steps:
-    """A call of one token a request over the pages where they lie, of a forward with so many columns."""
+    """Make a call of one token per request over the pages in place.
+
+    Args:
+        columns: columns of the forward.
+    """
     last = max(one.held.slot for one in call)
     count = min(slots, -(-(last + 1) // ROWS_STEP) * ROWS_STEP)
     blocks = with_room(max(len(one.held.pages) for one in call))
@@ -85,7 +95,12 @@ def _table(requests: Iterable[Held], blocks: int, device: torch.device) -> torch
 
 
 def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> Rows:
-    """One call, over blocks of `block` tokens, of which it changes those of the last `reach` tokens and its own."""
+    """Make a call over copied pages.
+
+    Args:
+        block: tokens of a block.
+        reach: stored tokens at the end of a row that the call may change, in addition to its new tokens.
+    """
     tokens, requests = call[0].held.tokens, [one.held for one in call]
     blocks = with_room(max(len(held.pages) for held in requests))
     written = [
@@ -108,5 +123,5 @@ def _rows(call: list[_Placed], block: int, reach: int, device: torch.device) -> 
 
 
 def row_of(held: Held, spec: LayerSpec, device: torch.device) -> Rows:
-    """One request without new tokens, to read its row and pages."""
+    """Make a call of one request without new tokens, to read its row and pages."""
     return _rows([_Placed(0, held)], spec.window.block, 0, device)

@@ -1,4 +1,4 @@
-"""transformers' paged cache with packed pages: its scheduler hands out blocks, and attention reads and writes them."""
+"""Transformers' paged cache with packed pages: the scheduler assigns blocks, and attention reads and writes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from qattn_kernels.layout import State
 
 
 class PackedMemory(PagedAttentionMemoryHandler):
-    """How many pages fit: no masks are built, and attention needs one layer's share of a batch beside the cache."""
+    """Work out how many pages fit in memory. Attention builds no masks, and needs scratch memory for one layer of a
+    batch."""
 
     def __init__(self, rows: int, layers: int, **kwargs: Any):
         self.rows, self.layers = rows, layers
@@ -45,13 +46,14 @@ class PackedMemory(PagedAttentionMemoryHandler):
 
 
 class PagedCache(PagedAttentionCache):
-    """transformers' `PagedAttentionCache` with packed pages.
+    """Transformers' `PagedAttentionCache` with packed pages.
 
     Args:
-        layouts: of all layers. constants: of each, the state tensors that no call writes, by name.
-        slots: requests that may hold blocks at once, at most; fewer where their rows would take more than a quarter of
-            the memory.
-        kwargs: of `PagedAttentionCache`.
+        layouts: layouts of all layers.
+        constants: for each layer, the state tensors that no call writes, by name.
+        slots: largest number of requests that hold blocks at once. The number is lower where the rows would take more
+            than a quarter of the memory.
+        kwargs: arguments of `PagedAttentionCache`.
     """
 
     def __init__(self, layouts: Sequence[Layout], constants: Sequence[State], slots: int, **kwargs: Any):
@@ -70,12 +72,13 @@ class PagedCache(PagedAttentionCache):
         )(self, **kwargs)
         self.requests: list[Held] = []
         self.use_prefix_sharing: bool = bool(rows.kept) or self.allocator.use_block_sharing
-        self.parts: dict[str, int] = {}  # tokens of a request's prompt with which another one began, to be kept
+        # tokens of a request's prompt that another request shares and that will be kept
+        self.parts: dict[str, int] = {}
         self.horizon = min(layout.spec.window.horizon for layout in layouts)
         self.figures = self._figures()
 
     def _figures(self) -> dict[str, Any]:
-        """What the pool is made of and has held, for the report: bytes counted from its tensors."""
+        """Return the pool's sizes and peak use for the report. Bytes are counted from its tensors."""
         allocator = self.allocator
         rows = sum(x.nbytes for layer in allocator.layers.values() for x in layer.rows.values())
         return {
@@ -92,12 +95,12 @@ class PagedCache(PagedAttentionCache):
 
     @property
     def allocator(self) -> PackedAllocator:
-        """The one allocator of all layers."""
+        """The single allocator of all layers."""
         found: PackedAllocator = self.cache_allocators[FULL_ATTENTION]
         return found
 
     def held_now(self) -> dict[str, int]:
-        """Blocks and bytes in use; may be called while the loop runs."""
+        """Return the blocks and bytes in use. Safe to call while the loop runs."""
         allocator = self.allocator
         free = self.pool.num_free_sectors * allocator.blocks_per_sector + self.pool.count_free_blocks(allocator.index)
         cached = len(allocator.ledger.cached_blocks) + self._blocks_of(True) - self._blocks_of(False)
@@ -106,7 +109,7 @@ class PagedCache(PagedAttentionCache):
         return {"blocks_used": used, "blocks_cached": cached, "bytes_packed": packed}
 
     def _blocks_of(self, prefixes: bool) -> int:
-        """Blocks that requests hold, with or without the blocks of kept prefixes."""
+        """Count the blocks that requests hold, with or without the blocks of kept prefixes."""
         table = list(self.allocator.block_table.items())
         return len({page for name, pages in table if prefixes or not name.startswith(KEPT) for page in pages})
 
@@ -123,8 +126,10 @@ class PagedCache(PagedAttentionCache):
         return found.tokens
 
     def until_part(self, state: Any) -> int | None:
-        """Tokens that a request has to read until its prompt parts from another one, where that prefix is to be kept;
-        None where there is nothing to keep."""
+        """Return how many tokens a request must read until its prompt diverges from an earlier one.
+
+        The prefix up to that token is to be kept. None if there is nothing to keep.
+        """
         part = self.parts.get(state.request_id, 0) - state.position_offset
         return part if part > 0 else None
 
@@ -149,7 +154,7 @@ class PagedCache(PagedAttentionCache):
 
     def reset(self) -> None:
         self.free_all_requests()
-        self.evict_cached_blocks()  # transformers would only forget them, and their masks would stay
+        self.evict_cached_blocks()  # Transformers would only forget the blocks and leave their masks set
         super().reset()
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
@@ -172,19 +177,21 @@ class PagedCache(PagedAttentionCache):
         self.allocator.copy_rows()
 
     def extend_read_and_write_indices(self, *args: Any) -> None:
-        """Nothing: pages are read and written by block, not by token."""
+        """Do nothing: pages are read and written by block, not by token."""
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
-        """Keys and values as they are, and the cache among the attention's arguments, which writes them; models of
-        transformers before 5.24 never call it, and put the cache there themselves."""
+        """Return keys and values unchanged, and pass the cache to the attention function, which writes them.
+
+        Transformers before 5.24 skips this method and passes the cache itself.
+        """
         kwargs["cache"] = self
         return key, value
 
     def begin(self, requests: Sequence[Any]) -> None:
-        """Note what the next forward serves, before its inputs are prepared.
+        """Record the requests of the next forward, before its inputs are prepared.
 
         Args:
-            requests: transformers' `FutureRequestState`s, in the order of the forward's columns.
+            requests: Transformers' `FutureRequestState`s, in the order of the forward's columns.
         """
         allocator = self.allocator
         self.requests = [
@@ -204,7 +211,7 @@ class PagedCache(PagedAttentionCache):
 
     @cached_property
     def batch(self) -> list[Steps]:
-        """The requests of this forward in calls of layers; made in the forward, on its stream."""
+        """Group the requests of this forward into calls of layers. Runs inside the forward, on its stream."""
         self.allocator.clear_rows()
         in_place = all(layer.in_place for layer in self.allocator.layers.values())
         return batches(self.requests, [layout.spec for layout in self.layouts], self.device, self.slots, in_place)
@@ -212,16 +219,19 @@ class PagedCache(PagedAttentionCache):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """Write the forward's keys and values into a layer's pages, and attend request by request.
+        """Write the forward's keys and values into a layer's pages and attend, call by call.
 
         Args:
-            query: `[1, Hq, N, D]`. key, value: `[1, Hkv, N, D]`; the N columns are the requests' tokens in order.
+            query: `[1, Hq, N, D]`; the N columns are the requests' tokens in order.
+            key: `[1, Hkv, N, D]`.
+            value: `[1, Hkv, N, Dv]`.
 
         Returns:
             `[1, N, Hq, Dv]`.
         """
         columns = query.shape[2]
-        out = query.new_zeros(1, columns + 1, query.shape[1], value.shape[-1])  # the last is of rows without a token
+        # the last column is for rows without a token
+        out = query.new_zeros(1, columns + 1, query.shape[1], value.shape[-1])
         paged = self.allocator.layers[layer]
         for rows in self.batch:
             q, k, v = (x[0].transpose(0, 1)[rows.columns].transpose(1, 2) for x in (query, key, value))
@@ -230,7 +240,7 @@ class PagedCache(PagedAttentionCache):
 
 
 def available(config: Any) -> float:
-    """Bytes that transformers would take for a cache: free memory times `max_memory_percent`."""
+    """Return the bytes that Transformers would use for a cache: free memory times `max_memory_percent`."""
     names = {"self": None, "cb_config": config}
     measured: float = PagedAttentionMemoryHandler.get_available_memory(SimpleNamespace(**names))
     return measured

@@ -1,4 +1,4 @@
-"""transformers' manager of continuous batching for a patched model."""
+"""Transformers' manager of continuous batching for a patched model."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from qattn_hf.generate.continuous.transformers_api import (
 from qattn_hf.generate.patched import patch_of
 from qattn_hf.messages import shown
 
-QUEUE_SECONDS = 10  # that a request waits where `max_queue_size` bounds the queue, as in transformers
+QUEUE_SECONDS = 10  # longest wait for a queue bounded by `max_queue_size`, as in Transformers
 
 
 class PackedBatchingManager(ContinuousBatchingManager):
-    """A `ContinuousBatchingManager` whose pool holds packed pages of a patched model, and whose requests end alone.
+    """A `ContinuousBatchingManager` with a pool of packed pages. A failing request does not end others.
 
     Attributes:
-        pool: the pool's size; None until `prepare`, `start` or the first request makes the pool.
-        limits: what a request may ask of the pool and the model; None as long.
+        pool: size of the pool; None until `prepare`, `start` or the first request allocates it.
+        limits: limits of a request from the pool and the model; None until the pool is allocated.
     """
 
     batch_processor: Any
@@ -71,7 +71,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
         self.logit_processor.supported_keys["sampling"] = Sampling
 
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
-        """Nothing: the attention that `patch` selected serves these calls too."""
+        """Do nothing: the attention that `patch` selected also serves these calls."""
 
     def _create_batch_processor(self) -> Any:
         slots = self.continuous_batching_config.max_requests_per_batch
@@ -99,10 +99,10 @@ class PackedBatchingManager(ContinuousBatchingManager):
         return made
 
     def prepare(self) -> PoolSize:
-        """Make the pool, if there is none.
+        """Allocate the pool, unless it exists.
 
         Raises:
-            QAttnError: the memory does not hold it.
+            QAttnError: the pool does not fit the memory.
         """
         with self._making:
             if self.batch_processor is None:
@@ -111,11 +111,11 @@ class PackedBatchingManager(ContinuousBatchingManager):
         return self.pool
 
     def start(self) -> None:
-        """Start the loop, again after it `failed`; the pool is then empty.
+        """Start the loop. A loop that `failed` starts again with an empty pool.
 
         Raises:
-            QAttnError: the memory does not hold the pool.
-            RuntimeError: the device does not answer any more.
+            QAttnError: the pool does not fit the memory.
+            RuntimeError: the device has failed.
         """
         if not self.is_running():
             if self.failed is not None and self.batch_processor is not None:
@@ -128,17 +128,18 @@ class PackedBatchingManager(ContinuousBatchingManager):
 
     @property
     def failed(self) -> BaseException | None:
-        """What ended the loop; None while it runs, and where it was stopped."""
+        """The error that ended the loop; None while it runs and after `stop`."""
         error: BaseException | None = self.background_thread_status.fatal_error
         return error
 
     @property
     def longest(self) -> int:
-        """Tokens that a prompt and its answer may have together. Makes the pool, if there is none."""
+        """Largest number of tokens of a prompt and its answer together. Allocates the pool, unless it exists."""
         return self._limits().longest
 
     def room(self, prompt_tokens: int) -> int:
-        """New tokens that a prompt of so many tokens may ask for. Makes the pool, if there is none."""
+        """Return the number of new tokens that a prompt of `prompt_tokens` may ask for. Allocates the pool, unless it
+        exists."""
         return self.longest - prompt_tokens
 
     def _limits(self) -> Limits:
@@ -148,12 +149,13 @@ class PackedBatchingManager(ContinuousBatchingManager):
         return self.limits
 
     def metrics(self) -> dict[str, int]:
-        """What the pool holds and how requests ended; may be called from any thread.
+        """Return the pool's use and the counts of requests. Safe to call from any thread.
 
         Returns:
-            `blocks`, `blocks_used`, `blocks_cached` (of ended requests, for shared prefixes), `block_tokens`, `bytes`
-            of the pool, `bytes_packed` of them in use, `requests_running`, `requests_waiting`, `requests_finished`,
-            `requests_failed`, `requests_cancelled`, `forwards_failed`.
+            `blocks`, `block_tokens` and `bytes` of the pool; `blocks_used`; `blocks_cached`, kept from ended requests
+            for shared prefixes; `bytes_packed`, the bytes in use; `requests_running`, `requests_waiting`,
+            `requests_finished`, `requests_failed`, `requests_cancelled`; `forwards_failed`. Before the pool exists,
+            only the counts of ended requests.
         """
         processor, counts = self.batch_processor, self.output_router.counts
         ended = {name: counts[name] for name in ("requests_finished", "requests_failed", "requests_cancelled")}
@@ -184,17 +186,18 @@ class PackedBatchingManager(ContinuousBatchingManager):
         """Queue a request.
 
         Args:
-            input_ids: ints, the prompt. request_id: None makes one. max_new_tokens: None is the generation config's,
-                and without one there all that there is room for. settings: `Sampling`'s, of this request; None is the
-                generation config's.
+            input_ids: token ids of the prompt.
+            request_id: id of the request; None makes one.
+            max_new_tokens: None means the generation config's value, or all the room if the config has none.
+            settings: fields of `Sampling` for this request; None means the generation config's value.
 
         Returns:
             the request's id.
 
         Raises:
-            RequestError: a request that cannot be served; no other request notices.
+            RequestError: the request cannot be served. Other requests are not affected.
             EngineError: the loop has ended or is ending, or the queue is full.
-            QAttnError: the memory does not hold the pool, which the first request makes.
+            QAttnError: the pool, which the first request allocates, does not fit the memory.
         """
         self._check_open()
         request_id = self._new_id() if request_id is None else request_id
@@ -210,7 +213,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
         record_timestamps: bool = False,
         **settings: Any,
     ) -> list[str]:
-        """Queue requests, as `add_request` does; one that cannot be served gets an output with an error.
+        """Queue requests like `add_request`. A request that cannot be served gets an output with an error.
 
         Returns:
             their ids, in the order of `inputs`.
@@ -225,7 +228,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
                 )
             except RequestError as error:
                 refused[request_id] = str(error)
-        if self._use_prefix_sharing:  # one that begins with another's blocks comes after it
+        if self._use_prefix_sharing:  # a prompt that begins with another prompt's blocks must come after it
             states.sort(key=lambda state: state.initial_tokens, reverse=True)
         for state in states:
             try:
@@ -239,17 +242,17 @@ class PackedBatchingManager(ContinuousBatchingManager):
         return ids
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request, at any time; of an id that no request has, nothing.
+        """End a request at any time. An unknown id is ignored.
 
         Raises:
-            RequestError: an id that is no text.
+            RequestError: the id is not a string.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"a request id is a text, this is {shown(request_id)}")
         super().cancel_request(request_id)
 
     def drop_result_handler(self, request_id: str) -> None:
-        """Forget a handler of `register_result_handler`, as of a request that was refused."""
+        """Forget a handler of `register_result_handler`, for example the handler of a refused request."""
         self.output_router.drop_handler(request_id)
 
     def _new_id(self) -> str:
@@ -272,7 +275,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
         streaming: bool,
         record_timestamps: bool,
     ) -> Any:
-        """transformers' state of a request, checked."""
+        """Check a request and return Transformers' state for it."""
         if not isinstance(request_id, str) or CHILD in request_id:
             raise RequestError(f"a request id is a text without {CHILD!r}, this is {shown(request_id)}")
         limits = self._limits()
@@ -314,11 +317,11 @@ class PackedBatchingManager(ContinuousBatchingManager):
         except Exception as error:
             batch_processor.recover(error)
             return True
-        except BaseException as error:  # transformers' loop would end on it without a word to anybody
+        except BaseException as error:  # Transformers' loop would end on it silently
             raise EngineError(f"{type(error).__name__} ended the loop of continuous batching") from error
 
     def _fail_all_remaining_requests(self, error: Exception, batch_processor: Any) -> None:
-        with self._admitting:  # what is queued from here on would be served by nobody
+        with self._admitting:  # requests queued from here on would never be served
             self._open = False
         ended = EngineError(f"continuous batching ended before this request did: {type(error).__name__}: {error}")
         super()._fail_all_remaining_requests(ended, batch_processor)
@@ -326,11 +329,11 @@ class PackedBatchingManager(ContinuousBatchingManager):
 
 
 def init_continuous_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Override of `init_continuous_batching`, through which `generate_batch` and `transformers serve` go.
+    """Override of `init_continuous_batching`, which `generate_batch` and `transformers serve` call.
 
     Raises:
-        UnsupportedError: transformers is too old, or the model, its recipe or the `ContinuousBatchingConfig` asks for
-            what packed pages do not have.
+        UnsupportedError: Transformers is too old, or packed pages do not support the model, its recipe or a setting of
+            the `ContinuousBatchingConfig`.
     """
     check_version()
     made = with_names(type(model).init_continuous_batching, ContinuousBatchingManager=PackedBatchingManager)

@@ -1,4 +1,4 @@
-"""The packed pages of one layer, which requests share, and the rows that hold what a request has of its own."""
+"""Packed pages of one layer, shared by requests, and one row per request for its remaining state."""
 
 from __future__ import annotations
 
@@ -17,76 +17,87 @@ from qattn_kernels.step.operator import attend
 from qattn_kernels.step.paged import Pages, attend_pages, reads_pages
 from qattn_kernels.step.states import crop
 
-LENGTHS = ("length", "open_start", "longest", "ring_from")  # row positions where whole blocks end and nothing is open
-RESERVED = 1  # pages that are no request's: short rows of a batch point there
+# row positions that are fixed for whole blocks without open tokens
+LENGTHS = ("length", "open_start", "longest", "ring_from")
+RESERVED = 1  # pages that no request owns; unused entries of a batch's tables point to them
 
 
 def by_block(layout: Layout) -> dict[str, TensorSpec]:
-    """The state tensors with a dimension of blocks that a page holds: not the masks of a sink pool (`by_row`)."""
+    """Return the per-block state tensors of a page. Masks of a sink pool are in `by_row` instead."""
     own = {"dropped"} if layout.spec.sink_pool.num else set()
     return {name: x for name, x in layer_tensors(*layout).items() if x.block_dim is not None and name not in own}
 
 
 def by_row(layout: Layout) -> dict[str, TensorSpec]:
-    """The state tensors of a row without its pages: lengths, the ring of open tokens, the sink pool. With it the masks
-    of all blocks, which change when a sink leaves it, so that requests with other sinks could not share them."""
+    """Return the state tensors of a row without its pages: lengths, the ring of open tokens and the sink pool.
+
+    With a sink pool the masks of all blocks are part of the row. They change when a sink leaves the pool, so requests
+    with other sinks could not share them.
+    """
     own = layer_tensors(*layout).keys() - by_block(layout).keys()
     return {name: x for name, x in layer_tensors(*layout).items() if name in own and x.batch_dim is not None}
 
 
 def shares_pages(layout: Layout) -> bool:
-    """Whether the pages of whole blocks are all that is kept of their tokens, so that another request may begin with
-    them: no tokens stay open behind a block, and no row has a mean, a scale or sinks of its own."""
+    """Return whether another request may begin with the pages of whole blocks alone.
+
+    This holds if no tokens stay open after a block and no row has a mean, a scale or sinks.
+    """
     window = layout.spec.window
     return window.span == window.block and window.residual == 0 and not layout.spec.sink_pool.num and not _own(layout)
 
 
 def keeps_rows(layout: Layout) -> bool:
-    """Whether a row that was cropped to whole blocks is as if it had read no more, so that another request may begin
-    with it and its pages: no mean, scale or rank is of later tokens, and sinks are chosen block by block."""
+    """Return whether a row cropped to whole blocks equals a row that read no further tokens.
+
+    Another request may then begin with the row and its pages. Means, scales and ranks must not depend on later tokens,
+    and sinks must be chosen block by block.
+    """
     pool = layout.spec.sink_pool
     by_block = pool.prefill == "group" and pool.select != "attention"
     return by_block and layout.spec.window.span == layout.spec.window.block and not _own(layout)
 
 
 def _own(layout: Layout) -> set[str]:
-    """State tensors of a row, without the lengths that every row has: open tokens and sinks."""
+    """Return the state tensors of a row except the lengths: open tokens and sinks."""
     rows = by_row(layout)
     tokens = {name for name in rows if ".ring" in name or "sink" in name}
     return rows.keys() - row_tensors(*layout).keys() - tokens - settled(layout).keys()
 
 
 def settled(layout: Layout) -> dict[str, list[int]]:
-    """State tensors of a row, `[Hkv]` by name, that are the same for all rows with a closed block."""
+    """Return the state tensors, `[Hkv]` by name, that have the same values in all rows with a closed block."""
     spec, heads = layout.spec, layout.geometry.heads
     sides = ((side, fmt) for side, fmt in (("k", spec.k), ("v", spec.v)) if isinstance(fmt, MixedHeads))
     return {f"{side}.{name}": values for side, fmt in sides for name, values in fmt.settled(heads).items()}
 
 
 def resized(layout: Layout, batch: int, blocks: int) -> Layout:
-    """The layout of so many rows and blocks."""
+    """Return the layout for `batch` rows and `blocks` blocks."""
     return layout._replace(geometry=replace(layout.geometry, batch=batch, blocks=blocks))
 
 
 def bytes_of(tensors: dict[str, TensorSpec]) -> int:
-    """Bytes of these tensors one behind the other, each on a boundary of `ALIGNMENT`."""
+    """Return the bytes of consecutive tensors, each aligned to `ALIGNMENT`."""
     return sum(-(-x.nbytes() // ALIGNMENT) * ALIGNMENT for x in tensors.values())
 
 
 def page_bytes(layout: Layout) -> int:
-    """Bytes of one block of tokens of a layer, all KV heads, rounded up to `ALIGNMENT`."""
+    """Return the bytes of one block of a layer, over all KV heads, rounded up to `ALIGNMENT`."""
     exact = sum(x.nbytes() for x in by_block(resized(layout, 1, 1)).values())
     return -(-exact // ALIGNMENT) * ALIGNMENT
 
 
 def row_bytes(layout: Layout, blocks: int = 1) -> int:
-    """Bytes that a request of at most so many blocks takes in a layer in addition to its pages."""
+    """Return the bytes of a request in a layer without its pages, for at most `blocks` blocks."""
     return bytes_of(by_row(resized(layout, 1, blocks)))
 
 
 def mean_page_bytes(layouts: Sequence[Layout]) -> int:
-    """Bytes of a page, for layers of different sizes their mean, rounded up to `ALIGNMENT`; at least what the
-    boundaries between a layer's tensors take."""
+    """Return the mean page bytes of the layers, rounded up to `ALIGNMENT`.
+
+    The result covers at least the alignment between a layer's tensors.
+    """
     mean = math.ceil(sum(map(page_bytes, layouts)) / len(layouts))
     boundaries = max(len(by_block(layout)) for layout in layouts) * ALIGNMENT
     return max(-(-mean // ALIGNMENT) * ALIGNMENT, boundaries)
@@ -94,16 +105,16 @@ def mean_page_bytes(layouts: Sequence[Layout]) -> int:
 
 @dataclass
 class Steps:
-    """Requests of a forward with one token each, which one call of a layer serves over the pages where they lie.
+    """Requests with one token each. One call of a layer serves them over the pages in place.
 
-    The call has the first R rows of a layer. Among these may be rows without a token: they read any column, their span
-    is 0, and their target is the column behind the forward's last.
+    The call covers the first R rows of a layer. Some of these rows may have no token. Such a row reads any column, has
+    span 0, and writes to the extra column after the forward's last.
 
     Attributes:
-        columns: int64 `[R, T]`, columns of the forward that hold each row's tokens; of a step, T is 1.
-        targets: int64 `[R, T]`, columns that take what is found for them.
-        span: int32 `[R, 2]`, as the operator takes it: 0 and the row's tokens.
-        table: int32 `[R, NB]`, page of each block; `RESERVED - 1` behind a request's last.
+        columns: int64 `[R, T]`, the forward's columns of each row's tokens; T is 1 in a step.
+        targets: int64 `[R, T]`, the columns that receive the outputs.
+        span: int32 `[R, 2]`, the operator's span: 0 and the number of the row's tokens.
+        table: int32 `[R, NB]`, the page of each block; `RESERVED - 1` after a request's last block.
     """
 
     columns: torch.Tensor
@@ -114,14 +125,14 @@ class Steps:
 
 @dataclass
 class Rows(Steps):
-    """Requests that one call of a layer serves over an arena of their own, into which their pages are copied.
+    """Requests that one call of a layer serves over a temporary arena. Their pages are copied to the arena.
 
     Attributes:
-        slots: int64 `[R]`, their rows of the layer.
-        written: int64 `[3, N]`: row, block and page of those that the call may change. first: the first such block of
-            one request, whose others follow; else None.
-        past: an upper bound of the blocks that any row has closed.
-        begins: for one request that has no row yet: tokens of the pages of its shared prefix.
+        slots: int64 `[R]`, the requests' rows in the layer.
+        written: int64 `[3, N]`: row, block and page of each block that the call may change.
+        first: the first changed block of a single request, whose later blocks all change; else None.
+        past: an upper bound of the closed blocks of any row.
+        begins: for a single request without a row: tokens in the pages of its shared prefix.
     """
 
     slots: torch.Tensor
@@ -135,13 +146,14 @@ class PagedLayer:
     """Pages and rows of one layer.
 
     Args:
-        layout: of the layer; its rows and blocks are of no account.
-        memory: uint8, room for `pages` pages of this layer, zeros. slots: requests that may be held at once.
-        constants: state tensors that no call writes, by name (`model_constants.constants`). blocks: of a request, at
-            most; None is all.
+        layout: layout of the layer; its numbers of rows and blocks are ignored.
+        memory: uint8 zeros with room for `pages` pages of this layer.
+        slots: largest number of requests held at once.
+        constants: state tensors that no call writes, by name (`model_constants.constants`).
+        blocks: largest number of blocks of a request; None means all.
 
     Attributes:
-        name: says what lies where in its memory; layers with one name share launch plans.
+        name: identifies the memory layout; layers with equal names share launch plans.
     """
 
     def __init__(
@@ -155,7 +167,7 @@ class PagedLayer:
     ):
         self.layout, self.slots, self.constants = layout, slots, constants or {}
         self._paged, self._row = by_block(resized(layout, 1, pages)), by_row(resized(layout, slots, blocks or pages))
-        # what no row has of its own, and nobody asks of requests: `columns_seen`, `padded`
+        # per-layer tensors that requests do not use: `columns_seen`, `padded`
         shared = {name: x for name, x in layer_tensors(*layout).items() if x.batch_dim is None}
         rows = torch.zeros(bytes_of(shared | self._row), dtype=torch.uint8, device=memory.device)
         found = _carved(shared | self._row, rows)
@@ -169,26 +181,26 @@ class PagedLayer:
         self._memory = Pages(memory, rows, self.state, layout.spec, self.name)
 
     def state(self, count: int) -> State:
-        """The state tensors of all pages and of the first so many rows."""
+        """Return the state tensors of all pages and the first `count` rows."""
         return self.pages | {name: tensor[:count] for name, tensor in self.rows.items()} | self._shared
 
     def clear_rows(self, slots: torch.Tensor) -> None:
-        """Let rows, int64 `[N]`, hold no tokens."""
+        """Empty the rows `slots`, int64 `[N]`."""
         for name in {*LENGTHS, "closed", "dropped"} & self.rows.keys():
             self.rows[name].index_fill_(0, slots, 0)
 
     def clear_pages(self, pages: torch.Tensor) -> None:
-        """Let no token of pages, int64 `[N]`, be masked; masks of a sink pool are in the rows."""
+        """Clear the masks of pages, int64 `[N]`. Masks of a sink pool are in the rows."""
         if "dropped" in self.pages:
             self.pages["dropped"].index_fill_(2, pages, 0)
 
     def copy_row(self, source: int, target: int) -> None:
-        """Copy what a request has in addition to its pages."""
+        """Copy a request's row to another row. Pages are not copied."""
         for tensor in self.rows.values():
             tensor[target].copy_(tensor[source])
 
     def keep_row(self, rows: Rows, target: int, drop: int) -> None:
-        """Copy the row of one request to another, without its last `drop` tokens."""
+        """Copy the row of one request to row `target`, without its last `drop` tokens."""
         arena, layout = self.gather(rows)
         state = views(arena, layout)
         if drop:
@@ -205,7 +217,7 @@ class PagedLayer:
                 tensor.narrow(dim, 0, blocks).index_copy_(0, slots, state[name].narrow(dim, 0, blocks))
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy pages, int64 `[N]` each."""
+        """Copy pages `source` to pages `target`, int64 `[N]` each."""
         for name, tensor in self._paged.items():
             block = tensor.block_dim
             assert block is not None
@@ -217,7 +229,9 @@ class PagedLayer:
         """Write the tokens of these requests into their pages and attend.
 
         Args:
-            query: `[R, Hq, T, D]`. key, value: `[R, Hkv, T, D]`.
+            query: `[R, Hq, T, D]`.
+            key: `[R, Hkv, T, D]`.
+            value: `[R, Hkv, T, Dv]`.
 
         Returns:
             `[R, Hq, T, Dv]`.
@@ -232,7 +246,8 @@ class PagedLayer:
         return out
 
     def gather(self, rows: Rows) -> tuple[torch.Tensor, Layout]:
-        """The arena of these requests alone, as a layer of a cache of their own would have it, and its layout."""
+        """Copy these requests into an arena, as a separate cache's layer would have it. Return the arena and its
+        layout."""
         count, blocks = rows.table.shape
         layout = resized(self.layout, count, blocks)
         arena = torch.zeros(places(layout)[1], dtype=torch.uint8, device=rows.table.device)
@@ -256,33 +271,33 @@ class PagedLayer:
         return arena, layout
 
     def scatter(self, rows: Rows, arena: torch.Tensor, layout: Layout) -> None:
-        """Write back what a call on the arena of `gather` changed."""
+        """Write the changes of a call on the arena of `gather` back to pages and rows."""
         state = views(arena, layout)
         self._put_rows(state, rows.slots)
         row, block, page = rows.written
         for name, spec in self._paged.items():
             if rows.first is None:
                 _pages_first(self.pages[name], spec)[page] = _rows_first(state[name], spec)[row, block]
-            else:  # the same in one launch
+            else:  # one launch instead of two
                 assert spec.block_dim is not None
                 changed = state[name].narrow(spec.block_dim, rows.first, len(page))
                 self.pages[name].index_copy_(spec.block_dim, page, changed)
 
 
 def _pages_first(pages: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """View `[P, ...]` of a tensor of pages `[1, ..., P, ...]`."""
+    """Return a view `[P, ...]` of a tensor of pages `[1, ..., P, ...]`."""
     assert spec.block_dim is not None
     return pages.squeeze(0).movedim(spec.block_dim - 1, 0)
 
 
 def _rows_first(state: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """View `[R, NB, ...]` of a state tensor `[R, ..., NB, ...]`."""
+    """Return a view `[R, NB, ...]` of a state tensor `[R, ..., NB, ...]`."""
     assert spec.block_dim is not None
     return state.movedim(spec.block_dim, 1)
 
 
 def _carved(tensors: dict[str, TensorSpec], memory: torch.Tensor) -> State:
-    """These tensors as views of `memory`, one behind the other."""
+    """Return consecutive, aligned views of `memory` for these tensors."""
     found, begin = {}, 0
     for name, tensor in tensors.items():
         found[name] = memory[begin : begin + tensor.nbytes()].view(tensor.dtype).view(tensor.shape)

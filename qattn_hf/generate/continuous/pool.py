@@ -1,4 +1,4 @@
-"""How large a pool of packed pages is."""
+"""Choose the size of a pool of packed pages."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any, NamedTuple
 from qattn_hf.generate.continuous.pages import keeps_rows, mean_page_bytes, row_bytes, shares_pages
 from qattn_kernels.layer.arena import Layout
 
-# Off a GPU the pool lies in the memory of all other programs, and a CPU answers few requests at once.
+# On a CPU the pool shares its memory with all other programs, and few requests run at once.
 HOST_BYTES = 2**30
 HOST_TOKENS = 32768
-SPARE_BLOCKS = 2  # that transformers keeps of every pool
-ROWS_FOR_PREFIXES = 4  # requests for each row that keeps a prefix, where rows are kept
-FEWEST_KEPT = 2  # the end of one prompt must not push out where it parted from others
-SHARE_OF_ROWS = 0.25  # of the memory for a cache that rows may take: more would leave their requests no pages
+SPARE_BLOCKS = 2  # blocks that Transformers reserves in every pool
+ROWS_FOR_PREFIXES = 4  # requests per row for a kept prefix, where rows are kept
+FEWEST_KEPT = 2  # with one row, the end of a prompt would evict the point where it diverged from others
+SHARE_OF_ROWS = 0.25  # largest share of the memory for rows, so that enough is left for pages
 
 
 class PoolSize(NamedTuple):
-    """A pool as it was made.
+    """Size of an allocated pool.
 
     Attributes:
-        tokens: that it holds. bytes: of its pages and rows. blocks: pages of `block_tokens` tokens in every layer.
-        requests: that may hold blocks at once.
+        tokens: capacity in tokens.
+        bytes: bytes of its pages and rows.
+        blocks: number of blocks of `block_tokens` tokens; each is a page in every layer.
+        requests: largest number of requests that hold blocks at once.
     """
 
     tokens: int
@@ -33,17 +35,19 @@ class PoolSize(NamedTuple):
 
 
 def size_of(figures: dict[str, Any]) -> PoolSize:
-    """The size of a pool with these `PagedCache.figures`."""
+    """Return the size of a pool with these `PagedCache.figures`."""
     blocks, tokens = figures["blocks"], figures["page_tokens"]
     return PoolSize(blocks * tokens, figures["bytes"], blocks, tokens, figures["requests"])
 
 
 class RowCount(NamedTuple):
-    """The rows of a pool.
+    """Rows of a pool.
 
     Attributes:
-        requests: that may hold blocks at once. kept: rows behind theirs, for prefixes. bytes: of all of them in all
-            layers. blocks: of a request, at most; None is all of the pool.
+        requests: largest number of requests that hold blocks at once.
+        kept: rows after the requests' rows, for kept prefixes.
+        bytes: bytes of all rows in all layers.
+        blocks: largest number of blocks of a request; None means all blocks of the pool.
     """
 
     requests: int
@@ -53,10 +57,13 @@ class RowCount(NamedTuple):
 
 
 def rows_of(layouts: Sequence[Layout], config: Any, positions: int | None, requests: int, memory: float) -> RowCount:
-    """The rows of a pool for so many requests, or for fewer where they would take more than a quarter of the memory.
+    """Choose the rows of a pool for `requests` requests. Choose fewer if the rows would take more than a quarter of the
+    memory.
 
     Args:
-        layouts: of all layers. config: a resolved `ContinuousBatchingConfig`. positions: of the model; None is no end.
+        layouts: layouts of all layers.
+        config: a resolved `ContinuousBatchingConfig`.
+        positions: positions of the model; None if unbounded.
         memory: bytes for pages and rows.
     """
     blocks = None if positions is None else -(-positions // layouts[0].spec.window.block)
@@ -71,11 +78,12 @@ def rows_of(layouts: Sequence[Layout], config: Any, positions: int | None, reque
 
 
 def bound_on_host(layouts: Sequence[Layout], config: Any, positions: int | None) -> None:
-    """Set the size of a pool off a GPU that nobody sized: `HOST_BYTES` and `HOST_TOKENS` at most.
+    """Bound the size of a pool on a CPU to `HOST_BYTES` and `HOST_TOKENS`, unless the caller set it.
 
     Args:
-        layouts: of all layers. config: a resolved `ContinuousBatchingConfig`, which is changed. positions: of the
-            model; None is no end.
+        layouts: layouts of all layers.
+        config: a resolved `ContinuousBatchingConfig`; it is changed.
+        positions: positions of the model; None if unbounded.
     """
     config.num_blocks = HOST_TOKENS // layouts[0].spec.window.block
     rows = rows_of(layouts, config, positions, config.max_requests_per_batch, HOST_BYTES)

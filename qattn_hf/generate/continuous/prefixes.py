@@ -1,9 +1,9 @@
-"""Prefixes of prompts that a pool keeps where pages alone do not say how a request goes on.
+"""Keep prefixes of prompts whose pages alone do not determine how a request continues.
 
-With a sink pool, and with tokens that stay open behind their block, a row depends on where its prompt ended. So a kept
-prefix is a row too, cropped to whole blocks, next to the pages of the request that wrote it. A request that begins with
-it takes a copy of the row and shares the pages. Calls write no shared page anew: masks are in the row, and a block that
-two rows close has the same tokens and the same sinks in both, so the same bytes.
+With a sink pool, or with tokens that stay open after their block, a row depends on where its prompt ended. A kept
+prefix is therefore a row cropped to whole blocks, plus the pages of the request that wrote it. A request that begins
+with the prefix copies the row and shares the pages. Calls never rewrite a shared page: masks are in the row. A block
+that two rows close has the same tokens and sinks in both rows, hence the same bytes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SEEN = 2**16  # blocks of earlier prompts that are remembered, to find where two prompts part
-KEPT = "prefix "  # begins the name under which a kept prefix holds its pages, as a request does
+SEEN = 2**16  # remembered blocks of earlier prompts, to find where two prompts diverge
+KEPT = "prefix "  # prefix of the names under which kept prefixes hold their pages
 
 
 class Match(NamedTuple):
-    """What is known of a prompt: the longest prefix that is kept, and the longest that an earlier prompt began with.
+    """Known prefixes of a prompt: the longest kept one, and the longest one shared with an earlier prompt.
 
     Attributes:
-        name: of the kept prefix; None where none is. tokens: that it has. seen: tokens of the other.
+        name: name of the kept prefix; None if there is none.
+        tokens: tokens of the kept prefix.
+        seen: tokens of the prefix shared with an earlier prompt.
     """
 
     name: str | None
@@ -31,10 +33,11 @@ class Match(NamedTuple):
 
 
 class Prefixes:
-    """Which prefixes are kept in which rows, the one used last at the end.
+    """Kept prefixes and their rows, ordered by last use; the most recent is last.
 
     Args:
-        rows: of layers, for prefixes alone. block: tokens of a page.
+        rows: rows of each layer reserved for prefixes.
+        block: tokens of a page.
     """
 
     def __init__(self, rows: Sequence[int], block: int):
@@ -42,12 +45,12 @@ class Prefixes:
         self.clear()
 
     def clear(self) -> None:
-        """Keep none."""
+        """Forget all prefixes."""
         self.kept: OrderedDict[str, int] = OrderedDict()
         self.seen: OrderedDict[str, None] = OrderedDict()
 
     def match(self, prompt: Sequence[int]) -> Match:
-        """What is known of a prompt, of whose tokens at least one is left to read."""
+        """Return the known prefixes of a prompt. At least one token of the prompt is left to read."""
         name, tokens, seen = None, 0, 0
         for index, one in enumerate(self._names(prompt[:-1])):
             if one in self.kept:
@@ -59,7 +62,7 @@ class Prefixes:
         return Match(name, tokens, seen)
 
     def remember(self, prompt: Sequence[int]) -> str | None:
-        """Note the blocks of a prompt that was read; the name of its whole blocks, None where it has none."""
+        """Remember the blocks of a prompt that was read. Return the name of its whole blocks; None if it has none."""
         names = self._names(prompt)
         for one in names:
             self.seen[one] = None
@@ -69,15 +72,17 @@ class Prefixes:
         return names[-1] if names else None
 
     def room(self, busy: set[int]) -> tuple[int | None, str | None]:
-        """A row for another prefix, and the name of the one that has to leave it: of those that are not `busy` the one
-        that was used least lately. None where all are."""
+        """Return a row for a new prefix, and the name of the prefix to evict from it.
+
+        The least recently used prefix whose row is not `busy` is evicted. The row is None if all rows are busy.
+        """
         free = [row for row in self.rows if row not in self.kept.values() and row not in busy]
         if free:
             return free[0], None
         return next(((row, name) for name, row in self.kept.items() if row not in busy), (None, None))
 
     def _names(self, tokens: Sequence[int]) -> list[str]:
-        """A name for each of the prefixes of whole blocks."""
+        """Return a name for each prefix of whole blocks."""
         digest, names = hashlib.blake2b(digest_size=16), []
         for end in range(self.block, len(tokens) + 1, self.block):
             digest.update(array("q", tokens[end - self.block : end]).tobytes())

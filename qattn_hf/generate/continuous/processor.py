@@ -1,4 +1,4 @@
-"""transformers' processor and schedulers of continuous batching, where a failure stays with its request."""
+"""Transformers' processor and schedulers of continuous batching, with failures confined to their request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from qattn_hf.generate.continuous.transformers_api import SCHEDULER_MAPPING, Con
 from qattn_hf.messages import cut
 
 log = logging.getLogger(__name__)
-LONGEST_ERROR = 500  # characters of an error that an output repeats
+LONGEST_ERROR = 500  # longest error text in an output, in characters
 
 
 class Guarded:
-    """What a scheduler of transformers gets: it serves suspects one at a time, and never waits for nobody.
+    """Mixin for Transformers' schedulers: serve suspects one at a time, and never wait without active requests.
 
     Attributes:
-        suspects: ids of requests of a forward that failed. The next forward has one of them alone.
-        told: is given the state of each request that was cancelled.
+        suspects: ids of the requests of a failed forward. Each of the next forwards runs one of them alone.
+        told: callback that gets the state of each cancelled request.
     """
 
     def reset(self: Any) -> None:
@@ -31,7 +31,7 @@ class Guarded:
         self.suspects: set[str] = set()
 
     def schedule_batch(self: Any, *budgets: int) -> Any:
-        if not self.active_requests:  # new ones wait for one that ends, and none is left to end
+        if not self.active_requests:  # no active request can end and unblock the waiting ones
             self.block_new_requests = False
         return super().schedule_batch(*budgets)  # type: ignore[misc]
 
@@ -45,14 +45,14 @@ class Guarded:
         return super()._process_candidates(candidates, *args)  # type: ignore[misc]
 
     def _schedule_request(self: Any, state: Any, request_tokens: list[int], budget: int, *args: Any) -> None:
-        """A request with one token left is forked before its forward, which would else have no token of it."""
+        """Fork a request with one token left before its forward; otherwise the forward would have no token of it."""
         if state.num_children and len(request_tokens) == 1:
             children, state.num_children = state.num_children, 0
             for index in range(children):
                 self.add_waiting_request(again(state, f"{state.request_id}{CHILD}{index}"))
         part = self.cache.until_part(state)
         if part is not None and state.status <= RequestStatus.PREFILLING:
-            budget = min(budget, part)  # the prefix is kept at the end of a call
+            budget = min(budget, part)  # end the call where the kept prefix ends
         super()._schedule_request(state, request_tokens, budget, *args)  # type: ignore[misc]
 
     def clear_cancelled_requests(self: Any) -> list[Any]:
@@ -66,10 +66,11 @@ SCHEDULERS = {name: type(name, (Guarded, one), {}) for name, one in SCHEDULER_MA
 
 
 class PackedProcessor(ContinuousBatchProcessor):
-    """A `ContinuousBatchProcessor` that tells its cache what each forward serves, and outlives forwards that fail.
+    """A `ContinuousBatchProcessor` that tells its cache the requests of each forward and survives failed forwards.
 
     Attributes:
-        serving: transformers' `FutureRequestState`s of the forward that runs. failures: forwards that failed.
+        serving: Transformers' `FutureRequestState`s of the running forward.
+        failures: number of failed forwards.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -96,7 +97,7 @@ class PackedProcessor(ContinuousBatchProcessor):
         self.serving = []
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """Choose tokens, in place of `ModelRunner._sample`, which has one way for all requests."""
+        """Choose tokens by each request's settings. Replaces `ModelRunner._sample`, which uses one setting for all."""
         states = [one.state for one in self.inputs_and_outputs.requests_in_batch if one.has_new_token]
         draws = [Draw(one.logit_processor_kwargs["sampling"], one.request_id, one.position_offset) for one in states]
         tokens, logprobs = choose(scores[0], draws, self.return_logprobs)
@@ -105,18 +106,18 @@ class PackedProcessor(ContinuousBatchProcessor):
             output_ids[1, : len(tokens)].copy_(logprobs.view(torch.int32))
 
     def recover(self, error: Exception) -> None:
-        """Put scheduler and pool in order after an error of the loop.
+        """Restore scheduler and pool after an error in the loop.
 
-        The requests of a forward that failed are read again, one at a time; one that fails alone has failed. An error
-        outside a forward belongs to no request: then the active ones fail, or the waiting ones where none is active.
+        The requests of a failed forward are read again, one at a time. A request that fails alone has failed. An error
+        outside a forward fails the active requests, or the waiting ones if none is active.
 
         Raises:
-            RuntimeError: the device does not answer any more.
-            Exception: `error`, which would come again at once, since it met no request.
+            RuntimeError: the device has failed.
+            Exception: `error` itself, if there are no requests to fail: it would occur again at once.
         """
         self.failures += 1
         log.error("a forward of continuous batching failed", exc_info=error)
-        traceback.clear_frames(error.__traceback__)  # which hold the activations
+        traceback.clear_frames(error.__traceback__)  # the frames hold the activations
         if self.model_device.type == "cuda":
             torch.cuda.synchronize(self.model_device)
             torch.cuda.empty_cache()
@@ -141,7 +142,8 @@ class PackedProcessor(ContinuousBatchProcessor):
                 self._fail(state, error)
 
     def _take_out(self, state: Any) -> None:
-        """Give back what a request holds; pages that a failed forward may have touched are offered to nobody."""
+        """Release what a request holds. Pages that a failed forward may have written are not offered for prefix
+        sharing."""
         scheduler, request_id = self.scheduler, state.request_id
         self.cache.free_blocks(request_id, no_cache=True)
         scheduler.active_requests.pop(request_id, None)
@@ -162,7 +164,7 @@ class PackedProcessor(ContinuousBatchProcessor):
         self.output_router.fail(unborn, text, state.initial_tokens)
 
     def _unborn(self, state: Any) -> Iterable[str]:
-        """Answers that a request would have been forked for."""
+        """Return the ids of a request's answers that are not forked yet."""
         known = {state.request_id, *self.scheduler.active_requests, *self.scheduler.waiting_requests}
         return sorted(self.output_router.answers(state.request_id) - known)
 
@@ -175,7 +177,8 @@ class PackedProcessor(ContinuousBatchProcessor):
 
 
 def again(state: Any, request_id: str) -> Any:
-    """A request that goes on where `state` is, read as a prompt; under another id, one that is forked no further."""
+    """Return a request that continues `state`, with all its tokens read as a prompt. Under another id it is not forked
+    again."""
     found = state.create_equivalent_initial_request()
     found.created_time = state.created_time
     if request_id != state.request_id:

@@ -1,4 +1,4 @@
-"""A model and a `ContinuousBatchingConfig` as packed pages need them."""
+"""Resolve a model and a `ContinuousBatchingConfig` for packed pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qattn_kernels.layer.arena import Layout
 from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 
-# settings of transformers' `ContinuousBatchingConfig` that ask for what packed pages do not have
+# settings of Transformers' `ContinuousBatchingConfig` that packed pages do not support
 NOT_YET = {
     "use_cuda_graph": "captured steps",
     "use_async_batching": "asynchronous batching",
@@ -32,10 +32,10 @@ NOT_YET = {
 
 
 def layouts(model: PreTrainedModel) -> list[Layout]:
-    """What the pages of each layer hold.
+    """Return the layout of each layer's pages.
 
     Raises:
-        UnsupportedError: a recipe or a model whose layers have no packed pages.
+        UnsupportedError: the recipe or the model has layers without packed pages.
     """
     patched = patch_of(model)
     if not patched.recipe.settings.packs():
@@ -59,10 +59,10 @@ def layouts(model: PreTrainedModel) -> list[Layout]:
 
 
 def resolved(layouts: Sequence[Layout], config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' `resolve_continuous_batching_config` for pages of these layers, of a copy of `cb_config`.
+    """Transformers' `resolve_continuous_batching_config` for pages of these layers, on a copy of `cb_config`.
 
     Raises:
-        UnsupportedError: a setting of `NOT_YET`.
+        UnsupportedError: `cb_config` uses a setting of `NOT_YET`.
     """
     for name, what in NOT_YET.items():
         value = getattr(cb_config, name, None)
@@ -70,12 +70,12 @@ def resolved(layouts: Sequence[Layout], config: Any, cb_config: Any, *args: Any,
             raise UnsupportedError(f"{name}={value!r}: packed pages have no {what} yet; leave it out")
     own, block = copy.deepcopy(cb_config), layouts[0].spec.window.block
     unsized = own.num_blocks is None and own.max_memory_percent is None
-    if own.num_blocks is not None:  # a capacity in blocks of the caller's size
+    if own.num_blocks is not None:  # the caller counted in blocks of the caller's size
         own.num_blocks = math.ceil(own.num_blocks * own.page_size / block)
     own.page_size, own.max_blocks_per_request = block, 0
     own.use_cuda_graph, own.use_async_batching = False, False
     found = continuous_api.resolve_continuous_batching_config(config, own, *args, **kwargs)
     if unsized and kwargs["device"].type == "cpu":
         bound_on_host(layouts, found, positions_of(config))
-    found.varlen_compile_config = found.decode_compile_config = None  # of a checkpoint's generation config
+    found.varlen_compile_config = found.decode_compile_config = None  # set by a checkpoint's generation config
     return found

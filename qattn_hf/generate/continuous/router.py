@@ -1,4 +1,4 @@
-"""Outputs of requests on their way to the callers, of which none can hold up another."""
+"""Deliver outputs of requests to callers. A slow or failing caller does not hold up the others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CANCELLED = "cancelled"
 
 
 class Router(OutputRouter):
-    """An `OutputRouter` that gives every request one last output, and outlives handlers that fail.
+    """An `OutputRouter` that gives every request exactly one last output and survives failing handlers.
 
     Args:
-        cancel: is told the id of a request whose handler is gone.
+        cancel: called with the id of a request whose handler is gone.
 
     Attributes:
-        live: ids of requests that have had no last output; of a prompt with several answers, one id each.
-        counts: requests that ended, by `requests_finished`, `requests_failed` and `requests_cancelled`.
+        live: ids of requests without a last output yet; a prompt with several answers has one id per answer.
+        counts: ended requests by outcome: `requests_finished`, `requests_failed`, `requests_cancelled`.
     """
 
     def __init__(self, cancel: Callable[[str], None]):
@@ -37,10 +37,10 @@ class Router(OutputRouter):
         self._ends = threading.Lock()
 
     def begin(self, request_ids: list[str]) -> None:
-        """Expect a last output of each of these.
+        """Expect a last output of each request.
 
         Raises:
-            RequestError: one of them is expected already.
+            RequestError: an id is in use already.
         """
         with self._ends:
             used = self.live.intersection(request_ids)
@@ -57,7 +57,7 @@ class Router(OutputRouter):
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Callable[[Any], None], Any]]] = {}
         for output in outputs:
             if output.is_finished() and not self._end(output):
-                continue  # which has had its last output
+                continue  # the last output was already delivered
             with self._lock:
                 entry = self.result_handlers.get(output.request_id)
             if entry is None:
@@ -67,11 +67,11 @@ class Router(OutputRouter):
         for loop, calls in by_loop.items():
             try:
                 loop.call_soon_threadsafe(self._call, calls)
-            except RuntimeError:  # a loop that is closed
+            except RuntimeError:  # the handler's event loop is closed
                 self._gone({output.request_id for _, output in calls})
 
     def _end(self, output: Any) -> bool:
-        """Note the last output of a request; False where it has had one."""
+        """Record the last output of a request. Return False if it already had one."""
         with self._ends:
             if output.request_id not in self.live:
                 return False
@@ -81,11 +81,11 @@ class Router(OutputRouter):
             return True
 
     def _call(self, calls: list[tuple[Callable[[Any], None], Any]]) -> None:
-        """Hand outputs to their handlers, in the handlers' event loop."""
+        """Pass outputs to their handlers, in the handlers' event loop."""
         for handler, output in calls:
             try:
                 handler(output)
-            except Exception:  # a caller's handler may raise anything, which must not end other requests
+            except Exception:  # a caller's handler may raise anything; other requests must go on
                 log.exception("the handler of request %s failed: the request is cancelled", output.request_id)
                 self._gone({output.request_id})
 
@@ -100,24 +100,24 @@ class Router(OutputRouter):
             self.result_handlers.pop(request_id, None)
 
     def forget(self, request_ids: list[str]) -> None:
-        """Expect no output of these, which no caller was promised."""
+        """Stop expecting outputs of requests that no caller knows of."""
         with self._ends:
             self.live.difference_update(request_ids)
 
     def answers(self, request_id: str) -> set[str]:
-        """The ids of a request's answers that have had no last output: its own, and those that transformers forks."""
+        """Return the ids of a request's answers without a last output: the request's id and the forked ids."""
         with self._ends:
             return {one for one in self.live if one == request_id or one.startswith(request_id + CHILD)}
 
     def fail(self, request_ids: Iterable[str], error: str, prompt: list[int] | None = None) -> None:
-        """Give requests without tokens a last output that says what failed."""
+        """Give requests a last output without tokens that carries the error."""
         for one in request_ids:
             self.deliver(
                 GenerationOutput(request_id=one, prompt_ids=prompt or [], error=error, status=RequestStatus.FAILED)
             )
 
     def cancelled(self, state: Any) -> None:
-        """Note that a request was cancelled: its handler gets a last output, the queue of all others none."""
+        """Record a cancelled request: its handler gets a last output, the shared queue gets none."""
         with self._ends:
             if state.request_id not in self.live:
                 return

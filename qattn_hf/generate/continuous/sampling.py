@@ -1,4 +1,4 @@
-"""The next token of each request of a forward, by settings of the request's own."""
+"""Choose the next token of each request by the request's settings."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-CHILD = "__child#"  # what transformers appends to the id of a request for each of its further answers
+CHILD = "__child#"  # Transformers appends this to a request's id for each further answer
 
 
 class Sampling(NamedTuple):
-    """How the tokens of a request are chosen.
+    """Sampling settings of a request.
 
     Attributes:
-        do_sample: False takes the likeliest token. temperature: above 0. top_k: 0 keeps all tokens. top_p: in (0, 1];
-            1 keeps all tokens. min_p: in [0, 1]; 0 keeps all tokens.
-        seed: makes the draws of a request the same in every batch; None draws from PyTorch's generator.
+        do_sample: False takes the most likely token.
+        temperature: above 0.
+        top_k: 0 keeps all tokens.
+        top_p: in (0, 1]; 1 keeps all tokens.
+        min_p: in [0, 1]; 0 keeps all tokens.
+        seed: makes a request's draws the same in every batch; None draws from PyTorch's generator.
     """
 
     do_sample: bool = False
@@ -30,11 +33,12 @@ class Sampling(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """A token to choose.
+    """One token to choose.
 
     Attributes:
-        sampling: of its request. request_id: of it; answers to one prompt draw differently. position: of the token,
-            counted from the first token of the prompt.
+        sampling: settings of its request.
+        request_id: id of its request; answers to one prompt draw differently.
+        position: position of the token, counted from the first token of the prompt.
     """
 
     sampling: Sampling
@@ -43,7 +47,7 @@ class Draw(NamedTuple):
 
 
 def taken(processors: list[Any], do_sample: bool) -> tuple[Sampling, list[Any]]:
-    """Split transformers' processors of logits: what `Sampling` holds, and the processors that remain."""
+    """Split Transformers' logits processors into the settings of `Sampling` and the remaining processors."""
     values: dict[str, Any] = {}
     rest = []
     for one in processors:
@@ -61,17 +65,18 @@ def taken(processors: list[Any], do_sample: bool) -> tuple[Sampling, list[Any]]:
 
 
 def choose(scores: torch.Tensor, draws: Sequence[Draw], logprobs: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Choose one token a row.
+    """Choose one token per row.
 
-    A draw is the largest quotient of a probability and an exponential variate. Logits that are not finite spoil the row
-    of one request so; `torch.multinomial` raises for the whole batch, and on a GPU ends the process's CUDA context.
+    A draw takes the largest quotient of probability and exponential variate. Non-finite logits then spoil only their
+    own row. `torch.multinomial` would raise for the whole batch, and on a GPU would end the process's CUDA context.
 
     Args:
-        scores: float32 `[N, V]`, logits. draws: of the first rows; further rows are of no request.
-        logprobs: whether log-probabilities are asked for.
+        scores: float32 `[N, V]`, logits.
+        draws: settings of the first rows; further rows belong to no request.
+        logprobs: True to return log-probabilities.
 
     Returns:
-        int64 `[N]`, and float32 `[N]` of the chosen tokens or None.
+        int64 `[N]`, the chosen tokens, and their float32 log-probabilities `[N]` or None.
     """
     rows = [row for row, draw in enumerate(draws) if draw.sampling.do_sample]
     if rows:
@@ -86,7 +91,7 @@ def choose(scores: torch.Tensor, draws: Sequence[Draw], logprobs: bool) -> tuple
 
 
 def warp(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
-    """Logits `[N, V]` by temperature, with -inf where top_k, top_p or min_p leave a token out."""
+    """Scale logits `[N, V]` by temperature and set tokens excluded by top_k, top_p or min_p to -inf."""
 
     def column(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor([[getattr(one, name)] for one in settings], dtype=dtype, device=scores.device)
@@ -96,7 +101,7 @@ def warp(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
         return scores
     found, order = scores.sort(-1, descending=True)
     top_k = column("top_k", torch.int64)
-    last = found.gather(1, (top_k - 1).clamp(0, scores.shape[1] - 1))  # tokens as likely as the last one stay
+    last = found.gather(1, (top_k - 1).clamp(0, scores.shape[1] - 1))  # tokens as likely as the last kept one stay
     found = found.masked_fill((top_k > 0) & (found < last), -torch.inf)
     likely = found.softmax(-1)
     out = (likely.cumsum(-1) - likely >= column("top_p")) | (likely < column("min_p") * likely[:, :1])
@@ -109,12 +114,12 @@ def _drawn(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     for row, draw in enumerate(draws):
         if draw.sampling.seed is not None:
             noise[row].exponential_(generator=_generator(draw, noise.device))
-    tiny = torch.finfo(noise.dtype).tiny  # a variate of 0 would choose a token that was left out
+    tiny = torch.finfo(noise.dtype).tiny  # a variate of 0 would choose an excluded token
     return (probabilities / noise.clamp_min_(tiny)).argmax(-1)
 
 
 def _generator(draw: Draw, device: torch.device) -> torch.Generator:
-    """A generator of one token: a request that is read again goes on with the draws that it had."""
+    """Return the generator of one token. A request that is read again repeats its draws."""
     answer = draw.request_id.rpartition(CHILD)[2] if CHILD in draw.request_id else ""
     text = f"{draw.sampling.seed} {draw.position} {answer}"
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

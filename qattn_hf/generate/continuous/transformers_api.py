@@ -1,5 +1,7 @@
-"""What this package takes from inside transformers' continuous batching, in one place. Seen in transformers 5.23 and
-5.24; older ones without a module `cache_allocators` have another pool."""
+"""Names imported from inside Transformers' continuous batching, in one place.
+
+Tested with Transformers 5.23 and 5.24. Versions without the module `cache_allocators` have another pool.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ try:
     )
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
-except ImportError:  # too old
+except ImportError:  # version too old
     continuous_api = FULL_ATTENTION = None
     PagedAttentionCache = PagedAttentionMemoryHandler = FullAttentionCacheAllocator = object
     ContinuousBatchingManager = ContinuousBatchProcessor = OutputRouter = object
@@ -51,7 +53,11 @@ __all__ = [
 
 
 def check_version() -> None:
-    """Raises UnsupportedError where transformers has no allocators that another pool can take the place of."""
+    """Check that Transformers' allocators can be replaced.
+
+    Raises:
+        UnsupportedError: this version of Transformers has no such allocators.
+    """
     if continuous_api is None:
         raise UnsupportedError(
             "continuous batching over packed pages needs transformers 5.23 or later, this is "
@@ -60,10 +66,10 @@ def check_version() -> None:
 
 
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """A copy of `function` whose module has these names in place of its own.
+    """Return a copy of `function` whose module globals have these names replaced.
 
-    transformers builds its pool, allocators and settings by names of its modules; so those of one manager are replaced,
-    and those of other models stay. Decorators are left out: `no_grad`, in which a generation runs anyway.
+    Transformers builds pool, allocators and settings by global names. The copy replaces them for one manager only.
+    Decorators are dropped: generation already runs under `no_grad`.
     """
     own: Any = inspect.unwrap(function)
     copy = FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)

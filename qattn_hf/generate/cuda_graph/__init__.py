@@ -1,1 +1,1 @@
-"""Decode steps as CUDA graphs: what can be captured, the captured steps, and the memory that they share."""
+"""Decode steps as CUDA graphs: which models can be captured, the captured steps, and their shared memory."""

@@ -21,9 +21,10 @@ from qattn_hf.model.tensor_parallel import shard_of
 Result = TypeVar("Result")
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-ON_DEVICE = {"grouped_mm", "batched_mm"}  # transformers' experts that never ask the device who goes where
+# Transformers' expert implementations that route without waiting for the device
+ON_DEVICE = {"grouped_mm", "batched_mm"}
 ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-KNOWN_HOOKS = {"qattn_hf", "transformers", "accelerate"}  # they do nothing that a replay would leave out
+KNOWN_HOOKS = {"qattn_hf", "transformers", "accelerate"}  # packages whose hooks do nothing that a replay would skip
 
 
 def resolve_decode(
@@ -33,11 +34,11 @@ def resolve_decode(
 
     Args:
         setting: the recipe's `decode`: `auto`, `graph`, `compile` or `eager`.
-        own: the layers that keep a state of the model's own, whose tensors are replaced as tokens come.
+        own: the unpacked layers, whose tensors are replaced by new tokens.
 
     Returns:
-        `graph`, `compile` or `eager`, and the reason why no step is captured; None where it is, or for the setting
-        `eager`.
+        `graph`, `compile` or `eager`, and the reason why no step is captured. The reason is None if steps are captured,
+        or for the setting `eager`.
 
     Raises:
         UnsupportedError: the setting is `graph` or `compile` and the model cannot be captured, or compiled.
@@ -62,13 +63,13 @@ def _moving(own: Sequence[ModelLayerSpec | HybridLayerSpec]) -> str:
 
 
 def refusal(reason: str, setting: str = "graph") -> str:
-    """Error message for a `decode` that this model cannot have."""
+    """Return the error message for a `decode` that this model does not support."""
     how = "capture" if setting == "graph" else "compile"
     return f"decode='{setting}' cannot {how} this model: {reason}; use decode='auto', or 'eager'"
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """Reason why a model's decode steps cannot be captured, as far as it shows before a run; None: they can."""
+    """Return the reason why a model's decode steps cannot be captured; None if nothing before a run forbids it."""
     if shard_of(model).size > 1:
         return "the model is split over several processes, and each packs and reports its own heads"
     devices = {str(p.device) for p in model.parameters()}
@@ -91,7 +92,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def changing_rope(model: PreTrainedModel) -> str | None:
-    """RoPE scaling whose frequencies depend on the length of a call, `dynamic` or `longrope`; None without."""
+    """Return the RoPE scaling whose frequencies depend on the length of a call, `dynamic` or `longrope`; else None."""
     kinds = [str(vars(module).get("rope_type", "")) for module in model.modules()]
     return next((rope_type for rope_type in ("dynamic", "longrope") if rope_type in " ".join(kinds)), None)
 
@@ -102,7 +103,8 @@ def _routes_on_device(model: PreTrainedModel) -> bool:
 
 
 def fingerprint(model: torch.nn.Module) -> Hashable:
-    """Key of all that a captured step depends on: weights, hooks, modules, adapters. About 1 ms for 300 weights."""
+    """Return a key of all that a captured step depends on: weights, hooks, modules, adapters. About 1 ms for 300
+    weights."""
     parts: list[Any] = []
     for module in modules(model):
         own, kind = vars(module), type(module)
@@ -116,12 +118,12 @@ def fingerprint(model: torch.nn.Module) -> Hashable:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Address of a weight; `id` of tensor subclasses, as of quantized weights, which may have no address."""
+    """Return the address of a weight, or the `id` of a tensor subclass: quantized weights may have no address."""
     return tensor.data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else id(tensor)
 
 
 def python_hook(model: torch.nn.Module) -> str | None:
-    """Name of a forward hook of other code on the model, which a replay would not run; None if there is none."""
+    """Return the name of a forward hook that a replay would wrongly skip; None if there is none."""
     own = (vars(module) for module in modules(model))
     hooks = [hook for o in own for name in ("_forward_pre_hooks", "_forward_hooks") for hook in o[name].values()]
     for hook in (
@@ -168,7 +170,7 @@ class SyncWatch(TorchDispatchMode):
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Stream for captures, one for each device, so that cuBLAS allocates its workspace once."""
+    """Return the stream for captures, one per device, so that cuBLAS allocates its workspace once."""
     return torch.cuda.Stream(device)
 
 
@@ -204,7 +206,7 @@ def record(
                 out = run()
         except RuntimeError:
             _failed.append(graph)
-            torch.cuda.set_stream(stream)  # torch leaves its own one behind if a capture fails
+            torch.cuda.set_stream(stream)  # torch leaves its capture stream active if a capture fails
             _reset_generator(device)
             raise
     graphs.add(graph)

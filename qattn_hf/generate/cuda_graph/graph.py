@@ -20,7 +20,7 @@ from qattn_hf.generate.cuda_graph.capture import SyncWatch, fingerprint, record,
 from qattn_hf.model._compat import CACHE
 from qattn_kernels.layer.spec import SHORT_CALL
 
-BEFORE, BEFORE_DRAFTS = 1, 3  # steps of a kind that run as they are before one is captured
+BEFORE, BEFORE_DRAFTS = 1, 3  # eager steps of a kind before its capture
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -31,7 +31,7 @@ class Step:
     Attributes:
         inputs: tensors that the graph reads, in the order of `tensors_of`.
         replay: replays the graph.
-        outputs: leaves of the model's output, tensors in the graph's memory; `CACHE` in place of the cache, since the
+        outputs: leaves of the model's output, tensors in the graph's memory. `CACHE` replaces the cache, because the
             next call has another cache object over the same arenas.
         spec: tree structure of the leaves.
     """
@@ -42,7 +42,7 @@ class Step:
     spec: TreeSpec
 
     def run(self, tensors: list[torch.Tensor], cache: QAttnCache) -> Any:
-        """Replay the step on `tensors` (in the order of `inputs`); the output is copied out of the graph's memory."""
+        """Replay the step on `tensors`, in the order of `inputs`. The output is copied out of the graph's memory."""
         for static, tensor in zip(self.inputs, tensors, strict=True):
             static.copy_(tensor)
         self.replay()
@@ -51,49 +51,49 @@ class Step:
 
 
 class GraphedCall:
-    """Callable in place of the model in `generate`: decode steps, and drafts to be verified, as CUDA graphs; other
-    calls eagerly.
+    """Callable in place of the model in `generate`. Decode steps and checks of drafts run as CUDA graphs, other calls
+    eagerly.
 
-    The first step with new arenas or another signature of inputs runs as it is, which compiles and loads kernels; the
-    second is captured, and later ones are replayed. Of drafts, which have many lengths, the fourth of one length is:
-    to capture one takes as long as several run. Each `generate` makes one; captured steps stay in the pool.
+    The first step with new arenas or another input signature runs eagerly, which compiles and loads kernels. The second
+    one is captured, and later ones are replayed. Drafts have many lengths, and a capture takes as long as several eager
+    runs. So a draft length is captured at its fourth call. Each `generate` makes a new `GraphedCall`; captured steps
+    stay in the pool.
 
     Args:
         model: a patched model.
         pool: the pool of that model.
-        strict: raise if the model cannot be captured, instead of running it as it is (`decode="graph"`).
-        compiled: the model's call by `torch.compile`, which is then captured in place of the eager one; it must make no
-            CUDA graphs of its own.
+        strict: raise if the model cannot be captured, instead of running eagerly (`decode="graph"`).
+        compiled: the model's call by `torch.compile`, captured in place of the eager call. It must not use CUDA graphs.
     """
 
     def __init__(self, model: PreTrainedModel, pool: Pool, strict: bool, compiled: Callable[..., Any] | None = None):
-        # weak, since a cache keeps its beam search's and the model its last cache
+        # weak: a cache holds its beam search's `GraphedCall`, and the model holds its last cache
         self._model, self._compiled = weakref.ref(model), compiled
         self.pool, self.strict = pool, strict
         self.captured, self.uncaptured = ("graph", "eager") if compiled is None else ("compile", "compile")
         pool.serve(fingerprint(model))
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # what is copied or pickled with it captures nothing
+        return type(None), ()  # a copy or pickle captures nothing
 
     @property
     def model(self) -> PreTrainedModel:
-        """The patched model, which whoever calls this holds."""
+        """The patched model; the caller must hold a reference to it."""
         model = self._model()
         assert model is not None
         return model
 
     @property
     def step(self) -> Callable[..., Any]:
-        """What runs a step and is captured."""
+        """The call that is run and captured as a step."""
         return self.model if self._compiled is None else self._compiled
 
     def __call__(self, **inputs: Any) -> Any:
-        """Output of the model for `inputs`, with the cache among them.
+        """Run the model on `inputs`, which include the cache.
 
         Raises:
             CapacityError: no room for the token; nothing was written.
-            UnsupportedError: the model cannot be captured, and `strict`.
+            UnsupportedError: the model cannot be captured, and `strict` is set.
         """
         cache, ids = inputs[CACHE], inputs.get("input_ids")
         if ids is None or ids.shape[1] > SHORT_CALL or not cache.layers[0].is_initialized:
@@ -102,17 +102,17 @@ class GraphedCall:
         reason = self.pool.refused or _unfit(inputs, tensors, cache)
         if reason:
             cache.ran(self.uncaptured, reason)
-            if not self.pool.refused:  # which was said when it was
+            if not self.pool.refused:  # a refusal was reported when it was found
                 self.model._qattn.notices.of_eager(reason)
             return self.step(**inputs)
-        self.pool.allocate(cache.reserve, tokens)  # before steps are looked up, since it may replace tensors
+        self.pool.allocate(cache.reserve, tokens)  # before the look-up of steps, because it may replace tensors
         steps, signature = self.pool.steps_of(cache.packed), _signature(inputs)
         known = steps.get(signature, 0)
         if not isinstance(known, Step) and known < (BEFORE if tokens == 1 else BEFORE_DRAFTS):
             if self._compiled is None or self.pool.watched:
                 steps[signature] = known + 1
             return self._warm_up(inputs, cache, tokens) if self.pool.watched else self._watched(inputs, cache)
-        with self.pool.lock:  # steps share memory: another thread's step would overwrite this one's results
+        with self.pool.lock:  # steps share memory: another thread's step would overwrite these results
             step = steps[signature]
             if isinstance(step, Step):
                 cache.count(tokens)
@@ -134,17 +134,17 @@ class GraphedCall:
         return out
 
     def _warm_up(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> Any:
-        """Run a step on inputs laid out as those of the capture, inside which nothing can be compiled any more."""
+        """Run a step on inputs laid out like the capture's: nothing can be compiled during a capture."""
         if self._compiled is None:
             return self.model(**inputs)
-        marks = cache.marks()  # compiled code counts nothing on the host
+        marks = cache.marks()  # compiled code does not count on the host
         out = self.step(**_static(inputs))
         cache.recall(marks)
         cache.count(tokens)
         return out
 
     def _capture(self, inputs: dict[str, Any], cache: QAttnCache, tokens: int) -> Step | None:
-        """Capture a step and count it on the host for its first replay; None if it cannot be captured."""
+        """Capture a step and count it on the host for its first replay. Return None if it cannot be captured."""
         marks, static = cache.marks(), _static(inputs)
         try:
             run = functools.partial(self.step, **static)
@@ -169,7 +169,7 @@ class GraphedCall:
 
 
 def tensors_of(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Tensors among a model's inputs, in order, those in dicts included (masks by layer type)."""
+    """Yield the tensors among a model's inputs in order, including tensors in dicts (masks by layer type)."""
     for value in inputs.values():
         if isinstance(value, torch.Tensor):
             yield value
@@ -178,8 +178,8 @@ def tensors_of(inputs: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def _static(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs with contiguous tensors of their own."""
-    with torch.inference_mode(False):  # else what began under inference_mode could not be written outside it
+    """Return a copy of the inputs with contiguous tensors."""
+    with torch.inference_mode(False):  # tensors made under inference_mode could not be written outside it
         return _map_tensors(inputs, lambda x: x.clone(memory_format=torch.contiguous_format))
 
 
@@ -193,7 +193,7 @@ def _map_tensors(inputs: dict[str, Any], change: Callable[[torch.Tensor], torch.
 
 
 def _signature(inputs: dict[str, Any]) -> Hashable:
-    """Key of calls that one captured step can serve: names, shapes and dtypes of tensors, and plain values."""
+    """Return a key of calls that one captured step can serve: names, shapes and dtypes of tensors, and plain values."""
 
     def kind(value: Any) -> Hashable:
         if isinstance(value, dict):
@@ -204,7 +204,7 @@ def _signature(inputs: dict[str, Any]) -> Hashable:
 
 
 def _unfit(inputs: dict[str, Any], tensors: list[torch.Tensor], cache: QAttnCache) -> str | None:
-    """Reason why these inputs cannot be captured with any model; None if they can."""
+    """Return the reason why no model can be captured with these inputs; None if it can."""
     for name, value in inputs.items():
         if name != CACHE and not isinstance(value, (*PLAIN, torch.Tensor, dict)):
             return f"its input {name} is a {type(value).__name__}"
@@ -213,13 +213,13 @@ def _unfit(inputs: dict[str, Any], tensors: list[torch.Tensor], cache: QAttnCach
         return "its attention mask has two dimensions and grows with each step"
     if any(x.device != cache.device for x in tensors):
         return "an input is on another device"
-    if torch.is_autocast_enabled(cache.device.type):  # its copies of weights die with it
+    if torch.is_autocast_enabled(cache.device.type):  # autocast frees its copies of weights when it ends
         return "autocast is on"
     return None
 
 
 def _first_line(error: BaseException) -> str:
-    """First line of the first error in a chain; a failed capture raises more errors as it ends."""
+    """Return the first line of the first error in a chain. A failed capture raises more errors as it ends."""
     while error.__context__ is not None:
         error = error.__context__
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
