@@ -285,8 +285,8 @@ def tune(
         progress: called with a text before each step.
 
     Raises:
-        QAttnError: the budget cannot be met, rows are too short to judge a candidate, a candidate has `layers`, or the
-            model has no packed layers or has packed sliding windows.
+        QAttnError: the budget cannot be met, rows are too short to judge a candidate, or a candidate has `layers`. Also
+            raised for a model without packed layers, or with packed sliding windows.
     """
     dtype = dtype or model.dtype
     tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, progress)

@@ -2,7 +2,7 @@
 
 family: Qwen2, Qwen2.5
 model_types: [qwen2]            # `config.model_type` of the decoder
-waits: null                     # which layers of which checkpoints are unpacked so far, and why
+waits: null                     # layers or checkpoints that are unpacked so far, and why
 methods:
   int8:
     settings: {smooth_k: true}  # override the method's defaults; {} keeps them
