@@ -147,8 +147,7 @@ def _measured(model: PreTrainedModel, way: Way, ids: torch.Tensor, new_tokens: i
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, inputs: dict[str, Any], watch: bool) -> Run:
-    """Generate `new_tokens` greedy tokens after `ids` `[B, T]` and time each. With `watch`, time the steps alone as
-    well.
+    """Generate `new_tokens` greedy tokens after `ids` `[B, T]` and time each. `watch` also times the steps alone.
 
     Args:
         inputs: further arguments of `model.generate`.

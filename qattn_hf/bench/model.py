@@ -66,8 +66,7 @@ def _random(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) 
 
 
 def load_model(source: str, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load a model from a folder or the hub, without end tokens, for benchmarks. A `dtype` of None keeps the
-    model's."""
+    """Load a model from a folder or the hub for benchmarks, without end tokens. A `dtype` of None keeps its dtype."""
     made = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", attn_implementation="sdpa")
     return _ready(made.to(device))
 

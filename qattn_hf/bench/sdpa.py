@@ -40,8 +40,7 @@ class Cache:
         self.last = torch.tensor([context - 1], device=device)
 
     def step(self, backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that writes the new token and attends. q is `[B, Hq, 1, D]`, k and v are `[B, Hkv, 1,
-        D]`."""
+        """Return a function that writes the new token and attends: q `[B, Hq, 1, D]`, k and v `[B, Hkv, 1, D]`."""
         packed = q.view(q.shape[0], k.shape[1], -1, q.shape[3])
 
         def run() -> torch.Tensor:

@@ -60,8 +60,7 @@ def decode_table(rows: list[Row]) -> Table:
 
 
 def prefill_table(rows: list[Row]) -> Table:
-    """Tabulate the TOPS of a prefill for each way. `SDPA` marks prompts where SDPA attended and kernels wrote the
-    cache."""
+    """Tabulate the TOPS of a prefill for each way. `SDPA` marks prompts attended by SDPA and written by kernels."""
     names = [*ways(rows, packed=False), *ways(rows, packed=True)]
     lines = []
     for (batch, tokens), found in by_point(rows, "batch", "tokens").items():
@@ -97,8 +96,7 @@ def first_call_table(rows: list[Row]) -> Table:
 
 
 def throughput_table(rows: list[Row]) -> Table:
-    """Tabulate the rows that fit the same memory, and their tokens per second with the gain over the fastest stock
-    way."""
+    """Tabulate the rows that fit the same memory, and their tokens per second with the gain over the best stock way."""
     lines = []
     for (kv_mib, context), found in by_point(rows, "kv_mib", "context").items():
         best = max((row["tokens_per_s"] for row in found if not row["packed"] and "error" not in row), default=None)

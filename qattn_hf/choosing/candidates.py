@@ -67,8 +67,7 @@ def candidates(model: PreTrainedModel, shared: dict[str, Any]) -> list[Candidate
 
 
 def _of(name: str, shared: dict[str, Any]) -> list[tuple[str, Recipe]]:
-    """Return the setting with this name, and the same with equalized keys if it rotates keys and leaves the choice
-    open."""
+    """Return the setting with this name, and if it rotates keys, the same with equalized keys unless it sets them."""
     base = find_recipe(name, None, {})
     fields = set(type(base.settings).model_fields)
     if not shared.keys() <= fields or not base.settings.packs() or ("memory" in shared and not _takes_memory(base)):

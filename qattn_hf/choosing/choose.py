@@ -137,8 +137,7 @@ def _within_kl(model: PreTrainedModel, probe: Probe, known: list[Candidate], kl:
 
 
 def _best(probe: Probe, within: list[Candidate], by_bits: bool) -> Candidate:
-    """Return the best candidate: of least KL, or with `by_bits` of fewest bits. Near ties go to the smallest and
-    simplest."""
+    """Return the candidate of least KL, or with `by_bits` of fewest bits. Near ties go to the smallest and simplest."""
     least = min(map(probe.kl_of, within))
     good = within if by_bits else [one for one in within if probe.kl_of(one) <= AS_GOOD * least]
     return min(good, key=lambda one: (round(one.bits, 2), cost_of(one), probe.kl_of(one)))

@@ -46,7 +46,7 @@ def estimated(errors: dict[Key, float], measured: dict[Key, float]) -> dict[Key,
 
 
 def fewer(at: Sequence[int], first: int, most: int = 10) -> list[int]:
-    """Merge chunks of a reading that has more than `most` boundaries.
+    """Return boundaries of longer chunks for a reading with `most` chunks or more.
 
     All columns before `first`, the first scored token, become one chunk. After it every two chunks become one."""
     if len(at) <= most:

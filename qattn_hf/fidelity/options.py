@@ -57,8 +57,8 @@ class Shape:
     heads: dict[int, int]
 
     def spec(self, recipe: Recipe, layer: int, k_low: Heads = (), v_low: Heads = ()) -> LayerSpec:
-        """Make the spec of one layer for a candidate whose `impl` is `reference`. 2-bit heads apply if it chooses
-        heads."""
+        """Make the spec of one layer for a candidate, with `impl="reference"`. 2-bit heads need a head-wise
+        candidate."""
         settings = recipe.settings
         if by_head(recipe):
             lows: list[tuple[Heads, Heads]] = [((), ())] * self.layers

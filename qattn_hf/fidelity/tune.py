@@ -108,8 +108,7 @@ def check_candidates(candidates: dict[str, Recipe]) -> None:
 
 
 def by_reference(recipe: Recipe) -> Recipe:
-    """Return the recipe computed by the reference, without defaults of the model's family, as `recipe_of` returns
-    it."""
+    """Return the recipe computed by the reference, without family defaults, as `recipe_of` returns it."""
     return dataclasses.replace(
         recipe, settings=recipe.settings.model_copy(update={"impl": "reference"}), by_family=False
     )
@@ -170,8 +169,7 @@ class Tuner:
         return found
 
     def _check_packed(self) -> None:
-        """Refuse a candidate that leaves many tokens of a short row unquantized: it would lose more in a long
-        context."""
+        """Refuse a candidate that leaves many tokens of a short row unquantized: a long context would lose more."""
         tokens = self.reading.ids.numel()
         for name, packed in self.screened.packed.items():
             if packed < MIN_PACKED * tokens:
@@ -226,8 +224,7 @@ class Tuner:
         return [(name, "", 0), *((name, side, head) for side in "kv" for head in heads)]
 
     def _error(self, layer: int, name: str, side: str, head: int) -> float:
-        """Return the squared error of a layer's attention output. A head's 2 bits change the error of that head
-        alone."""
+        """Return the squared error of a layer's attention output. A 2-bit head changes only the error of that head."""
         squares = self.screened.squares
         if not by_head(self.candidates[name]):
             return float(squares[name][layer].sum())

@@ -80,8 +80,7 @@ def agreement(own: dict[Place, Answer], full: dict[Place, Answer], task: str, ki
 
 
 def holds_to(by_length: dict[Any, float]) -> int:
-    """Return the greatest length at which, and at all smaller ones, the share is at least `HOLDS`; 0 if there is
-    none."""
+    """Return the greatest length up to which the share is at least `HOLDS` at every length, or 0."""
     held = 0
     for length, share in by_length.items():
         if share < HOLDS:

@@ -81,8 +81,7 @@ class QAttnLM(HFLM):
         return self._by_task(requests, lambda part: super(QAttnLM, self).loglikelihood(part, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return log-likelihoods of texts, as HFLM does: disjoint windows of `max_length` tokens, each with a new
-        cache.
+        """Return log-likelihoods of texts, as HFLM does: disjoint windows of `max_length` tokens, one cache each.
 
         Raises:
             QAttnError: no scored token of a task read packed tokens, so the score would be full precision's.
@@ -94,8 +93,7 @@ class QAttnLM(HFLM):
         return self._by_task(requests, lambda part: super(QAttnLM, self).generate_until(part, disable_tqdm))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return HFLM's information, and under `qattn` the mode, recipe, implementation, versions and usage of each
-        task.
+        """Return HFLM's information, and under `qattn` the mode, recipe, implementation, versions and usage by task.
 
         Usage is counted only in this process, the first of `world_size`.
         """

@@ -73,8 +73,7 @@ def evaluated(
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> Evaluated | None:
-    """Evaluate one method, as `rows` does for several. Only the first of several processes gets a result, others
-    None."""
+    """Evaluate one method, as `rows` does for several. Returns None except in the first of several processes."""
     how = {"method": FULL} if recipe is None else {"recipe": recipe}
     lm = QAttnLM(model, tokenizer=tokenizer, **how, **arguments)
     results = simple_evaluate(lm, tasks=tasks, task_manager=manager, log_samples=True, **options)

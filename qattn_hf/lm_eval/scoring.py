@@ -44,8 +44,7 @@ class Text(NamedTuple):
 
     @property
     def short(self) -> bool:
-        """Whether the row is scored in short calls, as decode steps. All texts of a batch are short, or all are
-        long."""
+        """Whether the row is scored in short calls, as decode steps. A batch has only short or only long texts."""
         return self.scored <= SHORT_CALL
 
 

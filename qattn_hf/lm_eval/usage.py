@@ -51,8 +51,7 @@ class Usage:
             self.batches_with_bits += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return counts, means over batches, and speed: tokens per second, generated ones if there are any, else read
-        ones."""
+        """Return counts, means over batches, and tokens per second: generated ones if there are any, else read ones."""
         n, full = max(1, self.batches), self.kv_bytes_full_precision
         data: dict[str, Any] = {
             "requests": self.requests,

@@ -27,8 +27,7 @@ _registered: dict[str, type[Method]] = {}
 
 
 def list_methods() -> list[str]:
-    """Return the names of the package's methods, for `patch(model, method=NAME)`: files of `qattn_hf/methods/`,
-    sorted."""
+    """Return the names of the package's methods for `patch(model, method=NAME)`, sorted: files of this folder."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
 
 
@@ -38,8 +37,7 @@ def is_method(name: str) -> bool:
 
 
 def get_method(name: str) -> type[Method]:
-    """Return a method's settings class, a pydantic model: `METHOD` of `qattn_hf/methods/NAME.py`, or a registered
-    one."""
+    """Return a method's settings class, a pydantic model: `METHOD` of the method's file, or a registered class."""
     return _registered.get(name) or importlib.import_module(f"qattn_hf.methods.{name}").METHOD
 
 

@@ -118,8 +118,7 @@ class Method(BaseModel):
 
     @classmethod
     def covered(cls, key: str, value: Any) -> set[str]:
-        """Return settings of one side or phase that this one also sets: `k_bits` and `v_bits` for `bits`; none for
-        null."""
+        """Return settings of one side or phase that this one also sets, unless null: `k_bits`, `v_bits` for `bits`."""
         return set() if value is None else {f"{part}_{key}" for part in PARTS} & cls.model_fields.keys()
 
     @classmethod
@@ -178,8 +177,7 @@ class Method(BaseModel):
         return SinkPool()
 
     def without_default_pool(self, spec: LayerSpec) -> LayerSpec:
-        """Return the spec of a layer that cannot have a pool of sinks, without a pool that only the defaults ask
-        for."""
+        """Return the spec of a layer that cannot have a pool of sinks, without the pool of the defaults."""
         return spec
 
     def why_no_pool(self, spec: LayerSpec) -> str | None:

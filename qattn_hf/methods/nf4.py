@@ -18,8 +18,9 @@ class Nf4(EqualizedMethod):
 
     NF4 was made for weights, whose blocks are nearly normal. Keys and values become nearly normal when they are rotated
     (`rotate: hadamard`). On normal numbers NF4 errs less than INT4 with the same number of channels per scale.
-    llama.cpp's INT4 at 32 channels (`turboquant:k_format=q4,v_format=q4`, the same bits as `group_size: 32`) errs no
-    more than NF4. Its scale takes the sign of the largest value and so uses all 16 steps.
+    llama.cpp's q4 (`turboquant:k_format=q4,v_format=q4`) has 32 channels per scale and takes the same bits as
+    `group_size: 32`. It errs no more than NF4: the scale of q4 takes the sign of the largest value and so uses all 16
+    steps.
     """
 
     variants = ({"group_size": 32, "rotate": "hadamard", "equalize_k": True},)

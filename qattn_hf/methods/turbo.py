@@ -23,8 +23,7 @@ FEWEST_BYTES = 2**14  # a block and the recent tokens of one head take more
 
 
 class Turbo(WindowedMethod):
-    """TurboAttention: 4- or 2-bit blocks, an INT8 buffer of recent tokens, INT8 attention, optionally mixed bits by
-    head.
+    """TurboAttention: 4- or 2-bit blocks, an INT8 buffer of recent tokens, INT8 attention, optional mixed bits.
 
     SinkQ's pool of attention sinks is added to the paper's method, because a model with sinks loses three times as much
     without the pool. `sink_num=0` is the paper's method.
@@ -154,8 +153,7 @@ class Turbo(WindowedMethod):
         return self._pool_clash() or window  # None: sink_skip_layers skips this layer
 
     def _asks_for_pool(self) -> bool:
-        """Return whether the user set `sink_num`. A recipe that gives every setting, as turbo.yaml does, does not
-        count."""
+        """Return whether the user set `sink_num`. A recipe with every setting, such as turbo.yaml, does not count."""
         return "sink_num" in self.model_fields_set and self.model_fields_set != set(type(self).model_fields)
 
     def _pool_clash(self) -> str | None:

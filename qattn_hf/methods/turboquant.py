@@ -21,8 +21,7 @@ FormatName = Literal["turbo2", "turbo3", "turbo4", "q4", "q8", "model"]
 
 
 class TurboQuant(EqualizedMethod):
-    """TurboQuant: rotated keys and values in 2- to 4-bit codebooks, or q8, q4 or unquantized, chosen for K and V
-    apart."""
+    """TurboQuant: rotated keys and values in 2- to 4-bit codebooks, or q8, q4 or unquantized, set for each side."""
 
     variants = (
         {"k_format": "turbo3", "v_format": "q4", "norm_block": None},
@@ -67,8 +66,7 @@ class TurboQuant(EqualizedMethod):
         return TurboQuantFormat(bits=bits, for_values=for_values, norm_block=self.norm_block or 0)
 
     def arithmetic(self) -> Compute:
-        """Apply the setting `rotate` to both sides. In `Compute`, `rotate` is for queries and keys, `rotate_v` for
-        values."""
+        """Apply the setting `rotate` to both sides. In `Compute`, `rotate` covers queries and keys."""
         k, v = (self.rotate if name.startswith("turbo") else "none" for name in (self.k_format, self.v_format))
         return dataclasses.replace(super().arithmetic(), rotate=k, rotate_v=v)
 

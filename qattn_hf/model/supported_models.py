@@ -136,8 +136,7 @@ def check_full(model: PreTrainedModel) -> None:
 
 
 def _check_causal(model: PreTrainedModel, kind: str) -> None:
-    """Refuse layers that have only bidirectional attention. Cross attention is accepted if causal attention is
-    present."""
+    """Refuse layers with only bidirectional attention. Cross attention is accepted next to causal attention."""
     layers: dict[bool, set[int]] = {True: set(), False: set()}
     for module in decoder_of(model).modules():
         causal, layer = getattr(module, "is_causal", None), getattr(module, "layer_idx", None)

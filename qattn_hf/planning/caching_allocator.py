@@ -57,8 +57,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, small and large ones
 
     def allocate(self, n_bytes: int) -> Block:
-        """Return a block for a tensor of `n_bytes`: the smallest free one that is large enough, or one from a new
-        segment."""
+        """Return a block for a tensor of `n_bytes`: the smallest sufficient free block, or one from a new segment."""
         size = max(1, -(-n_bytes // ROUNDING)) * ROUNDING
         small = size <= SMALL
         free = self._free[small]
@@ -91,8 +90,7 @@ class CachingAllocator:
         self._keep(block)
 
     def _segment(self, size: int, small: bool) -> Block:
-        """Return a block that is a new segment. If the limit would be passed, segments without tensors are freed
-        first."""
+        """Return a block that is a new segment. At the limit, segments without tensors are freed first."""
         whole = LARGE_SEGMENT if size < WHOLE else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
         n_bytes = SMALL_SEGMENT if small else whole
         if self.limit is not None and self.reserved + n_bytes > self.limit:

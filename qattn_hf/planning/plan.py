@@ -127,8 +127,9 @@ class Planner:
             pass  # entering checks that the model can be patched
 
     def way(self, method: str | Recipe) -> Way:
-        """Make a way to cache: `full`, a method with settings such as `turbo:bits=2`, a recipe's name or file, or a
-        recipe.
+        """Make a way to cache from `full`, a method with settings such as `turbo:bits=2`, or a recipe.
+
+        A recipe may be a `Recipe`, or its name or file.
 
         Raises:
             RecipeError: an unknown method, recipe or setting, or one that does not fit the model.
@@ -176,8 +177,7 @@ class Planner:
         return not self._followed(way, batch, context, memory - self.fixed)[1].failed
 
     def longest(self, memory: int, way: Way, batch: int = 1) -> int:
-        """Return the longest context in tokens for each of `batch` rows that fits `memory` bytes, to 0.8 %; 0 if none
-        fits."""
+        """Return the longest context, in tokens for each of `batch` rows, that fits `memory` bytes, to 0.8 %, or 0."""
         return STEP * self._largest(memory, lambda n: (way, batch, n * STEP), parts=128)
 
     def largest(self, memory: int, way: Way, context: int) -> int:
@@ -196,8 +196,7 @@ class Planner:
     def _followed(
         self, way: Way, batch: int, context: int, limit: int | None = None
     ) -> tuple[LiveMemory, CachingAllocator, int]:
-        """Simulate every allocation of a `generate`, in one call of each kind. Also returns the bytes of its full
-        cache."""
+        """Simulate every allocation of a `generate`, in one call of each kind. Also returns the full cache's bytes."""
         allocator = CachingAllocator(limit)
         live = LiveMemory(allocator)
         for n_bytes in (*self._weights, batch * context * TOKEN_BYTES):
@@ -258,10 +257,13 @@ class Planner:
 
 
 def _last(fits: Callable[[int], bool], most: int, parts: int | None) -> int:
-    """Return the largest n up to `most` that fits, or 0 if none does. Smaller n are assumed to fit if a larger one
-    does.
+    """Return the largest n up to `most` that fits, or 0 if none does.
+
+    Smaller n are assumed to fit if a larger one does.
 
     Args:
+        fits: whether a number fits.
+        most: upper bound of the result.
         parts: the result may be too small by up to `1 / parts`.
     """
     if most == 0 or fits(most):

@@ -33,8 +33,7 @@ class Chunk(NamedTuple):
 
 
 def cuts(tokens: int, chunk: int = CHUNK, steps: int = 0) -> list[int]:
-    """Return boundaries of chunks of `tokens` tokens, starting with 0: whole chunks, then the last `steps` tokens
-    singly."""
+    """Return chunk boundaries of `tokens` tokens, 0 first: whole chunks, then the last `steps` tokens singly."""
     steps = min(steps, tokens)
     return [*range(0, tokens - steps, chunk), *range(tokens - steps, tokens + 1)]
 

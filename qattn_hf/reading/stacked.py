@@ -52,8 +52,10 @@ class Stack:
         }
 
     def outputs(self, calls: Mapping[int, Call]) -> dict[int, torch.Tensor]:
-        """Return the output `[B, T, Hq, Dv]` of each member for the next call of its layer, by its index in the whole
-        list."""
+        """Return the next output `[B, T, Hq, Dv]` of each member, by its index in the whole list.
+
+        Args:
+            calls: by layer, the next call of every layer that has members."""
         parts = [calls[layer] for layer in self.at]
         tokens = parts[0].query.shape[2]
         query, keys, values = (

@@ -27,8 +27,7 @@ PART = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)  # a string of JSON, or one
 
 
 def split_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Split a text into name and settings: `turbo:k_bits=4,softmax=sas` -> `("turbo", {"k_bits": 4, "softmax":
-    "sas"})`.
+    """Split name and settings: `turbo:bits=2,softmax=sas` -> `("turbo", {"bits": 2, "softmax": "sas"})`.
 
     The name is not looked up.
 
