@@ -1,8 +1,8 @@
-"""Packed KV caches and quantized attention for transformers: `patch(model, method="turbo")`.
+"""Packed KV caches and quantized attention for Transformers: `patch(model, method="turbo")`.
 
-Importing this package loads neither torch nor transformers: a name loads its module when it is first used. The names
-below are functions and classes. What else is public is a module: `qattn_hf.bench`, `qattn_hf.check`,
-`qattn_hf.compare`, `qattn_hf.inspect`, `qattn_hf.plan` and `qattn_hf.tune`; no name is both.
+Importing this package loads neither torch nor Transformers. A name loads its module when it is first used. The names
+below are functions and classes. The other public names are modules: `qattn_hf.bench`, `qattn_hf.check`,
+`qattn_hf.compare`, `qattn_hf.inspect`, `qattn_hf.plan` and `qattn_hf.tune`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'qattn_hf' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"qattn_hf.{_MODULE_OF[name]}"), name)
-    globals()[name] = value  # the next look-up finds it at once
+    globals()[name] = value  # later look-ups skip this function
     return value
 
 

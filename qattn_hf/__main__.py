@@ -1,4 +1,4 @@
-"""`python -m qattn_hf` is `qattn`, where the command is not on the PATH."""
+"""Make `python -m qattn_hf` run `qattn`, for when the command is not on the PATH."""
 
 from qattn_hf.cli import main
 

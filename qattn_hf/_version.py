@@ -1,3 +1,3 @@
-"""The one place of the version: the build reads it from here, `qattn_hf.__version__` too."""
+"""The version of the package. The build and `qattn_hf.__version__` read it from here."""
 
 __version__ = "0.1.0"

@@ -1,11 +1,11 @@
-"""Whether a method supports a model, from its config alone, and the size of its cache: what `qattn check` does.
+"""Check from a config whether a method supports a model, and the size of its cache, as `qattn check` does.
 
     from qattn_hf import check
 
     result = check.check("Qwen/Qwen3-8B", "turbo")          # downloads a config, no weights
     result.refused, result.bytes_per_token, result.longest(80 * 2**30)
 
-Each name is documented where it is defined: `help(check.check)`.
+`help(check.check)` documents a name.
 """
 
 from qattn_hf.planning.check import Check, check, without_weights

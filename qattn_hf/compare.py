@@ -1,4 +1,4 @@
-"""Compare methods with full precision on a text, for notebooks and programs: what `qattn compare` does.
+"""Compare methods with full precision on a text, for notebooks and programs, as `qattn compare` does.
 
     from qattn_hf import compare
 
@@ -7,7 +7,7 @@
     rows = compare.compare(model, recipes, compare.read_as(ids, steps=128))
     compare.print_table([{"model": "mine", **row} for row in rows])
 
-Each name is documented where it is defined: `help(compare.compare)`.
+`help(compare.compare)` documents a name.
 """
 
 from qattn_hf.cache.sizes import Size, size_of

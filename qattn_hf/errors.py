@@ -1,4 +1,4 @@
-"""Errors that name what is wrong and what to do instead. Importing this module does not import torch."""
+"""Errors that name the problem and the fix. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LONGEST_MESSAGE = 2000  # characters
 
 
 class QAttnError(ValueError):
-    """Base class of this package's errors, a `ValueError`. `CapacityError` is a `ValueError` alone."""
+    """Base class of this package's errors, a `ValueError`. `CapacityError` is a plain `ValueError`."""
 
 
 class RecipeError(QAttnError):
-    """An invalid recipe or setting: the message names the key, the recipe or file, and what is allowed.
+    """An invalid recipe or setting. The message names the key, the recipe or file, and what is allowed.
 
-    A message of more than 2,000 characters is shortened in its middle, since recipes may hold texts of any length.
+    A message of more than 2,000 characters is shortened in its middle, because recipes may have texts of any length.
     """
 
     def __init__(self, message: str):
@@ -29,11 +29,11 @@ class RecipeError(QAttnError):
 
 
 class UnsupportedError(QAttnError):
-    """A model, cache or argument that is not supported; nothing was changed. The message says what to use instead."""
+    """An unsupported model, cache or argument. Nothing was changed. The message says what to use instead."""
 
 
 def __getattr__(name: str) -> Any:
-    """`CapacityError`, which the operator raises: it is loaded when it is first asked for."""
+    """Load `CapacityError`, which the operator raises, when it is first used."""
     if name != "CapacityError":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from qattn_kernels.step.operator import CapacityError

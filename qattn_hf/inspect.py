@@ -6,7 +6,7 @@
     layers = inspect.inspect(model, compare.find_recipe("turbo_sink", None, {}), ids)
     inspect.channel_ranges(layers[0], "layer 0")                          # a matplotlib figure
 
-Each name is documented where it is defined: `help(inspect.inspect)`.
+`help(inspect.inspect)` documents a name.
 """
 
 from qattn_hf.fidelity.inspection import Inspected, inspect

@@ -1,4 +1,4 @@
-"""Longest contexts and largest batches that fit a GPU, from a model's config alone: what `qattn plan` does.
+"""Predict the longest contexts and largest batches that fit a GPU from a model's config, as `qattn plan` does.
 
     from qattn_hf import plan
 
@@ -6,7 +6,7 @@
     planner.longest(24 * 2**30, planner.way("turbo"))            # tokens of one row
     planner.memory(planner.way("turbo"), batch=8, context=32768) # where the bytes go
 
-Each name is documented where it is defined: `help(plan.Planner)`.
+`help(plan.Planner)` documents a name.
 """
 
 from qattn_hf.planning.plan import Memory, Planner, Way

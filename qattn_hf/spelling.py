@@ -1,6 +1,6 @@
-"""Methods with settings as texts, `turbo:bits=2`, for programs that take them as arguments.
+"""Parse methods with settings from texts such as `turbo:bits=2`, for programs that take them as arguments.
 
-Each name is documented where it is defined: `help(spelling.split_method)`.
+`help(spelling.split_method)` documents a name.
 """
 
 from qattn_hf.recipes.spelling import FULL, parse_settings, split_method, split_methods

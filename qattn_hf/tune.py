@@ -1,4 +1,4 @@
-"""Find a recipe for one model within a budget of bits or KL, for notebooks and programs: what `qattn tune` does.
+"""Find a recipe for one model within a budget of bits or KL, for notebooks and programs, as `qattn tune` does.
 
     from qattn_hf import compare, tune
 
@@ -9,7 +9,7 @@
     )
     patch(model, recipe=tuned.recipe)
 
-Each name is documented where it is defined: `help(tune.tune)`.
+`help(tune.tune)` documents a name.
 """
 
 from qattn_hf.fidelity.picture import draw_sensitivity

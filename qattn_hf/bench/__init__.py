@@ -1,4 +1,4 @@
-"""Measure speed and memory of packed and stock caches on this machine: what `qattn bench` does.
+"""Measure speed and memory of packed and stock caches on this machine, for `qattn bench`.
 
     from qattn_hf import bench, compare
 
@@ -6,9 +6,9 @@
     rows = list(bench.decode.rows([bench.decode.Point(1, 8192)], settings, bench.Heads(), torch.device("cuda")))
     bench.print_table(rows)
 
-`decode`, `prefill` and `generate` are modules, one for each measurement: `Point` is the batch and length to measure,
-`rows` yields one JSON row for each point and way. A way is what is compared: a method's cache, an SDPA backend, or, in
-`generate`, a cache with a decode path. Each name is documented where it is defined: `help(bench.decode.rows)`.
+`decode`, `prefill` and `generate` are modules with one measurement each. `Point` is the batch and length to measure.
+`rows` yields one JSON row for each point and way. A way is one of the things compared: a method's cache, an SDPA
+backend, or, in `generate`, a cache with a decode path. `help(bench.decode.rows)` documents a name.
 """
 
 from qattn_hf.bench import decode, generate, prefill

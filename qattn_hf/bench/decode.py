@@ -1,8 +1,8 @@
-"""Decode attention: one layer's whole step for one new token, packed caches and every backend of bf16 SDPA.
+"""Decode attention: one layer's whole step for one new token, with packed caches and with bf16 SDPA backends.
 
-Each runs inside one CUDA graph of many steps, as in a captured decode step of a model. A packed layer appends the
-token, quantizes full blocks, attends and merges splits; SDPA writes key and value into place and attends over exactly
-the context. Each step of the graph works on buffers that are no longer in the L2 cache.
+Steps run inside one CUDA graph of many steps, as in a captured decode step of a model. A packed layer appends the
+token, quantizes full blocks, attends and merges splits. SDPA writes key and value into place and attends over exactly
+the context. Each step of the graph works on buffers that the L2 cache has already evicted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from qattn_hf.layer.layer import QAttnLayer
 from qattn_hf.methods import Method
 from qattn_kernels.layer.scores import Scores
 
-SDPA_STEPS = 16  # of a graph at least, so that its launch is a small part of its time
-SETTLING = 4  # measurements that are not kept: on H100s the first three were 1 us a step faster than the same later
-ROOM = 4  # capacity over context of the points that measure what spare capacity costs
+SDPA_STEPS = 16  # least number in a graph, so that launching it is a small part of its time
+SETTLING = 4  # discarded measurements: the first three on an H100 are 1 us a step faster than later ones
+ROOM = 4  # capacity over context, for the points that measure the cost of spare capacity
 
 
 class Point(NamedTuple):
@@ -49,11 +49,14 @@ def rows(
     """Measure decode steps, and yield one row for each point and way.
 
     Args:
-        points: batch and context lengths. methods: settings of packed caches, by name. heads: shape of the layer.
-        device: a GPU, or a CPU, whose figures only show that the bench runs.
+        points: batch and context lengths.
+        methods: settings of packed caches, by name.
+        heads: shape of the layer.
+        device: a GPU, or a CPU to test that the bench runs.
 
     Yields:
-        `way`, the shapes, `ms` of one step with its lowest and highest run, `kv_bytes` read, `gb_per_s`; or `error`.
+        `way`, the shapes, `ms` of one step with its lowest and highest run, `kv_bytes` read and `gb_per_s`, or an
+        `error`.
     """
     settled = device.type != "cuda"
     for point in points:
@@ -71,7 +74,7 @@ def rows(
 
 
 def _backends(point: Point, device: torch.device) -> dict[str, sdpa.Backend]:
-    """SDPA backends to measure, by name; a CPU has `flash` and `math` only."""
+    """Return the SDPA backends to measure, by name. A CPU has only `flash` and `math`."""
     names = set(sdpa.BACKENDS) if device.type == "cuda" else {"flash", "math"}
     if point.batch * point.context > sdpa.MATH_TOKENS:
         names.discard("math")
@@ -79,7 +82,7 @@ def _backends(point: Point, device: torch.device) -> dict[str, sdpa.Backend]:
 
 
 def _new_token(point: Point, heads: Heads, device: torch.device) -> list[torch.Tensor]:
-    """Random query `[B, Hq, 1, D]`, key and value `[B, Hkv, 1, D]` of one new token of each row."""
+    """Make a random query `[B, Hq, 1, D]`, key and value `[B, Hkv, 1, D]`: one new token for each row."""
     return [
         torch.randn(point.batch, h, 1, heads.dim, dtype=heads.dtype, device=device)
         for h in (heads.query, heads.kv, heads.kv)
@@ -103,9 +106,10 @@ class PackedSteps(NamedTuple):
     """Decode steps of packed layers, ready to be timed.
 
     Attributes:
-        replay: runs them; `restore` before each run.
-        number: how many.
-        layers: which take them in turn.
+        replay: runs the steps.
+        restore: resets the layers. Call it before each run.
+        number: number of steps.
+        layers: layers that take the steps in turn.
     """
 
     replay: Work
@@ -116,10 +120,10 @@ class PackedSteps(NamedTuple):
 
 @torch.no_grad()
 def packed_steps(point: Point, settings: Method, heads: Heads, device: torch.device) -> PackedSteps:
-    """Steps of packed layers whose lengths are spread over a span; each layer takes several tokens a replay.
+    """Make steps of packed layers whose lengths are spread over a span. Each layer takes several tokens in a replay.
 
-    So a replay closes as many blocks as decoding does on average, one every `span` tokens of a row, and the mean length
-    over its steps is `context`.
+    A replay thus closes as many blocks as decoding does on average: one for every `span` tokens of a row. The mean
+    length over its steps is `context`.
     """
     probe = make_layer(settings, heads, point.batch, 1, device)
     span = probe.spec.window.span
@@ -160,7 +164,7 @@ def _packed(point: Point, settings: Method, heads: Heads, device: torch.device) 
 
 
 def _divisor_from(span: int, least: int) -> int:
-    """The smallest divisor of `span` that is not below `least`."""
+    """Return the smallest divisor of `span` that is not below `least`."""
     return next(n for n in range(least, span + 1) if span % n == 0)
 
 

@@ -1,7 +1,7 @@
-"""Waiting for the compiler: one process that meets ten shapes, with an empty folder of kernels, then with a filled one.
+"""Measure waiting for the compiler: one process meets ten shapes, with an empty kernel cache and then a filled one.
 
-Each process patches a model of two layers and generates at once, so that nothing is compiled ahead. The wait of a shape
-is what its first `generate` takes longer than its second.
+Each process patches a model of two layers and generates at once, so nothing is compiled ahead. The wait for a shape is
+the extra time of its first `generate` over its second.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from qattn_hf.bench.model import LLAMA_8B, TINY, random_model
 from qattn_hf.bench.timing import synchronize
 from qattn_hf.patching.patcher import patch
 
-# rows and tokens of prompts; those of two rows have padding
+# rows and tokens of prompts; prompts of two rows have padding
 SHAPES = [(1, 100), (1, 700), (1, 3000), (1, 20000), (2, 700), (3, 300), (8, 700), (16, 512), (32, 1000), (50, 700)]
 FEW = [(1, 40), (2, 50)]
 NEW_TOKENS = 8
 
 
 def rows(methods: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
-    """Measure each method in two processes, and yield a row for each.
+    """Measure each method in two processes, and yield a row for each process.
 
     Args:
         methods: as `patch` takes them, such as `turbo:bits=2`.
+        device: device that the processes run on.
 
     Yields:
-        `way`, `cache` (`cold` or `warm`), `kernels` that were compiled, `wait_s` in all, and `waits_s` of each shape.
+        `way`, `cache` (`cold` or `warm`), number of compiled `kernels`, `wait_s` in total, and `waits_s` of each shape.
 
     Raises:
         RuntimeError: a process failed.
@@ -61,7 +62,7 @@ def rows(methods: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _generated(model: PreTrainedModel, batch: int, tokens: int) -> float:
-    """Seconds of one `generate`."""
+    """Return the seconds of one `generate`."""
     ids = torch.randint(1, model.config.vocab_size, (batch, tokens), device=model.device)
     mask = torch.ones_like(ids)
     mask[0, : tokens // 10] = batch != 2  # left padding

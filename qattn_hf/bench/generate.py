@@ -1,8 +1,8 @@
-"""`generate` of a whole model: time of a token, memory, and set-up time of each way.
+"""Measure `generate` of a whole model: time per token, memory, and set-up time of each way.
 
-Every way generates twice from the same random prompt. The first run is cold: it includes compiling and capturing, and
-each of its decode steps is timed alone (the call that `generate` makes and an argmax, synchronized). The second run is
-as users see it: time to the first token, time of the others on the device, peak memory.
+Every way generates twice from the same random prompt. The first run is cold and includes compiling and capturing. Each
+of its decode steps is timed alone: the call that `generate` makes and an argmax, synchronized. The second run shows
+what users see: time to the first token, time of later tokens on the device, and peak memory.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Run(NamedTuple):
     """Measurements of one `generate`.
 
     Attributes:
-        gaps: seconds from one token to the next; the first from the call.
+        gaps: seconds from one token to the next. The first gap begins at the call.
         steps: seconds of each decode step alone, if watched.
         compiled: whether `generate` asked for a compiled call.
         cache: the cache after the run.
-        prefill_peak, peak: peak bytes of GPU memory up to the first token, and in all.
+        prefill_peak, peak: peak bytes of GPU memory up to the first token, and in total.
     """
 
     gaps: list[float]
@@ -59,8 +59,9 @@ class Run(NamedTuple):
 
 
 class Stamps(StoppingCriteria):
-    """Marks when the call began and when each token was there. A stopping criterion that never stops, and that waits
-    for nothing, as `generate` may not either: on a GPU its marks are events of the stream."""
+    """Stopping criterion that records the time of the call and of each token, and never stops.
+
+    Like `generate` it must not wait for the device, so on a GPU the times are events of the stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -82,7 +83,7 @@ class Stamps(StoppingCriteria):
             self._marks.append(time.perf_counter())
 
     def gaps(self) -> list[float]:
-        """Seconds from one token to the next, the first from the beginning."""
+        """Return the seconds from one token to the next. The first gap begins at the call."""
         synchronize(self.device)
         pairs = list(itertools.pairwise(self._marks))
         if self.device.type == "cuda":
@@ -96,10 +97,13 @@ def rows(
     """Measure `generate`, and yield one row for each point and way.
 
     Args:
-        points: batch and prompt lengths. ways: of `all_ways`. model: not patched. new_tokens: tokens of each answer.
+        points: batch and prompt lengths.
+        ways: ways from `all_ways`.
+        model: unpatched model.
+        new_tokens: tokens of each answer.
 
     Yields:
-        `way`, the shapes, `ms_per_token`, `step_ms`, seconds of first token and set-up, bytes of cache and peak; or
+        `way`, the shapes, `ms_per_token`, `step_ms`, seconds of first token and set-up, bytes of cache and peak, or an
         `error`.
     """
     config = model.config.get_text_config(decoder=True)
@@ -143,13 +147,13 @@ def _measured(model: PreTrainedModel, way: Way, ids: torch.Tensor, new_tokens: i
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, inputs: dict[str, Any], watch: bool) -> Run:
-    """Generate `new_tokens` greedy tokens after `ids` `[B, T]` and time each; with `watch` also the steps alone.
+    """Generate `new_tokens` greedy tokens after `ids` `[B, T]` and time each. `watch` also times the steps alone.
 
     Args:
         inputs: further arguments of `model.generate`.
 
     Raises:
-        RuntimeError: another number of tokens or steps than expected.
+        RuntimeError: the number of tokens or steps differs from the expected one.
     """
     device = ids.device
     steps: list[float] = []
@@ -178,10 +182,10 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, inputs:
 def decode_calls(
     model: PreTrainedModel, wrap: Callable[[Callable], Callable] | None, compiled: list[bool]
 ) -> Iterator[None]:
-    """Context in which `generate` makes its decode steps through `wrap(call)`.
+    """Make `generate` run its decode steps through `wrap(call)` within a `with` block.
 
-    `generate` takes `model.get_compiled_call(...)` or `model.__call__`, both by attribute, so that attributes of this
-    one model are enough. What is compiled is the original call, not the wrapped one.
+    `generate` takes `model.get_compiled_call(...)` or `model.__call__` by attribute, so attributes of this one model
+    suffice. The original call is compiled, not the wrapped one.
 
     Args:
         compiled: gets an entry when `generate` asks for a compiled call.
@@ -222,10 +226,10 @@ def _timed(call: Callable, seconds: list[float], device: torch.device) -> Callab
 
 
 def _ran(run: Run, way: Way) -> dict[str, Any]:
-    """Decode path and implementation of a run.
+    """Return the decode path and implementation of a run.
 
     Raises:
-        RuntimeError: another decode path ran than that of the way, whose figures would be those of something else.
+        RuntimeError: the decode path that ran differs from the way's path, so its figures would be mislabelled.
     """
     if isinstance(run.cache, QAttnCache):
         data = report(run.cache).to_dict()
@@ -238,7 +242,7 @@ def _ran(run: Run, way: Way) -> dict[str, Any]:
 
 
 def _figures(cold: Run, warm: Run) -> dict[str, Any]:
-    """Time of a token and step: medians over the second half of the tokens; what the others take longer is set-up."""
+    """Compute the times of a token and a step: medians over the second half. Extra time of the first half is set-up."""
     token, step = (statistics.median(times[len(times) // 2 :]) for times in (warm.gaps, cold.steps))
     return {
         "ms_per_token": _round(token * 1e3),

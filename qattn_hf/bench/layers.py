@@ -1,4 +1,4 @@
-"""Packed layers for benchmarks: their shape, and what a step reads of them."""
+"""Packed layers for benchmarks: their shape, and the bytes that a step reads."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Heads:
     dtype: torch.dtype = torch.bfloat16
 
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in model precision."""
+        """Return the bytes of one token's unpacked keys and values, in `dtype`."""
         return 2 * self.kv * self.dim * self.dtype.itemsize
 
     def row(self) -> dict[str, Any]:
-        """The shape as fields of a JSON row: `heads`, `kv_heads`, `head_dim`, `dtype`."""
+        """Return the shape as fields of a JSON row: `heads`, `kv_heads`, `head_dim`, `dtype`."""
         sizes = {"heads": self.query, "kv_heads": self.kv, "head_dim": self.dim}
         return {**sizes, "dtype": str(self.dtype).removeprefix("torch.")}
 
 
 def make_layer(settings: Method, heads: Heads, batch: int, capacity: int, device: torch.device) -> QAttnLayer:
-    """An empty packed layer with room for `capacity` tokens a row, by a method's settings."""
+    """Make an empty packed layer with room for `capacity` tokens in each row, from a method's settings."""
     spec = settings.last_layer_spec(heads.kv)
     reason = no_triton(device.type) or unsupported(spec, heads.kv, heads.dim, heads.dim)
     layer = QAttnLayer(replace(spec, impl=settings.chosen_impl(device.type, reason)), capacity)
@@ -44,9 +44,9 @@ def make_layer(settings: Method, heads: Heads, batch: int, capacity: int, device
 
 
 def bookkeeping(layers: list[QAttnLayer]) -> Callable[[], None]:
-    """A function that resets the lengths of `layers` to their present values, so that a step can run repeatedly.
+    """Return a function that resets the lengths of `layers` to their present values, so a step can run repeatedly.
 
-    Codes stay: the next step overwrites those of the last one.
+    Quantized values are left in place. The next step overwrites the values of the last step.
     """
     tensors = [t for layer in layers for t in layer.state.values() if t.dtype in BOOKKEEPING]
     saved = [t.clone() for t in tensors]
@@ -58,6 +58,6 @@ def bookkeeping(layers: list[QAttnLayer]) -> Callable[[], None]:
 
 
 def bytes_read(layer: QAttnLayer, tokens: int) -> int:
-    """Bytes of a layer's block tensors for `tokens` tokens a row: what a decode step reads."""
+    """Return the bytes of a layer's block tensors for `tokens` tokens in each row, which a decode step reads."""
     block_tensors = (layer.state[name] for name, spec in layer.tensor_specs().items() if spec.block_dim is not None)
     return sum(t.nbytes for t in block_tensors) * tokens // layer.capacity

@@ -38,10 +38,11 @@ TINY = {
 
 
 def random_model(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A Llama with random weights, made on the device.
+    """Make a Llama with random weights on the device.
 
     Args:
         sizes: arguments of `LlamaConfig`, such as `hidden_size` and `num_hidden_layers`.
+        device, dtype: device and dtype of the weights.
     """
     config = LlamaConfig(**sizes, tie_word_embeddings=False, max_position_embeddings=131072)
     return _random(config, device, dtype)
@@ -51,7 +52,9 @@ def model_of_config(source: str, device: torch.device, dtype: torch.dtype | None
     """Make a model with random weights on the device, from its config alone.
 
     Args:
-        source: a folder, a config file or a hub name. dtype: precision; None is the config's, else float32.
+        source: a folder, a config file or a hub name.
+        device: device of the weights.
+        dtype: dtype of the weights. None uses the config's dtype, or float32 if it has none.
     """
     config = AutoConfig.from_pretrained(source)
     return _random(config, device, dtype or config.dtype or torch.float32)
@@ -59,11 +62,11 @@ def model_of_config(source: str, device: torch.device, dtype: torch.dtype | None
 
 def _random(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device(device):
-        return _ready(AutoModelForCausalLM.from_config(config, dtype=dtype))  # by SDPA, if the model knows it
+        return _ready(AutoModelForCausalLM.from_config(config, dtype=dtype))  # attends by SDPA if the model supports it
 
 
 def load_model(source: str, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load a model from a folder or the hub, without end tokens, for benchmarks; a `dtype` of None is the model's."""
+    """Load a model from a folder or the hub for benchmarks, without end tokens. A `dtype` of None keeps its dtype."""
     made = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", attn_implementation="sdpa")
     return _ready(made.to(device))
 
@@ -81,7 +84,7 @@ def attention_of_the_floor(module: Any, query: torch.Tensor, *args: Any, **kwarg
 
 
 def register_floor() -> None:
-    """Register the floor's attention with transformers as `FLOOR`."""
+    """Register the floor's attention with Transformers as `FLOOR`."""
     AttentionInterface.register(FLOOR, attention_of_the_floor)
 
 
@@ -114,11 +117,11 @@ class CountingLayer(CacheLayerMixin):
 
 
 def counting_cache(model: PreTrainedModel) -> Cache:
-    """A cache for the floor, which stores nothing."""
+    """Make a cache for the floor, which stores nothing."""
     return Cache(layers=[CountingLayer() for _ in range(model.config.num_hidden_layers)])
 
 
 def kv_bytes(cache: Any) -> int:
-    """Bytes of a stock cache's keys and values, counted from its tensors; 0 for the floor's cache."""
+    """Return the bytes of a stock cache's keys and values, counted from its tensors. The floor's cache has 0."""
     tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
     return sum(t.nbytes for t in tensors if t is not None)

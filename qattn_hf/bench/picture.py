@@ -1,4 +1,4 @@
-"""Plots of benchmark rows; matplotlib is imported only here."""
+"""Plots of benchmark rows. matplotlib is imported when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def need_matplotlib(option: str = "--picture") -> None:
     """Check that matplotlib is installed, before the work that `option` would plot.
 
     Raises:
-        QAttnError: it is not installed.
+        QAttnError: matplotlib is not installed.
     """
     try:
         import matplotlib  # noqa: F401
@@ -33,9 +33,9 @@ def draw(rows: list[Row], target: Path, measured_on: str | None = None, metadata
     """Plot the rows of one bench.
 
     Args:
-        rows: of `decode.rows`, `prefill.rows` or `generate.rows`.
+        rows: rows from `decode.rows`, `prefill.rows` or `generate.rows`.
         target: image file to write, such as a .png.
-        measured_on: for the title. None: this machine's device and torch.
+        measured_on: device and versions for the title. None: this machine's device and torch version.
         metadata: kept in the image file.
     """
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def draw(rows: list[Row], target: Path, measured_on: str | None = None, metadata
 
 
 def _decode(figure: Any, rows: list[Row]) -> None:
-    """Milliseconds over context, one plot for each batch size."""
+    """Plot milliseconds over context, in one plot for each batch size."""
     batches = by_point(rows, "batch")
     plots = figure.subplots(1, len(batches), squeeze=False)[0]
     for axes, ((batch,), batch_rows) in zip(plots, sorted(batches.items()), strict=True):
@@ -68,7 +68,7 @@ def _decode(figure: Any, rows: list[Row]) -> None:
 
 
 def _prefill(figure: Any, rows: list[Row]) -> None:
-    """TOPS, a group of bars for each point."""
+    """Plot TOPS, in a group of bars for each point."""
     points = by_point(rows, "batch", "tokens")
     labels = [f"{batch} x {tokens}" for batch, tokens in points]
     names = [*ways(rows, packed=False), *ways(rows, packed=True)]
@@ -76,7 +76,7 @@ def _prefill(figure: Any, rows: list[Row]) -> None:
 
 
 def _generate(figure: Any, rows: list[Row]) -> None:
-    """Milliseconds a token, a group of bars for each point; rows without a `generate` are left out."""
+    """Plot milliseconds per token, in a group of bars for each point. Rows without a `generate` are left out."""
     rows = [row for row in rows if "ms_per_token" in row]
     points = by_point(rows, "batch", "context")
     labels = [f"batch {batch}, {context} tokens" for batch, context in points]

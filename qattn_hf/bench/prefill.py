@@ -33,11 +33,14 @@ def rows(
     """Measure prefills, and yield one row for each point and way.
 
     Args:
-        points: batch and prompt lengths. methods: settings of packed caches, by name. heads: shape of the layer.
+        points: batch and prompt lengths.
+        methods: settings of packed caches, by name.
+        heads: shape of the layer.
+        device: a GPU, or a CPU to test that the bench runs.
 
     Yields:
-        `way`, the shapes, `ms` of one call with its lowest and highest run, `tops` (a causal pair of query and key
-        counts 4 D operations a head); or `error`.
+        `way`, the shapes, `ms` of one call with its lowest and highest run, and `tops`, or an `error`. A causal pair of
+        query and key counts 4 D operations in each head.
     """
     for point in points:
         shape = {"bench": "prefill", **point._asdict(), **heads.row(), "device": device.type}
@@ -52,7 +55,7 @@ def rows(
 
 
 def _prompt(point: Point, heads: Heads, device: torch.device) -> list[torch.Tensor]:
-    """Random queries `[B, Hq, T, D]`, keys and values `[B, Hkv, T, D]`."""
+    """Make random queries `[B, Hq, T, D]`, keys and values `[B, Hkv, T, D]`."""
     counts = (heads.query, heads.kv, heads.kv)
     shapes = [(point.batch, count, point.tokens, heads.dim) for count in counts]
     return [torch.randn(shape, dtype=heads.dtype, device=device) for shape in shapes]

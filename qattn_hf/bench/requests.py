@@ -1,4 +1,4 @@
-"""Many requests of mixed lengths by continuous batching, each way over a pool of the same bytes."""
+"""Measure requests of mixed lengths in continuous batching, each way over a pool of the same bytes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from qattn_hf.model.heads import head_sizes
 from qattn_hf.recipes.recipe import Recipe
 
 STOCK = "model precision, sdpa"
-PAGE = 64  # tokens of a page in model precision, as of most methods
-WARM_UP = 4  # requests that are answered before time is taken
-ROWS = 4  # what requests have beside their pages takes at most one part of the memory in so many
+PAGE = 64  # tokens of an unpacked page; most methods have pages of this size
+WARM_UP = 4  # requests that are answered before timing begins
+ROWS = 4  # what requests need outside of pages takes at most 1/ROWS of the memory
 
 
 class Point(NamedTuple):
-    """What is asked: `requests` prompts of up to `longest` tokens, each with an answer of up to an eighth of that, over
-    `kv_mib` MiB. Lengths are drawn evenly by their logarithm from a sixteenth on, the same for each way."""
+    """A load: `requests` prompts of up to `longest` tokens, answered within `kv_mib` MiB of cache.
+
+    Lengths are drawn evenly on a log scale, from a sixteenth of the longest on. An answer has up to an eighth of
+    `longest` tokens. Every way gets the same lengths."""
 
     kv_mib: int
     requests: int
@@ -45,11 +47,14 @@ def rows(
     """Answer all requests of each load, and yield one row for each load and way.
 
     Args:
-        recipes: packed pages by name. model: not patched. device: of the model.
+        loads: the loads to measure.
+        recipes: recipes of packed pages, by name.
+        model: unpatched model.
+        device: device of the model.
 
     Yields:
-        `way`, the load, `blocks` of `page_tokens` and `kv_bytes` of the pool, the most `held` requests, `seconds`, and
-        `tokens_per_s` of answers; or `error`.
+        `way`, the load, `blocks` of `page_tokens` and `kv_bytes` of the pool, the most requests `held` at once,
+        `seconds`, and `tokens_per_s` of answers, or an `error`.
     """
     known = all_ways(recipes, device)
     for load in loads:
@@ -78,19 +83,19 @@ def _packed(model: PreTrainedModel, way: Way, load: Point) -> dict[str, Any]:
 
 
 def _answered(model: PreTrainedModel, load: Point, page: int, block_bytes: int, row: int) -> dict[str, Any]:
-    """Figures of one run over blocks of `page` tokens, and a row of so many bytes for each request."""
+    """Return figures of one run over blocks of `page` tokens, where each request also needs `row` bytes."""
     from transformers import ContinuousBatchingConfig
 
     room = load.kv_mib * 2**20
     slots = min(load.requests, room // (ROWS * row)) if row else load.requests
-    blocks = (room - slots * row) // block_bytes - 2  # two are transformers' own
+    blocks = (room - slots * row) // block_bytes - 2  # Transformers keeps two blocks for itself
     pool = {"page_size": page, "num_blocks": blocks, "max_requests_per_batch": slots, "allow_block_sharing": False}
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=load.longest // 8)
     asked = _asked(load, model.config.get_text_config(decoder=True).vocab_size)
     with model.continuous_batching_context_manager(
         generation, continuous_batching_config=ContinuousBatchingConfig(**pool)
     ) as manager:
-        _serve(manager, [(ids, 2) for ids, _ in asked[:WARM_UP]])  # which compiles kernels
+        _serve(manager, [(ids, 2) for ids, _ in asked[:WARM_UP]])  # compiles kernels
         began = time.perf_counter()
         held = _serve(manager, asked)
         seconds = time.perf_counter() - began
@@ -100,7 +105,7 @@ def _answered(model: PreTrainedModel, load: Point, page: int, block_bytes: int, 
 
 
 def _serve(manager: Any, asked: list[tuple[list[int], int]]) -> int:
-    """Answer all requests; the most that were held at once."""
+    """Answer all requests. Returns the most requests that were held at once."""
     for ids, new in asked:
         manager.add_request(ids, max_new_tokens=new)
     held, left = 0, len(asked)
@@ -114,7 +119,7 @@ def _serve(manager: Any, asked: list[tuple[list[int], int]]) -> int:
 
 
 def _asked(load: Point, vocabulary: int) -> list[tuple[list[int], int]]:
-    """Prompts, and how many tokens each answer has."""
+    """Draw prompts, and the number of tokens of each answer."""
     rng = random.Random(0)
 
     def length(most: int) -> int:

@@ -1,4 +1,4 @@
-"""The baseline: one layer of a preallocated cache in model precision, and PyTorch's SDPA by backend."""
+"""The baseline: one layer of a preallocated unpacked cache, and PyTorch's SDPA by backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qattn_hf.bench.layers import Heads
 
 
 class Backend(NamedTuple):
-    """A backend of SDPA; `packed`: query heads that share a KV head become rows of one head, which is read once."""
+    """A backend of SDPA. If `packed`, query heads that share a KV head become rows of one head, so it is read once."""
 
     kernel: SDPBackend
     packed: bool = False
@@ -28,11 +28,11 @@ BACKENDS = {
     "cudnn packed": Backend(SDPBackend.CUDNN_ATTENTION, packed=True),
     "efficient packed": Backend(SDPBackend.EFFICIENT_ATTENTION, packed=True),
 }
-MATH_TOKENS = 16384  # of all rows; beyond it the repeated heads of `math` only cost time and memory
+MATH_TOKENS = 16384  # most tokens of all rows; beyond it the repeated heads of `math` only cost time and memory
 
 
 class Cache:
-    """Keys and values `[B, Hkv, S, D]` of exactly `context` tokens; each step overwrites the last one."""
+    """Keys and values `[B, Hkv, S, D]` of exactly `context` tokens. Each step overwrites the last token."""
 
     def __init__(self, heads: Heads, batch: int, context: int, device: torch.device):
         shape = (batch, heads.kv, context, heads.dim)
@@ -40,7 +40,7 @@ class Cache:
         self.last = torch.tensor([context - 1], device=device)
 
     def step(self, backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A function that writes the new token and attends; q `[B, Hq, 1, D]`, k and v `[B, Hkv, 1, D]`."""
+        """Return a function that writes the new token and attends: q `[B, Hq, 1, D]`, k and v `[B, Hkv, 1, D]`."""
         packed = q.view(q.shape[0], k.shape[1], -1, q.shape[3])
 
         def run() -> torch.Tensor:

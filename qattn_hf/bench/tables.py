@@ -12,12 +12,12 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def ways(rows: Iterable[Row], packed: bool) -> list[str]:
-    """Names of the packed ways among rows, or of the stock ones, in order."""
+    """Return the names of the packed ways among rows, or of the stock ways, in order."""
     return list(dict.fromkeys(row["way"] for row in rows if row["packed"] == packed))
 
 
 def best_stock(rows: Iterable[Row]) -> Row | None:
-    """The row of the fastest stock way, such as an SDPA backend, among rows of one point; None if none ran."""
+    """Return the row of the fastest stock way, such as an SDPA backend, among rows of one point. None if none ran."""
     return min((row for row in rows if not row["packed"] and "ms" in row), key=lambda row: row["ms"], default=None)
 
 
@@ -30,7 +30,7 @@ def by_point(rows: Iterable[Row], *keys: str) -> dict[tuple, list[Row]]:
 
 
 def gains(rows: Iterable[Row], *keys: str) -> dict[tuple, dict[str, float]]:
-    """At each point of `keys`, the speed-up of each packed way over the fastest stock one."""
+    """Return the speed-up of each packed way over the fastest stock way, at each point of `keys`."""
     speedups = {}
     for point, here in by_point(rows, *keys).items():
         if best := best_stock(here):
@@ -39,9 +39,9 @@ def gains(rows: Iterable[Row], *keys: str) -> dict[tuple, dict[str, float]]:
 
 
 def decode_table(rows: list[Row]) -> Table:
-    """Milliseconds of a decode step, with the speed-up of each packed way over the best SDPA.
+    """Tabulate the milliseconds of a decode step, with each packed way's speed-up over the best SDPA.
 
-    Points with spare capacity are compared with the same cache without it.
+    Points with spare capacity are compared with the same cache without spare capacity.
     """
     methods = ways(rows, packed=True)
     points = by_point(rows, "batch", "context", "room")
@@ -60,7 +60,7 @@ def decode_table(rows: list[Row]) -> Table:
 
 
 def prefill_table(rows: list[Row]) -> Table:
-    """TOPS of a prefill for each way; `SDPA` where PyTorch's attended and kernels wrote the cache."""
+    """Tabulate the TOPS of a prefill for each way. `SDPA` marks prompts attended by SDPA and written by kernels."""
     names = [*ways(rows, packed=False), *ways(rows, packed=True)]
     lines = []
     for (batch, tokens), found in by_point(rows, "batch", "tokens").items():
@@ -70,10 +70,10 @@ def prefill_table(rows: list[Row]) -> Table:
 
 
 def generate_table(rows: list[Row]) -> Table:
-    """Times and memory of `generate` for each way.
+    """Tabulate times and memory of `generate` for each way.
 
-    `set-up`: seconds by which the first call of a process is longer than one without any set-up. `again`: seconds of
-    set-up that every later call still has after its first token.
+    `set-up` is the extra time in seconds of a process's first call over a call without set-up. `again` is the set-up in
+    seconds that every later call still has after its first token.
     """
     times = ["ms a token", "step alone, ms", "first token, s", "set-up, s", "again, s"]
     header = ["B", "context", "way", "ran", *times, "KV, GiB", "peak of prefill, GiB", "peak, GiB"]
@@ -90,13 +90,13 @@ def generate_table(rows: list[Row]) -> Table:
 
 
 def first_call_table(rows: list[Row]) -> Table:
-    """Kernels compiled, and seconds waited for them, by processes without and with kernels on disk."""
+    """Tabulate kernels compiled and seconds waited, in processes without and with kernels on disk."""
     lines = [[row["way"], row["cache"], str(row["kernels"]), _figure(row, "wait_s", ".1f")] for row in rows]
     return ["way", "kernels on disk", "compiled", "wait, s"], lines
 
 
 def throughput_table(rows: list[Row]) -> Table:
-    """Rows that fit the same memory, and tokens a second of all of them, with the gain over the fastest stock way."""
+    """Tabulate the rows that fit the same memory, and their tokens per second with the gain over the best stock way."""
     lines = []
     for (kv_mib, context), found in by_point(rows, "kv_mib", "context").items():
         best = max((row["tokens_per_s"] for row in found if not row["packed"] and "error" not in row), default=None)
@@ -109,7 +109,7 @@ def throughput_table(rows: list[Row]) -> Table:
 
 
 def requests_table(rows: list[Row]) -> Table:
-    """Requests held at once over pools of the same bytes, and tokens of answers a second."""
+    """Tabulate the requests held at once over pools of the same bytes, and answer tokens per second."""
     lines = []
     for (kv_mib, requests), found in by_point(rows, "kv_mib", "requests").items():
         for row in found:
@@ -129,12 +129,12 @@ TABLES = {
 
 
 def table(rows: list[Row]) -> Table:
-    """Header and lines of text for the rows of one bench."""
+    """Return the header and lines of text for the rows of one bench."""
     return TABLES[rows[0]["bench"]](rows)
 
 
 def computed_by(rows: list[Row]) -> str:
-    """Sentence that says whether Triton or the reference computed the packed ways."""
+    """Return a sentence that says whether Triton or the reference computed the packed ways."""
     impls = sorted({row["impl"] for row in rows if row.get("impl")})
     return f"Packed ways computed by: {', '.join(impls) or 'none ran'}."
 

@@ -1,8 +1,8 @@
-"""Tokens a second at equal memory: decode steps of a whole model with as many rows as a cache fits into some bytes.
+"""Tokens per second at equal memory: decode steps of a whole model with as many rows as fit into a number of bytes.
 
-Caches are filled with random numbers in place of prompts. `SDPA cudnn, captured` is the most that keys and values in
-model precision allow: a captured step of the model, whose attention writes into a preallocated cache of exactly the
-context and attends by PyTorch's SDPA with cuDNN.
+Caches are filled with random numbers, without prompts. `SDPA cudnn, captured` is an upper bound for unpacked keys and
+values. It is a captured step of the model whose attention uses a preallocated cache of exactly the context, and
+PyTorch's SDPA with cuDNN.
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ TINY = [Point(1, 128)]
 def rows(
     points: Iterable[Point], recipes: dict[str, Recipe], model: PreTrainedModel, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Measure decode steps of each cache at its own number of rows, and yield one row for each point and way.
+    """Measure decode steps with as many rows as each cache can hold, and yield one row for each point and way.
 
     Args:
-        points: bytes of keys and values, and context lengths. recipes: packed caches by name. model: not patched.
-        device: a GPU, or a CPU, whose figures only show that the bench runs.
+        points: bytes of keys and values, and context lengths.
+        recipes: recipes of packed caches, by name.
+        model: unpatched model.
+        device: a GPU, or a CPU to test that the bench runs.
 
     Yields:
-        `way`, the shapes, `batch` rows that fit, their `kv_bytes`, `ms_per_token` of all rows, `tokens_per_s`; or
-        `error`.
+        `way`, the shapes, `batch` rows that fit, their `kv_bytes`, `ms_per_token` of all rows, and `tokens_per_s`, or
+        an `error`.
     """
     known = all_ways(recipes, device)
     path = "graph" if device.type == "cuda" else "eager"
@@ -76,7 +78,7 @@ def rows(
 
 
 def heads_of(model: PreTrainedModel) -> list[Heads]:
-    """Shape of each attention layer of a model."""
+    """Return the shape of each attention layer of a model."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     sizes = [head_sizes(model.config, i) for i in range(count)]
     return [Heads(size.query, size.kv, size.dim, model.dtype) for size in sizes]
@@ -99,7 +101,7 @@ def _figures(batch: int, kv_bytes: int, ms: float) -> dict[str, Any]:
 
 
 def _generated(model: PreTrainedModel, way: Way, point: Point) -> dict[str, Any]:
-    """Figures of `generate` with a cache that holds all but the last token of each row."""
+    """Measure `generate` with a cache that holds all but the last token of each row."""
     with way.prepared(model):
         make = _packed_cache if way.packed else _stock_cache
         batch = _rows_that_fit(point, _bytes_of(make(model, 1, point.context)))
@@ -114,7 +116,7 @@ def _generated(model: PreTrainedModel, way: Way, point: Point) -> dict[str, Any]
 
 
 def _packed_cache(model: PreTrainedModel, batch: int, context: int) -> QAttnCache:
-    """A cache of a patched model with room for `context` tokens and an answer, all but the last token filled in."""
+    """Make a cache of a patched model for `context` tokens and an answer, with all but the last token filled in."""
     cache = QAttnCache.for_model(model, max_cache_len=context + NEW_TOKENS)
     for layer, heads in zip(cache.layers, heads_of(model), strict=True):
         nothing = torch.empty(batch, heads.kv, 0, heads.dim, dtype=heads.dtype, device=model.device)
@@ -124,7 +126,7 @@ def _packed_cache(model: PreTrainedModel, batch: int, context: int) -> QAttnCach
 
 
 def _stock_cache(model: PreTrainedModel, batch: int, context: int) -> DynamicCache:
-    """A `DynamicCache` with random keys and values of all but the last token."""
+    """Make a `DynamicCache` with random keys and values of all but the last token."""
     cache = DynamicCache(config=model.config)
     for i, heads in enumerate(heads_of(model)):
         shape = batch, heads.kv, context - 1, heads.dim
@@ -137,7 +139,7 @@ def _bytes_of(cache: Any) -> int:
 
 
 def _best_sdpa(model: PreTrainedModel, point: Point) -> dict[str, Any]:
-    """Figures of a captured step with preallocated keys and values in model precision."""
+    """Measure a captured step with preallocated unpacked keys and values."""
     shapes = heads_of(model)
     row_bytes = sum(heads.bytes_per_token() for heads in shapes) * point.context
     batch = _rows_that_fit(point, row_bytes)
@@ -150,7 +152,7 @@ def _best_sdpa(model: PreTrainedModel, point: Point) -> dict[str, Any]:
 def with_sdpa(
     model: PreTrainedModel, shapes: list[Heads], batch: int, context: int, backend: sdpa.Backend
 ) -> Iterator[list[sdpa.Cache]]:
-    """Context in which a model's attention is a step of an `sdpa.Cache` of each layer."""
+    """Make a model attend by a step of an `sdpa.Cache` in each layer, within a `with` block."""
     caches = [sdpa.Cache(heads, batch, context, model.device) for heads in shapes]
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:

@@ -24,21 +24,21 @@ class Times(NamedTuple):
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished; nothing on a CPU."""
+    """Wait until a GPU has finished. On a CPU this returns at once."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def release(device: torch.device) -> None:
-    """Free the allocator's unused GPU memory, so that one way's is not counted for the next."""
+    """Free the allocator's unused GPU memory, so that the next way's memory is counted alone."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def capture(steps: Sequence[Work], device: torch.device) -> Work:
-    """Capture all `steps` in one CUDA graph and return its replay; on a CPU, a function that runs them.
+    """Capture all `steps` in one CUDA graph and return its replay. On a CPU, return a function that runs the steps.
 
-    Each step must have run before: kernels must be compiled and loaded when the capture begins.
+    Each step must have run once: kernels must be compiled and loaded when the capture begins.
     """
     if device.type != "cuda":
         return lambda: [step() for step in steps]
@@ -53,14 +53,14 @@ def capture(steps: Sequence[Work], device: torch.device) -> Work:
 def measure(
     run: Work, device: torch.device, prepare: Work = lambda: None, seconds: float = 0.1, least: int = 5, most: int = 30
 ) -> Times:
-    """Time `run` repeatedly for about `seconds`, with `prepare` before each run, untimed.
+    """Time `run` repeatedly for about `seconds`, with an untimed `prepare` before each run.
 
     Args:
-        least, most: bounds of the number of runs; at least 1 on a CPU.
+        least, most: bounds of the number of runs. On a CPU `least` is 1.
     """
     prepare()
     first = milliseconds(run, device)  # warms up, and tells how many runs fit
-    least = least if device.type == "cuda" else 1  # the figures of a CPU only show that the command works
+    least = least if device.type == "cuda" else 1  # figures of a CPU only show that the command works
     runs = min(most, max(least, int(seconds * 1e3 / max(first, 1e-3))))
     times = []
     for _ in range(runs):
@@ -70,13 +70,13 @@ def measure(
 
 
 def milliseconds(run: Work, device: torch.device) -> float:
-    """Time of one run on the device."""
+    """Return the milliseconds of one run on the device."""
     if device.type != "cuda":
         began = time.perf_counter()
         run()
         return (time.perf_counter() - began) * 1e3
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(HEAD_START)  # else the time to launch would count as time of the device
+    torch.cuda._sleep(HEAD_START)  # otherwise the launch would count as device time
     start.record()
     run()
     end.record()
@@ -85,14 +85,14 @@ def milliseconds(run: Work, device: torch.device) -> float:
 
 
 def attempt(measurement: Callable[[], dict[str, Any]], ours: bool) -> dict[str, Any]:
-    """Result of a measurement, or its `error`, so that a way that cannot run does not lose the others' figures.
+    """Return the result of a measurement, or its `error`. One failing way thus keeps the figures of the others.
 
     Args:
-        ours: whether an error is also printed with its traceback; that a stock way lacks a kernel is expected.
+        ours: whether to print an error with its traceback. A stock way may lack a kernel, which is expected.
     """
     try:
         return measurement()
-    except Exception as error:  # of any library below; the caller's exit code tells of it
+    except Exception as error:  # of any library below; the caller's exit code reports it
         if ours:
             traceback.print_exc(limit=-3)
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
@@ -102,14 +102,14 @@ def check_finite(out: torch.Tensor) -> None:
     """Check an output before it is timed.
 
     Raises:
-        RuntimeError: a number in it is not finite.
+        RuntimeError: a number in the output is not finite.
     """
     if not bool(out.isfinite().all()):
         raise RuntimeError("the output is not finite: its time would be that of a wrong result")
 
 
 def working_sets(n_bytes: int, device: torch.device) -> int:
-    """Number of buffers of `n_bytes` that a loop must cycle through so that none stays in the L2 cache; 1 on a CPU."""
+    """Return how many buffers of `n_bytes` a loop must cycle through so that none stays in the L2 cache; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     return max(1, -(-2 * torch.cuda.get_device_properties(device).L2_cache_size // n_bytes))

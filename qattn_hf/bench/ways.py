@@ -1,4 +1,4 @@
-"""Ways to generate: packed caches by method and decode path, transformers' own caches, a model without attention."""
+"""Ways to generate: packed caches by method and decode path, stock caches, and a model without attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Way:
         packed: whether it is a packed cache.
         prepared: context manager in which the model generates, such as a patch.
         inputs: further arguments of `generate`.
-        step: in place of `generate`, milliseconds of a bare step with so many rows.
+        step: replaces `generate`: returns the milliseconds of a bare step with a given number of rows.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Way:
 
 
 def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]:
-    """Every way that a device supports, by name; a CPU has no CUDA graphs and no compiled steps.
+    """Return every way that a device supports, by name. A CPU has no CUDA graphs and no compiled steps.
 
     Args:
-        recipes: packed caches by name; on a GPU each is a way with every decode path.
+        recipes: packed caches by name. On a GPU each is a way with every decode path.
     """
     cuda = device.type == "cuda"
     ways = [
@@ -73,7 +73,7 @@ def all_ways(recipes: dict[str, Recipe], device: torch.device) -> dict[str, Way]
 
 
 def default_ways(ways: dict[str, Way]) -> list[Way]:
-    """The ways measured by default: all but those that wait for `torch.compile` beside `StaticCache`."""
+    """Return the ways measured by default. `StaticCache` is the only default way that waits for `torch.compile`."""
     return [way for way in ways.values() if way.name != COMPILED_FLOOR and not (way.packed and way.decode == "compile")]
 
 
@@ -93,13 +93,13 @@ def _static(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in ("_cache", "_previous_max_cache_length"):  # where `generate` keeps it, or its size, for next time
+        for name in ("_cache", "_previous_max_cache_length"):  # `generate` keeps the cache or its size here
             model.__dict__.pop(name, None)
         _forget_compiled(model)
 
 
 def _forget_compiled(model: PreTrainedModel) -> None:
-    """Drop compiled steps, which hold memory, so that the next way compiles its own."""
+    """Drop compiled steps, which hold memory, so that the next way compiles its steps."""
     for name in ("_compiled_call", "_last_compile_config"):
         model.__dict__.pop(name, None)
     torch._dynamo.reset()
@@ -116,7 +116,7 @@ def _floor(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def with_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Context in which a model attends by the function that is registered as `name`."""
+    """Make a model attend by the function registered as `name`, within a `with` block."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -127,9 +127,9 @@ def with_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 @torch.no_grad()
 def captured_step(model: PreTrainedModel, batch: int, replays: int = 50, compiled: bool = False) -> float:
-    """Median milliseconds of a model's step and argmax, captured in one CUDA graph and synchronized after each.
+    """Return the median milliseconds of a model's step and argmax, captured in one CUDA graph, synchronized after each.
 
-    The model's attention must need no cache, as the floor's does.
+    The model's attention must need no cache, as in the floor.
 
     Args:
         compiled: whether `torch.compile` makes the step's kernels.
@@ -144,7 +144,7 @@ def captured_step(model: PreTrainedModel, batch: int, replays: int = 50, compile
 
     step = torch.compile(call) if compiled else call
     seconds = []
-    for _ in range(3):  # the first ones compile
+    for _ in range(3):  # the first calls compile
         step()
     replay = capture([step], device)
     for _ in range(replays):

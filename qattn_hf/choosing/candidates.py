@@ -1,4 +1,4 @@
-"""What a model may choose: the settings of this package that are worth measuring, with keys equalized and without."""
+"""Collect the settings of this package that a model may choose, with and without equalized keys."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layer.support import unsupported
 from qattn_kernels.layout import Geometry
 
-FULL_BITS = 16.0  # a setting of so many bits packs nothing
+FULL_BITS = 16.0  # a setting with this many bits packs nothing
 EQUALIZED = {"equalize_k": True}
 
 
 class Candidate(NamedTuple):
-    """A setting for a model: `specs` of all its layers, `bits` of a value in closed blocks."""
+    """A setting for a model: `specs` of all its layers, and `bits` per value in closed blocks."""
 
     setting: str
     recipe: Recipe
@@ -35,16 +35,16 @@ class Candidate(NamedTuple):
 
 
 def candidates(model: PreTrainedModel, shared: dict[str, Any]) -> list[Candidate]:
-    """All settings that a model may choose, recipes of the package first, of equal ones the first.
+    """Return all settings that a model may choose, recipes of the package first. Of equal settings the first is kept.
 
-    Those that no kernel computes for the model's heads are left out, unless all are.
+    Settings that no kernel computes for the model's heads are dropped, unless this drops all.
 
     Args:
-        shared: settings that the recipe will also get, such as `memory`; candidates without them are left out.
+        shared: settings that the recipe will also get, such as `memory`. Candidates without these settings are dropped.
 
     Raises:
         RecipeError: no setting takes `shared`.
-        UnsupportedError: none fits the model; or nothing of it can be observed.
+        UnsupportedError: no setting fits the model, or the model's attention cannot be observed.
     """
     layers = packed_layers(model)
     found: dict[tuple[Any, ...], Candidate] = {}
@@ -54,7 +54,7 @@ def candidates(model: PreTrainedModel, shared: dict[str, Any]) -> list[Candidate
         try:
             recipe = recipe.for_model(model.config)
             specs = recipe.layer_specs(model.config, device_of(model).type)
-        except (RecipeError, UnsupportedError) as error:  # it does not fit the model; others may
+        except (RecipeError, UnsupportedError) as error:  # this setting does not fit the model; others may
             refused = error
             continue
         bits = _bits(model.config, specs, layers, model.dtype)
@@ -67,7 +67,7 @@ def candidates(model: PreTrainedModel, shared: dict[str, Any]) -> list[Candidate
 
 
 def _of(name: str, shared: dict[str, Any]) -> list[tuple[str, Recipe]]:
-    """The setting of this name, and the same with equalized keys, where it rotates them and does not say itself."""
+    """Return the setting with this name, and if it rotates keys, the same with equalized keys unless it sets them."""
     base = find_recipe(name, None, {})
     fields = set(type(base.settings).model_fields)
     if not shared.keys() <= fields or not base.settings.packs() or ("memory" in shared and not _takes_memory(base)):
@@ -83,14 +83,14 @@ def _of(name: str, shared: dict[str, Any]) -> list[tuple[str, Recipe]]:
 
 
 def _takes_memory(recipe: Recipe) -> bool:
-    """Whether all blocks have bits that `memory` can end with."""
+    """Return whether `memory` can lower the bits of all blocks of a recipe."""
     return "mixed" not in {getattr(recipe.settings, name, None) for name in ("bits", "k_bits", "v_bits")}
 
 
 def _bits(
     config: PretrainedConfig, specs: list[LayerSpec | ModelLayerSpec], layers: list[int], dtype: torch.dtype
 ) -> float:
-    """Bits of a value in closed blocks, mean over the packed layers, as a report counts them."""
+    """Return bits per value in closed blocks, mean over the packed layers, as a report counts them."""
     known: dict[tuple[Any, HeadSizes], float] = {}
     for i in layers:
         sizes, spec = head_sizes(config, i), specs[i]

@@ -1,7 +1,7 @@
-"""Choose a recipe for a model within a budget: what `patch(model, bits=3.5)` and `patch(model, kl=0.01)` do.
+"""Choose a recipe for a model within a budget, for `patch(model, bits=3.5)` and `patch(model, kl=0.01)`.
 
-The probe measures settings of this package on one short row, and the one of least KL within the budget is taken, with
-the same settings for all layers. `qattn tune` takes longer and may give each layer its own.
+A probe measures settings of this package on one short row. The setting of least KL within the budget is used for all
+layers. `qattn tune` takes longer and can choose different settings for each layer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from qattn_hf.recipes.chosen import Chosen, Tried
 from qattn_hf.recipes.recipe import Recipe, find_recipe
 from qattn_hf.recipes.recipe_settings import SHARED
 
-FEWEST = 2.0  # bits that any setting has
-AS_GOOD = 1.05  # among settings whose KLs differ by less, the one of fewer bits is taken, then the simpler one
-LEAST_SHARE = 0.7  # a setting of less than so much of the bits of the largest one within the budget is not tried
+FEWEST = 2.0  # every setting has at least this many bits
+AS_GOOD = 1.05  # KLs within this ratio count as equal: fewer bits win, then the simpler setting
+LEAST_SHARE = 0.7  # settings below this share of the bits of the largest one within the budget are not tried
 
 
 def check_budget(settings: dict[str, Any]) -> tuple[float | None, float | None, dict[str, Any]]:
-    """The budget of `patch` without a method, `bits` and `kl`, one of them None, and the other settings.
+    """Return the budget of `patch` without a method, and the other settings.
+
+    Returns:
+        `bits` and `kl`, one of them None, and the remaining settings.
 
     Raises:
-        RecipeError: both are given, or one that is no number or too small; a setting that only some methods have.
+        RecipeError: both or neither are given, the budget is too small or not a number, or a setting belongs to single
+            methods.
     """
     shared = {key: value for key, value in settings.items() if key not in ("bits", "kl")}
     bits, kl = settings.get("bits"), settings.get("kl")
@@ -57,7 +61,7 @@ def check_budget(settings: dict[str, Any]) -> tuple[float | None, float | None, 
 
 
 def warn_of_whole_bits(bits: float | None, stacklevel: int) -> None:
-    """Say what `patch(model, bits=4)` does, where the bits could be meant as turbo's."""
+    """Warn that `patch(model, bits=4)` chooses a method, where the bits may be meant for turbo."""
     if isinstance(bits, int) and bits in (2, 4):
         warnings.warn(
             f"patch(model, bits={bits}) chooses among all methods by a short probe; for turbo with {bits} bits write "
@@ -67,19 +71,19 @@ def warn_of_whole_bits(bits: float | None, stacklevel: int) -> None:
 
 
 def choose(model: PreTrainedModel, bits: float | None, kl: float | None, shared: dict[str, Any]) -> Recipe:
-    """The recipe that loses least within so many bits, or the smallest one that loses no more than `kl`.
+    """Return the recipe that loses least within `bits`, or the smallest recipe that loses no more than `kl`.
 
     Args:
-        model: not patched, or of weights that were probed before; it is left as it was.
-        bits: of a value in closed blocks, mean over the packed layers, as the tables of settings and `effective_bits`
-            of a report count them: what a token more costs in a long context. Open tokens come on top, of whatever
-            setting: at 4,096 tokens 0.03 to 0.6 bits.
-        kl: to full precision, nats a token, over the probe.
-        shared: settings that all methods have (`SHARED`). With `memory`, `bits` are those that blocks end with.
+        model: unpatched model, or a model whose weights were probed earlier. It is left unchanged.
+        bits: bits per value in closed blocks, mean over the packed layers. This is `effective_bits` of a report and the
+            number in tables of settings: the cost of one more token in a long context. Unquantized recent tokens add
+            0.03 to 0.6 bits at 4,096 tokens, with any setting.
+        kl: KL to full precision, in nats per token, over the probe.
+        shared: settings that all methods have (`SHARED`). With `memory`, `bits` are the final bits of the blocks.
 
     Raises:
-        RecipeError: no setting meets the budget; the message says what the nearest one has.
-        UnsupportedError: a model whose attention cannot be observed, or that is split over processes.
+        RecipeError: no setting meets the budget. The message has the number of the nearest setting.
+        UnsupportedError: the model's attention cannot be observed, or the model is split over processes.
     """
     if shard_of(model).size > 1:
         raise UnsupportedError(f"{_asked(bits, kl)}: a model that is split over processes cannot choose: name a method")
@@ -109,7 +113,7 @@ def _asked(bits: float | None, kl: float | None) -> str:
 
 
 def _within_bits(known: list[Candidate], bits: float) -> list[Candidate]:
-    """The candidates to try, in order of bits."""
+    """Return the candidates to try, in order of bits."""
     within = [one for one in known if one.bits <= bits]
     if not within:
         least = min(known, key=lambda one: one.bits)
@@ -122,7 +126,7 @@ def _within_bits(known: list[Candidate], bits: float) -> list[Candidate]:
 
 
 def _within_kl(model: PreTrainedModel, probe: Probe, known: list[Candidate], kl: float) -> list[Candidate]:
-    """The candidates that lose no more than `kl`, of the smallest ones among which there are any."""
+    """Return the candidates that lose no more than `kl`, from the first group in order of bits that has any."""
     ordered = sorted(known, key=lambda one: one.bits)
     for start in range(0, len(ordered), TOGETHER):
         measure(model, probe, ordered[start : start + TOGETHER])
@@ -133,7 +137,7 @@ def _within_kl(model: PreTrainedModel, probe: Probe, known: list[Candidate], kl:
 
 
 def _best(probe: Probe, within: list[Candidate], by_bits: bool) -> Candidate:
-    """Of least KL, or by bits of fewest bits; of those that are nearly as good the smallest and simplest."""
+    """Return the candidate of least KL, or with `by_bits` of fewest bits. Near ties go to the smallest and simplest."""
     least = min(map(probe.kl_of, within))
     good = within if by_bits else [one for one in within if probe.kl_of(one) <= AS_GOOD * least]
     return min(good, key=lambda one: (round(one.bits, 2), cost_of(one), probe.kl_of(one)))

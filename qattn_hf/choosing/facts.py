@@ -1,4 +1,4 @@
-"""What a probe shows of a model's attention, keys and values: the reasons behind a choice."""
+"""Measure facts about a model's attention, keys and values. They give the reasons for a choice."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from qattn_hf.attention.observe import Call, attention_mass, observed
 from qattn_hf.model.decoder import decoder_of
 from qattn_hf.model.device import device_of
 
-FIRST = 4  # tokens whose keys and values do not count for spreads: attention sinks are unlike all others
-SINKS = 3  # tokens that a pool of sinks keeps by default
+FIRST = 4  # first tokens left out of spreads: attention sinks differ from all other tokens
+SINKS = 3  # number of tokens that a pool of sinks keeps by default
 TINY = 1e-12
 
 
 @torch.no_grad()
 def facts_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
-    """Median over the packed layers of what one call over `ids` `[1, T]` shows:
+    """Measure facts during one call over `ids` `[1, T]`, each as a median over the packed layers:
 
     - `sink_share`: share of attention that the `SINKS` most attended tokens of a head get, mean over heads.
-    - `key_spread`: root mean square of a head's largest key channel over its median channel's, largest head.
+    - `key_spread`: root mean square of a head's largest key channel over the median channel's, for the largest head.
     - `key_bias`: share of the mean squared key that the mean key makes up, mean over heads.
-    - `value_spread`: as `key_spread`, of values.
+    - `value_spread`: the same ratio as `key_spread`, for values.
     """
     found: list[dict[str, float]] = []
 
@@ -45,6 +45,6 @@ def facts_of(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
 
 
 def _spread(x: torch.Tensor) -> float:
-    """Of vectors `[H, T, D]`: the largest channel's root mean square over the median one's, largest head."""
+    """Return the largest channel's root mean square over the median channel's, in vectors `[H, T, D]`, largest head."""
     size = x.square().mean(1).sqrt()
     return float((size.amax(-1) / (size.median(-1).values + TINY)).max())

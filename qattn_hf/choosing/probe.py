@@ -1,8 +1,8 @@
-"""Measure candidates on one short row: all of them in the same calls, each in rows of its own.
+"""Measure candidates on one short row. All candidates share the same calls, each in separate rows.
 
-Every layer of a candidate's row errs as it does on inputs in full precision, and errors of layers meet in the model
-(`reading.sensitivity`). The reference computes them, for all layers at once: each setting would have kernels of its
-own, which take longer to compile than to run here.
+Every layer of a candidate's row gets the error that it makes on full-precision inputs. Errors of different layers
+combine in the model (`reading.sensitivity`). The reference computes all layers at once, because compiling kernels for
+every setting takes longer than the probe.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from qattn_hf.reading.texts import Reading
 from qattn_hf.saved.writer import identity
 from qattn_kernels.layer.spec import SHORT_CALL, LayerSpec
 
-SCORED = 256  # last tokens: one half goes on with the text, the other repeats what the text says
+SCORED = 256  # last tokens: one half continues the text, the other half repeats facts from the text
 TOGETHER = 16  # candidates read in the same calls
 
 
 @dataclass
 class Probe:
-    """What is known of a model's weights.
+    """What is known about a model's weights.
 
     Attributes:
-        ids: int64 `[1, T]`. read: what they are, in words. facts: `facts.facts_of`.
-        kl: of each setting that was tried, by its layers' specs as text (`_kl_of`).
-        seconds, forwards: what it took so far.
+        ids: int64 `[1, T]`, the tokens read.
+        read: the kind of tokens, in words.
+        facts: `facts.facts_of`.
+        kl: KL of each setting that was tried (`_kl_of`), by its layers' specs as text.
+        seconds, forwards: time and calls of the model spent until now.
     """
 
     ids: torch.Tensor
@@ -53,11 +55,11 @@ class Probe:
     forwards: int = 0
 
     def kl_of(self, candidate: Candidate) -> float:
-        """KL to full precision of a candidate that was measured, in nats a token."""
+        """Return the KL to full precision of a measured candidate, in nats per token."""
         return self.kl[_key(candidate)]
 
     def lacks(self, candidate: Candidate) -> bool:
-        """Whether a candidate was not measured yet."""
+        """Return whether a candidate is still to be measured."""
         return _key(candidate) not in self.kl
 
 
@@ -65,7 +67,7 @@ _known: dict[str, Probe] = {}  # by `fingerprint`
 
 
 def fingerprint(model: PreTrainedModel) -> str | None:
-    """What tells one model's weights and precision from another's; None where they cannot be read (offloaded)."""
+    """Return a hash that identifies a model's weights and precision, or None if weights cannot be read (offloaded)."""
     try:
         found = {**identity(model), "device": device_of(model).type, "name": model.config.name_or_path}
     except UnsupportedError:
@@ -74,12 +76,12 @@ def fingerprint(model: PreTrainedModel) -> str | None:
 
 
 def known_probe(model: PreTrainedModel) -> Probe | None:
-    """The probe of these weights in this process; None before there is one."""
+    """Return the probe of these weights in this process, or None if there is none yet."""
     return _known.get(fingerprint(model) or "")
 
 
 def probe_of(model: PreTrainedModel) -> Probe:
-    """The probe of these weights, begun if there is none; the model is not patched."""
+    """Return the probe of these weights, and begin it if needed. The model must not be patched."""
     if (probe := known_probe(model)) is not None:
         return probe
     began = time.perf_counter()
@@ -92,7 +94,7 @@ def probe_of(model: PreTrainedModel) -> Probe:
 
 
 def measure(model: PreTrainedModel, probe: Probe, candidates: Sequence[Candidate]) -> None:
-    """Add the KL of candidates that a probe lacks; the model is not patched, and is left as it was."""
+    """Add the KLs that a probe lacks. The model must not be patched, and is left unchanged."""
     missing = [one for one in candidates if probe.lacks(one)]
     if not missing:
         return
@@ -101,27 +103,29 @@ def measure(model: PreTrainedModel, probe: Probe, candidates: Sequence[Candidate
     trials = [_trial(model, one, passes) for one in missing]
     for one, kl in zip(missing, token_losses(model, trials, reading), strict=True):
         probe.kl[_key(one)] = _kl_of(kl)
-    readings = 1 + -(-len(missing) // TOGETHER)  # the first in full precision
+    readings = 1 + -(-len(missing) // TOGETHER)  # the first reading is in full precision
     probe.forwards += readings * (len(reading.at) - 1) + len(passes)
     probe.seconds += time.perf_counter() - began
 
 
 def _kl_of(kl: torch.Tensor) -> float:
-    """The geometric mean of the KLs of both halves: each alone can favour a setting that long texts do not, and tokens
-    that are found again or not lose most."""
+    """Return the geometric mean of the KLs of both halves.
+
+    Each half alone can favour a setting that does badly on long texts. Most loss comes from tokens that repeat earlier
+    text."""
     first, second = (float(half.mean()) for half in kl.tensor_split(2))
     return math.sqrt(max(first, 0.0) * max(second, 0.0))
 
 
 def _reading(ids: torch.Tensor) -> Reading:
-    """A prompt in one call, and calls of as many tokens as decode kernels take."""
+    """Make a reading: a prompt in one call, then calls with as many tokens as decode kernels take."""
     tokens = ids.shape[1]
     prompt = max(tokens // 2, tokens - SCORED)
     return Reading(ids, [0, *range(prompt, tokens, SHORT_CALL), tokens], prompt, TOGETHER)
 
 
 def _trial(model: PreTrainedModel, candidate: Candidate, passes: Passes) -> list[Trial]:
-    """All layers of a candidate, with the constants that they have of the model."""
+    """Make a trial of all layers of a candidate, with the layers' constants from the model."""
     found = constants(model, candidate.specs, passes)
     layers = packed_layers(model)
     return [Trial(i, _by_reference(candidate.specs[i]), found[i]) for i in layers]

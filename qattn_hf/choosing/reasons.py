@@ -1,4 +1,4 @@
-"""Why a setting was chosen: what each of its features gains over settings without it, and which fact is behind that."""
+"""Explain a choice: what each feature gains over settings without it, and which fact of the model explains it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from qattn_hf.choosing.probe import Probe
 from qattn_kernels.formats.traits import compensates
 from qattn_kernels.layer.spec import LayerSpec
 
-ALIKE = 0.3  # bits by which settings may differ that are compared
+ALIKE = 0.3  # settings are compared if their bits differ by no more
 SPREAD = "a head's largest key channel is {key_spread:.1f} times its median one"
-FEATURES = {  # what a setting may have, and the fact that speaks for it or against it
+FEATURES = {  # a feature of settings, and the fact that speaks for or against it
     "pool": ("a pool of attention sinks", "three tokens get {sink_share:.0%} of a head's attention"),
     "rotated": ("rotated keys", SPREAD),
     "equalized": ("equalized key channels", SPREAD),
@@ -18,7 +18,7 @@ FEATURES = {  # what a setting may have, and the fact that speaks for it or agai
 
 
 def features(candidate: Candidate) -> set[str]:
-    """The `FEATURES` that any packed layer of a candidate has."""
+    """Return the `FEATURES` that any packed layer of a candidate has."""
     specs = [spec for spec in candidate.specs if isinstance(spec, LayerSpec)]
     found = {
         "pool": any(spec.sink_pool.num for spec in specs),
@@ -30,18 +30,18 @@ def features(candidate: Candidate) -> set[str]:
 
 
 def cost_of(candidate: Candidate) -> int:
-    """How many features a candidate has: of two as good the simpler one is taken."""
+    """Return how many features a candidate has. The simpler of two equally good candidates is chosen."""
     return len(features(candidate))
 
 
 def reasons(probe: Probe, tried: list[Candidate], best: Candidate) -> tuple[str, ...]:
-    """One sentence for the choice, and one for each feature that settings of about its bits differ in."""
+    """Return one sentence for the choice, and one for each feature that settings of similar bits differ in."""
     found = [f"It has {best.bits:.2f} bits in closed blocks and loses a KL of {probe.kl_of(best):.5f} over the probe."]
     alike = [one for one in tried if abs(one.bits - best.bits) <= ALIKE]
     has = {one.setting: features(one) for one in alike}
     for name, (what, fact) in FEATURES.items():
         own = has[best.setting]
-        # equalizing is of rotated keys alone
+        # only rotated keys can be equalized
         group = [one for one in alike if name != "equalized" or "rotated" in has[one.setting]]
         within = [probe.kl_of(one) for one in group if name in has[one.setting]]
         without = [probe.kl_of(one) for one in group if name not in has[one.setting]]

@@ -1,4 +1,4 @@
-"""The tokens that a probe reads: a built-in text, or, where a model has no tokenizer at hand, those that it samples."""
+"""The tokens that a probe reads: a built-in text, or tokens that the model samples if it has no tokenizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from qattn_hf.model.device import device_of
 from qattn_hf.model.positions import positions_of
 
-TOKENS = 1200  # of the row at most
-PASSES = 8  # of a model that samples tokens
+TOKENS = 1200  # most tokens of the row
+PASSES = 8  # calls of a model that samples tokens
 SEED = 0
-# Its last 128 tokens or so repeat names and numbers of what comes first: whether packed tokens are found again.
+# The last 128 tokens or so repeat names and numbers from the beginning. They test whether packed tokens are found.
 TEXT = """\
 The river rises in the hills to the north of the town and reaches the sea after about ninety miles. For most of its \
 length it is narrow and quick, but below the old mill it slows down, and small boats can go as far as the bridge. In \
@@ -73,10 +73,10 @@ repair the old bridge would cost 180,000; the members voted for a new one by sev
 
 
 def tokens_of(model: PreTrainedModel) -> tuple[torch.Tensor, str]:
-    """int64 `[1, T]` on the CPU, of at most `TOKENS`, and in words what they are.
+    """Return the tokens of the probe, int64 `[1, T]` on the CPU, at most `TOKENS`, and a description.
 
-    The text, by the tokenizer in the folder, or in the local hub cache, that the model was loaded from. Without one:
-    tokens that the model samples. Uniformly random ones would rank settings otherwise than texts do.
+    The tokenizer comes from the folder or local hub cache that the model was loaded from. Without a tokenizer the model
+    samples tokens. Uniformly random tokens would rank settings differently than texts do.
     """
     tokens = min(TOKENS, positions_of(model.config) or TOKENS)
     ids = _of_text(model)
@@ -86,7 +86,7 @@ def tokens_of(model: PreTrainedModel) -> tuple[torch.Tensor, str]:
 
 
 def _of_text(model: PreTrainedModel) -> torch.Tensor | None:
-    """The text's tokens, `[1, T]`; None where no tokenizer of the model is on this machine."""
+    """Return the text's tokens, int64 `[1, T]`, or None if the model's tokenizer is not on this machine."""
     from transformers import AutoTokenizer
 
     name = model.config.name_or_path
@@ -95,23 +95,25 @@ def _of_text(model: PreTrainedModel) -> torch.Tensor | None:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
         ids = torch.tensor([tokenizer(TEXT, verbose=False).input_ids], device="cpu")
-    except Exception:  # whatever a foreign folder holds: the report says that there was no tokenizer
+    except Exception:  # a folder may raise anything; the report says that there was no tokenizer
         return None
     if ids.shape[1] < 2 or int(ids.max()) >= model.config.get_text_config(decoder=True).vocab_size:
-        return None  # of another model
+        return None  # the tokenizer of another model
     return ids
 
 
 @torch.no_grad()
 def sampled(model: PreTrainedModel, tokens: int) -> torch.Tensor:
-    """int64 `[1, tokens]`: random ones at first, of which each pass draws every other one anew, by what the model
-    expects behind those before it. All of them are drawn at once, so few passes suffice."""
+    """Sample tokens from a model: int64 `[1, tokens]`.
+
+    The row starts with random tokens. Each pass draws every second token anew, from the model's prediction given the
+    tokens before it. One call draws them all, so few passes suffice."""
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, tokens), generator=generator, device="cpu")
     for turn in range(PASSES):
         logits = model(ids.to(device_of(model)), use_cache=False).logits[0, :-1].float().cpu()
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-        first = 1 + turn % 2  # of neighbours one stays, by which the other is drawn
+        first = 1 + turn % 2  # of two neighbours one stays, and the other is drawn given that one
         ids[0, first::2] = drawn[first - 1 :: 2]
     return ids

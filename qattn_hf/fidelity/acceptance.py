@@ -1,8 +1,8 @@
-"""Draft acceptance: how many of a draft model's tokens a model accepts where one or both read a packed cache.
+"""Draft acceptance: the share of a draft model's tokens that a model accepts when one or both read a packed cache.
 
-In greedy speculative decoding (Leviathan et al. 2023, Algorithm 1) a draft's token is accepted where it is the token
-that the model writes itself. Errors of a cache lower that: a draft in full precision guesses what full precision would
-write. The text stays the model's own, so acceptance changes speed alone.
+Greedy speculative decoding (Leviathan et al. 2023, Algorithm 1) accepts a drafted token if the model would write the
+same token. A draft in full precision guesses what the model writes in full precision. Quantization errors of either
+cache lower acceptance. The text is always written by the model, so acceptance changes speed alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qattn_hf.model.device import device_of
 from qattn_hf.reading.chunks import cuts, feed
 from qattn_hf.recipes.recipe import Recipe
 
-SIDES = ("model", "draft", "both")  # which of the two read a packed cache
+SIDES = ("model", "draft", "both")  # the model or models that read a packed cache
 
 
 def compare_drafts(
@@ -35,17 +35,18 @@ def compare_drafts(
     """Compare how many drafted tokens are accepted with packed caches and in full precision.
 
     Args:
-        model, draft: not patched, with one vocabulary; they are left as they were.
-        recipes: recipes by name, of `model`, of `draft`, and of both.
-        prompts: int64 `[rows, P]`, without padding. tokens: written after each, greedily. drafted: before each
-            verification. batch: rows at once. progress: called with a text before each step.
+        model, draft: unpatched models with one vocabulary. They are left unchanged.
+        recipes: recipes by name, each tried for `model`, for `draft` and for both.
+        prompts: int64 `[rows, P]`, without padding. tokens: number written greedily after each prompt.
+        drafted: number of tokens drafted before each verification.
+        batch: rows processed at once. progress: called with a text before each step.
 
     Returns:
-        one dict a recipe, and one before them, `full precision`: `method`, `accepted`, the share of drafted tokens, a
-        number for each of `SIDES`, and `per_call`, tokens that a call of the model yields on average, likewise.
+        A dict for `full precision`, then one for each recipe, with the name as `method`. `accepted` (share of drafted
+        tokens) and `per_call` (average number of tokens from a call of the model) have a number for each of `SIDES`.
 
     Raises:
-        QAttnError: other vocabularies, too long texts, or a patched model.
+        QAttnError: the vocabularies differ, the texts are too long, or a model is patched.
     """
     if (mine := model.config.get_text_config().vocab_size) != (other := draft.config.get_text_config().vocab_size):
         raise QAttnError(
@@ -83,8 +84,14 @@ def compare_drafts(
 
 
 def guessed(draft: PreTrainedModel, prompt: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """The draft's likeliest token, int64 `[B, N]`, at each place of a continuation `[B, N]` of prompts `[B, P]`, which
-    it reads token by token as a draft does."""
+    """Guess each token of a continuation with a draft model that reads the text token by token.
+
+    Args:
+        prompt: int64 `[B, P]`.
+        text: continuation, int64 `[B, N]`.
+
+    Returns:
+        The draft's likeliest token at each place of the continuation, int64 `[B, N]`."""
     device, length = device_of(draft), prompt.shape[1]
     ids = torch.cat([prompt.to(device), text.to(device)[:, :-1]], 1)
     at = [*cuts(length), *range(length + 1, ids.shape[1] + 1)]
@@ -93,12 +100,13 @@ def guessed(draft: PreTrainedModel, prompt: torch.Tensor, text: torch.Tensor) ->
 
 
 def acceptance(hits: torch.Tensor, drafted: int) -> tuple[float, float]:
-    """Share of drafted tokens that are accepted, and tokens of each call of the model, with `drafted` before each.
+    """Return the share of accepted drafted tokens, and the tokens that each call of the model yields.
 
-    A call yields the accepted tokens, those before the first wrong one, and one of the model's own behind them.
+    A call yields the drafted tokens up to the first wrong one, and then one token of the model.
 
     Args:
         hits: bool `[rows, N]`, whether the draft guesses a token right.
+        drafted: number of tokens drafted before each call.
     """
     accepted = calls = tried = written = 0
     for row in hits.tolist():
@@ -113,7 +121,7 @@ def acceptance(hits: torch.Tensor, drafted: int) -> tuple[float, float]:
 
 
 def print_drafts(rows: list[Row], wide: bool = False) -> None:
-    """Print the results of `compare_drafts` as a table; each row has the key `model`, a name."""
+    """Print the results of `compare_drafts` as a table. Each row has the key `model`, a name."""
     console, first, lines = results_console(), rows[0], []
     for row in rows:
         cells = [f"{row['accepted'][s]:.3f}, {row['per_call'][s]:.2f}" if s in row["accepted"] else "" for s in SIDES]

@@ -1,6 +1,6 @@
 """Choose one option for each layer: the least loss within a size, or the smallest size within a loss.
 
-Losses and bytes of layers are added up; the plans are the Pareto front of these sums.
+Losses and bytes add up over layers. Plans form the Pareto front of both sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_PLANS = 2048  # kept after each layer, spread evenly over the bytes
 
 
 class Plan(NamedTuple):
-    """A choice for every layer: `picks`, the index of each layer's option, and the sums of its bytes and KL."""
+    """A choice for every layer: `picks`, the index of each layer's option, and the total bytes and KL."""
 
     n_bytes: int
     kl: float
@@ -22,10 +22,10 @@ class Plan(NamedTuple):
 
 
 def plans(layers: Sequence[Sequence[tuple[int, float]]]) -> list[Plan]:
-    """Plans on the Pareto front of bytes and KL, in order of bytes.
+    """Return the plans on the Pareto front of bytes and KL, in order of bytes.
 
     Args:
-        layers: for each layer the bytes and KL of each option.
+        layers: for each layer, the bytes and KL of each option.
     """
     largest = sum(max(n_bytes for n_bytes, _ in options) for options in layers)
     front = [Plan(0, 0.0, ())]
@@ -41,17 +41,17 @@ def plans(layers: Sequence[Sequence[tuple[int, float]]]) -> list[Plan]:
 
 
 def _thinned(front: list[Plan], step: int) -> list[Plan]:
-    """Thin a front: of the plans within each `step` bytes keep the one of least loss, and keep the smallest plan."""
+    """Thin a front: keep the plan of least loss within each `step` bytes, and the smallest plan."""
     best = {plan.n_bytes // step: plan for plan in front}
     thinned = list(best.values())
     return thinned if thinned[0] is front[0] else [front[0], *thinned]
 
 
 def within_bytes(front: list[Plan], n_bytes: int) -> Plan | None:
-    """The plan of least loss with at most `n_bytes`; None if all are larger."""
+    """Return the plan of least loss with at most `n_bytes`, or None if all plans are larger."""
     return next((plan for plan in reversed(front) if plan.n_bytes <= n_bytes), None)
 
 
 def within_kl(front: list[Plan], kl: float) -> Plan | None:
-    """The smallest plan with a loss of at most `kl`; None if all lose more."""
+    """Return the smallest plan with a loss of at most `kl`, or None if all plans lose more."""
     return next((plan for plan in front if plan.kl <= kl), None)

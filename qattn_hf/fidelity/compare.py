@@ -1,13 +1,13 @@
-"""Compare methods with full precision on a text: what `qattn compare` measures.
+"""Compare methods with full precision on a text. `qattn compare` prints the results.
 
 Every method reads the same rows twice, in the same chunks and steps (`texts.Reading`).
 
-End to end: the model is patched, and its logits are compared with those of the unpatched model (KL and the other
-figures of `metrics.token_figures`). A layer then gets inputs that earlier layers have changed.
+End to end: the patched model's logits are compared with the logits of the unpatched model, by KL and the other figures
+of `metrics.token_figures`. Here errors of earlier layers change the inputs of later layers.
 
-Layer by layer: the unpatched model reads the text, and each of its layers has a shadow, a packed layer that gets the
-same queries, keys and values of every call and attends to them as in a patched model. The shadow's output is compared
-with full precision's and dropped, so each layer is judged on the inputs that it has in full precision.
+Layer by layer: the unpatched model reads the text. Each layer has a shadow, a packed layer that receives the queries,
+keys and values of every call. The shadow attends as in a patched model, and its output is compared with full precision
+and dropped. Each layer is thus judged on its full-precision inputs.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Progress = Callable[[str], None]
 
 
 class ShadowCaches:
-    """Observer that feeds every call of a model in full precision to a packed cache of each recipe.
+    """Observer that feeds every call of a model in full precision to one packed cache for each recipe.
 
     Args:
-        recipes: by name.
+        recipes: recipes by name.
         first: index of the first token whose output is compared.
 
     Attributes:
-        caches: one packed cache a recipe, by name.
-        windows: layers that are packed sliding windows in any of them.
+        caches: packed caches by name of the recipe.
+        windows: layers that are packed sliding windows in at least one cache.
         sums: errors of attention outputs by recipe and packed layer.
     """
 
@@ -61,7 +61,7 @@ class ShadowCaches:
         self.sums = {name: {i: AttentionSums() for i in sorted([*packed, *windows[name]])} for name in recipes}
 
     def renew(self) -> None:
-        """Make empty caches, for other rows; the sums continue."""
+        """Make empty caches for other rows. The sums continue."""
         self.caches = {name: self._empty(recipe) for name, recipe in self.recipes.items()}
 
     def _empty(self, recipe: Recipe) -> QAttnCache:
@@ -74,7 +74,7 @@ class ShadowCaches:
         for name, cache in self.caches.items():
             layer = cache.layers[call.layer]
             if not isinstance(layer, QAttnLayer) or call.layer not in self.sums[name]:
-                continue  # a window in which this recipe loses nothing
+                continue  # a window that this recipe keeps lossless
             skip = max(0, self.first - int(layer.get_seq_length()))
             out = call.packed_out(layer)
             if skip < out.shape[1]:
@@ -93,16 +93,17 @@ def compare(
     """Compare recipes with full precision on a text.
 
     Args:
-        model: not patched; it is left as it was.
+        model: unpatched model. It is left unchanged.
         recipes: recipes by name, as `find_recipes` makes them.
         reading: rows of text, as `read_as` makes it. at_tokens: context length for which bits and bytes are counted.
-        dtype: precision in which the model will run, if it is measured in another one.
+        dtype: precision in which the model will run, if it differs from the precision measured here.
         progress: called with a text before each step.
 
     Returns:
-        one dict a recipe, in their order, for `print_table` and `draw`: `method` (its name), `kl` in nats a token,
-        `same_top1`, `rms_change`, perplexities; of packed layers alone `attention`, `layers`, `effective_bits`,
-        `effective_bits_total`, `kv_bytes`; `own_layers`, the number of others; `pareto`, whether no other beats it.
+        One dict for each recipe, in order, for `print_table` and `draw`. `method` is the name. `kl` (in nats per
+        token), `same_top1`, `rms_change` and the perplexities are for the whole model. `attention`, `layers`,
+        `effective_bits`, `effective_bits_total` and `kv_bytes` are for the packed layers. `own_layers` is the number of
+        unpacked layers. `pareto` says whether the recipe is on the Pareto front.
 
     Raises:
         QAttnError: a recipe packed nothing of the text, or the model is patched.
@@ -145,10 +146,11 @@ def compare(
 def through(
     model: PreTrainedModel, recipe: Recipe, name: str, ids: torch.Tensor, reading: Reading, full: list[torch.Tensor]
 ) -> tuple[Tokens, QAttnCache]:
-    """Read rows `ids` `[B, T]` through a packed cache; returns figures of the scored tokens, and the cache.
+    """Read rows `ids` `[B, T]` through a packed cache. Returns figures of the scored tokens, and the cache.
 
     Args:
-        name: of the recipe, for messages. full: logits of full precision, as `full_logits` has them.
+        name: name of the recipe, for messages.
+        full: logits in full precision, as `full_logits` returns them.
 
     Raises:
         QAttnError: nothing was packed.
@@ -165,7 +167,7 @@ def through(
 
 @contextmanager
 def packed(model: PreTrainedModel, recipe: Recipe) -> Iterator[None]:
-    """Context in which a model is patched."""
+    """Patch a model with a recipe within a `with` block."""
     patch(model, recipe=recipe.for_model(model.config))
     try:
         yield
@@ -174,10 +176,11 @@ def packed(model: PreTrainedModel, recipe: Recipe) -> Iterator[None]:
 
 
 def check_packed(cache: QAttnCache, name: str, tokens: int, instead: str) -> None:
-    """Refuse a cache in which nothing is packed after `tokens` tokens.
+    """Refuse a cache that has packed nothing after `tokens` tokens.
 
     Args:
-        name: of its recipe. instead: what to do, both for the message.
+        name: name of the recipe, for the message.
+        instead: what the user can do, for the message.
 
     Raises:
         QAttnError: nothing was packed.
@@ -187,13 +190,14 @@ def check_packed(cache: QAttnCache, name: str, tokens: int, instead: str) -> Non
 
 
 def check_full(model: PreTrainedModel, tokens: int, what: str, instead: str) -> None:
-    """Refuse a patched model, and texts of `tokens` tokens that are longer than its context.
+    """Refuse a patched model, and texts of `tokens` tokens that are longer than the model's context.
 
     Args:
-        what: these texts. instead: what to take in place of them, both for the message.
+        what: the texts in words, for the message.
+        instead: what to read instead, for the message.
 
     Raises:
-        QAttnError: naming which.
+        QAttnError: the model is patched, or the texts are too long.
     """
     if hasattr(model, "_qattn"):
         raise QAttnError("the model is patched, and full precision is what caches are compared with: unpatch(model)")
@@ -203,7 +207,7 @@ def check_full(model: PreTrainedModel, tokens: int, what: str, instead: str) -> 
 
 
 def _chunk_figures(full: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, stop: int) -> Tokens:
-    """Figures of a chunk that ends at column `stop`; the last token of a row is not scored, since nothing follows."""
+    """Compute figures of a chunk that ends at column `stop`. A row's last token has no target and is not scored."""
     scored = full.shape[1] - (stop == ids.shape[1])
     start = stop - full.shape[1]
     targets = ids[:, start + 1 : start + 1 + scored].to(full.device)
@@ -211,7 +215,7 @@ def _chunk_figures(full: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, 
 
 
 def _sizes(cache: QAttnCache, at_tokens: int, dtype: torch.dtype) -> Row:
-    """Bits and bytes of such a cache at `at_tokens` tokens, and in `read` of the cache after the text."""
+    """Return bits and bytes of the cache at `at_tokens` tokens, and under `read` the figures after the text."""
     size, data = size_of(cache, at_tokens, dtype), report(cache).to_dict()
     return {
         "at_tokens": at_tokens,

@@ -1,8 +1,8 @@
-"""KL of what was not tried in a layer, from its error of the attention output and two KLs that were measured.
+"""Estimate the KL of candidates that were not tried in a layer from their errors of the attention output.
 
-All candidates' errors are known from one reading (`compare.ShadowCaches`). How much an error of a layer costs differs
-from layer to layer by orders of magnitude, and is nearly the same for all that errs alike there. So the KL of the
-smallest and of the largest error are measured, and between them log KL is a straight line of log error.
+One reading gives the errors of all candidates (`compare.ShadowCaches`). Layers differ in how much an error costs. So
+the KLs of the smallest and of the largest error in a layer are measured. Between these two points log KL is taken as
+linear in log error.
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 Key = TypeVar("Key")
-APART = 1.5  # ratio of two errors from which on their KLs say how KL grows; else it grows as the squared error does
+APART = 1.5  # ratio of two errors from which their KLs give the slope; below it KL grows as the squared error
 TINY = 1e-12
 
 
 def anchors(errors: dict[Key, float]) -> list[Key]:
-    """What is to be measured of a layer: of the least and of the largest squared error, or the one that there is.
+    """Choose the candidates of a layer to measure: those with the least and the largest squared error.
 
     Args:
         errors: squared errors of the attention output by candidate.
+
+    Returns:
+        Two candidates, or one if both are the same.
     """
     least, most = min(errors, key=lambda key: errors[key]), max(errors, key=lambda key: errors[key])
     return [least] if least == most else [least, most]
 
 
 def estimated(errors: dict[Key, float], measured: dict[Key, float]) -> dict[Key, float]:
-    """KL of every candidate of a layer: what was measured, and estimates for the others.
+    """Return the KL of every candidate of a layer: measured ones as measured, the others estimated.
 
     Args:
-        errors: squared errors by candidate. measured: KLs of those that `anchors` names.
+        errors: squared errors by candidate.
+        measured: KLs of the candidates that `anchors` names.
     """
     points = sorted((math.log(max(errors[key], TINY)), math.log(max(kl, TINY))) for key, kl in measured.items())
     (low, at_low), (high, at_high) = points[0], points[-1]
@@ -42,8 +46,9 @@ def estimated(errors: dict[Key, float], measured: dict[Key, float]) -> dict[Key,
 
 
 def fewer(at: Sequence[int], first: int, most: int = 10) -> list[int]:
-    """Boundaries of chunks of a reading with `most` chunks or more, made longer: all before `first`, the first scored
-    token, is one, and of the others two are."""
+    """Return boundaries of longer chunks for a reading with `most` chunks or more.
+
+    All columns before `first`, the first scored token, become one chunk. After it every two chunks become one."""
     if len(at) <= most:
         return list(at)
     start = next(i for i, column in enumerate(at) if column >= first)

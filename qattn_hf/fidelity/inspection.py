@@ -1,4 +1,4 @@
-"""Statistics of a model's queries, keys and values, and a recipe's sinks and bits: what `qattn inspect` shows."""
+"""Collect statistics of a model's queries, keys and values, and a recipe's sinks and bits, for `qattn inspect`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ CHUNK = 256  # tokens whose attention weights are built at once
 
 @dataclass
 class Inspected:
-    """Statistics of one layer over one row of `S` tokens; tensors are fp32 on the CPU.
+    """Statistics of one layer over one row of `S` tokens. Tensors are fp32 on the CPU.
 
     Attributes:
-        layer: its index in the model.
+        layer: index of the layer in the model.
         ranges: for `query` `[Hq, D]`, `key` and `value` `[Hkv, D]`: minimum and maximum of each channel.
         channel_gaps: for `key` and `value` `[Hkv, D]`: maximum minus minimum of each channel over all tokens.
         token_gaps: for `key` and `value` `[Hkv, S]`: maximum minus minimum of each token over its channels.
         mass: `[Hkv, S]`, mean attention weight of a token over the queries that can see it.
-        key_norms: `[Hkv, S]`, L1 norm of each key, by which SinkQ selects sinks.
-        held: for each KV head, the tokens that the recipe's sink pool keeps out of the packed blocks at the end,
-            those in its window of evicted sinks included.
+        key_norms: `[Hkv, S]`, L1 norm of each key. SinkQ selects sinks by this norm.
+        held: for each KV head, the tokens that the recipe's sink pool keeps unquantized at the end, including its
+            window of evicted sinks.
         priorities: for `key` and `value` `[Hkv]`: TurboAttention's priority of each head (section 3.2).
-        bits: for `key` and `value`: bits of a code of each head, as the recipe chose them.
+        bits: for `key` and `value`: bits per quantized value of each head, as the recipe chose them.
     """
 
     layer: int
@@ -49,7 +49,7 @@ class Inspected:
     bits: dict[str, list[int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The statistics as plain data; of `mass` and `key_norms` only the ten most attended tokens of each head."""
+        """Return the statistics as plain data, with `mass` and `key_norms` of each head's ten most attended tokens."""
         top = self.mass.topk(min(10, self.mass.shape[1]))
         return {
             "layer": self.layer,
@@ -69,18 +69,18 @@ class Inspected:
 
 
 def inspect(model: PreTrainedModel, recipe: Recipe, ids: torch.Tensor) -> list[Inspected]:
-    """Read one row through a model in full precision, and the same calls through a packed cache of the recipe.
+    """Read one row through a model in full precision, and feed the same calls to a packed cache of the recipe.
 
     Args:
-        model: not patched; it is left as it was.
-        recipe: whose sink pool and bits are shown, as `compare.find_recipe` makes it.
+        model: unpatched model. It is left unchanged.
+        recipe: recipe whose sink pool and bits are shown, as `compare.find_recipe` makes it.
         ids: int64 `[1, S]`.
 
     Returns:
-        one `Inspected` a packed layer.
+        One `Inspected` for each packed layer.
 
     Raises:
-        QAttnError: more than one row, or the recipe packed nothing of it.
+        QAttnError: there is more than one row, or the recipe packed nothing of the row.
     """
     if ids.shape[0] != 1:
         raise QAttnError(f"{ids.shape[0]} rows: inspect looks at one")
@@ -100,13 +100,13 @@ def inspect(model: PreTrainedModel, recipe: Recipe, ids: torch.Tensor) -> list[I
 
 
 class Recorder:
-    """Collects the statistics of each layer from its calls; the last call has all keys and values."""
+    """Collects the statistics of each layer from its calls. The last call has all keys and values."""
 
     def __init__(self, layers: list[int], tokens: int):
         self.tokens, self.layers = tokens, {i: Inspected(i) for i in layers}
 
     def record(self, call: Call, packed: QAttnLayer) -> None:
-        """Record a call, and feed it to the packed layer too."""
+        """Record a call, and feed it to the packed layer as well."""
         call.packed_out(packed)
         layer, query = self.layers[call.layer], call.query[0].float().cpu()
         low, high = query.amin(1), query.amax(1)
@@ -121,7 +121,7 @@ class Recorder:
 
 
 def _finish(layer: Inspected, call: Call) -> None:
-    """Fill the statistics that need all keys and values, from the last call."""
+    """Fill in the statistics that need all keys and values, from the last call."""
     sides = {"key": call.keys[0].float().cpu(), "value": call.values[0].float().cpu()}
     for name, x in sides.items():
         low, high = x.amin(1), x.amax(1)
@@ -137,7 +137,7 @@ def _finish(layer: Inspected, call: Call) -> None:
 
 
 def held_tokens(layer: QAttnLayer) -> list[list[int]]:
-    """Tokens that the sink pool and its window keep out of the packed blocks, for each KV head of the first row."""
+    """Return the tokens that the sink pool and its window keep unquantized, for each KV head of the first row."""
     if not layer.spec.sink_pool.num:
         return [[] for _ in range(layer.geometry.heads)]
     state = layer.state

@@ -1,4 +1,4 @@
-"""Plots of `inspection.Inspected` layers; matplotlib is imported only here."""
+"""Plots of `inspection.Inspected` layers. Only this module of the inspection imports matplotlib."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from qattn_hf.fidelity.inspection import Inspected
 
 SIDES = ("key", "value")
-MAX_HEADS = 8  # in a row of plots, one for each head
-DARK = {"boxstyle": "round", "facecolor": "black", "alpha": 0.5, "linewidth": 0}  # behind text on any colour
-LABEL = 0.3  # inches that the number of a layer, a head or its bits takes in a plot
-LEAST_MASS = 1e-6  # of a logarithmic axis
+MAX_HEADS = 8  # in a row of plots, one plot for each head
+DARK = {"boxstyle": "round", "facecolor": "black", "alpha": 0.5, "linewidth": 0}  # around text, readable on any colour
+LABEL = 0.3  # inches reserved for one label: number of a layer, of a head, or its bits
+LEAST_MASS = 1e-6  # lower end of the logarithmic axis
 
 
 def draw_all(layers: list[Inspected], folder: Path, shown: Sequence[int], title: str) -> list[Path]:
@@ -22,11 +22,11 @@ def draw_all(layers: list[Inspected], folder: Path, shown: Sequence[int], title:
 
     Args:
         layers: as `inspect` returns them.
-        shown: indices of the model's layers that get plots of their own (channels, sinks).
-        title: of every plot.
+        shown: indices of the model's layers that get separate plots (channels, sinks).
+        title: title of every plot.
 
     Returns:
-        the files: `channels-LAYER.png`, `gaps.png`, `sinks-LAYER.png`, `heads.png`.
+        The files: `channels-LAYER.png`, `gaps.png`, `sinks-LAYER.png`, `heads.png`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     chosen = [layer for layer in layers if layer.layer in shown]
@@ -43,10 +43,10 @@ def draw_all(layers: list[Inspected], folder: Path, shown: Sequence[int], title:
 def channel_ranges(layer: Inspected, title: str) -> Any:
     """Plot minimum and maximum of each channel over all tokens, for each head (TurboAttention, Fig. 4).
 
-    Rows of queries, keys and values, at most `MAX_HEADS` heads in each; plots of one kind share their axis.
+    Queries, keys and values have separate rows of at most `MAX_HEADS` heads. Plots of one kind share their axis.
 
     Returns:
-        a matplotlib figure.
+        A matplotlib figure.
     """
     rows = [(name, first) for name, (low, _) in layer.ranges.items() for first in range(0, len(low), MAX_HEADS)]
     figure, plots = _subplots(len(rows), min(MAX_HEADS, max(len(low) for low, _ in layer.ranges.values())), title)
@@ -66,10 +66,10 @@ def channel_ranges(layer: Inspected, title: str) -> Any:
 def value_gaps(layers: list[Inspected], title: str) -> Any:
     """Plot the spread (maximum minus minimum) of keys and of values by layer (TurboAttention, Figs 8 and 9).
 
-    Left over the tokens of each channel, right over the channels of each token.
+    The left plots show spreads over the tokens of each channel, the right plots over the channels of each token.
 
     Returns:
-        a matplotlib figure.
+        A matplotlib figure.
     """
     figure, plots = _subplots(2, 2, title, across=len(layers))
     for row, side in zip(plots, SIDES, strict=True):
@@ -84,10 +84,10 @@ def value_gaps(layers: list[Inspected], title: str) -> Any:
 def sink_map(layer: Inspected, title: str) -> Any:
     """Plot the attention mass of each token over its position and over the norm of its key, for each KV head.
 
-    The first `MAX_HEADS` heads; tokens that the sink pool keeps out of the packed blocks are marked.
+    Only the first `MAX_HEADS` heads are shown. Tokens that the sink pool keeps unquantized are marked.
 
     Returns:
-        a matplotlib figure.
+        A matplotlib figure.
     """
     heads = min(MAX_HEADS, len(layer.mass))
     figure, plots = _subplots(2, heads, title, sharey="row")
@@ -111,7 +111,7 @@ def heads(layers: list[Inspected], title: str) -> Any:
     """Plot TurboAttention's priority of each head as a colour, and the recipe's bits of that head as a number.
 
     Returns:
-        a matplotlib figure.
+        A matplotlib figure.
     """
     across = max(len(layer.bits[side]) for layer in layers for side in SIDES)
     figure, plots = _subplots(1, 2, title, across=across, down=len(layers))
@@ -121,7 +121,7 @@ def heads(layers: list[Inspected], title: str) -> Any:
         for i, layer in enumerate(layers):
             for head, bits in enumerate(layer.bits[side]):
                 label = axes.text(head, i, str(bits), ha="center", va="center", color="white", bbox=DARK)
-                label.set_in_layout(False)  # inside of the plot: to lay out hundreds takes many seconds
+                label.set_in_layout(False)  # inside the plot: laying out hundreds of labels takes many seconds
         axes.set(title=f"{side}s: bits, and log10 of the priority", xlabel="KV head", ylabel="layer")
         axes.set_xticks(range(priorities.shape[1]))
         axes.set_yticks(range(len(layers)), [str(layer.layer) for layer in layers])
@@ -132,10 +132,10 @@ def heads(layers: list[Inspected], title: str) -> Any:
 def _subplots(
     rows: int, columns: int, title: str, sharey: Any = False, across: int = 0, down: int = 0
 ) -> tuple[Any, Any]:
-    """A figure and its plots, each with room for so many labels `across` and `down`."""
+    """Make a figure and its plots, each with room for `across` labels in width and `down` labels in height."""
     from matplotlib.figure import Figure
 
-    width, height = max(3.2, LABEL * across + 1.4), max(2.6, LABEL * down + 0.8)  # beside what stands around a plot
+    width, height = max(3.2, LABEL * across + 1.4), max(2.6, LABEL * down + 0.8)  # constants: axes and titles
     figure = Figure(figsize=(max(6.0, width * columns), height * rows + 0.6), layout="constrained")
     figure.suptitle(title, fontsize="medium", wrap=True)
     return figure, figure.subplots(rows, columns, squeeze=False, sharey=sharey)

@@ -1,10 +1,13 @@
-"""Prompts that ask for what stands in a long text: needles at given depths, in filler or in a list of nothing else.
+"""Make prompts that ask for facts in a long text: needles at given depths, in filler or in a list of needles.
 
-The kinds are those of RULER (Hsieh et al. 2024): `single`, one needle in filler; `multikey`, a text of nothing but
-needles, of which some are asked for, each by itself; `multivalue`, several values of one key in filler; `multiquery`,
-several keys in filler, asked for one after another, so that a question stands behind the answers before it.
+The kinds are those of RULER (Hsieh et al. 2024):
 
-Lengths are exact, in tokens of the model's tokenizer: text, questions and the room for answers together.
+- `single`: one needle in filler.
+- `multikey`: a text made only of needles. Some are asked for, each in a separate question.
+- `multivalue`: several values of one key in filler.
+- `multiquery`: several keys in filler, asked for one after another, so a question follows the earlier answers.
+
+Lengths are exact, in tokens of the model's tokenizer. They include text, questions and the room for answers.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ from qattn_hf.errors import QAttnError
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 KINDS = ("single", "multikey", "multivalue", "multiquery")
 DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)  # per cent of the text before a needle
-AFTER = 2  # tokens of an answer behind its last value: what ends the number, and what ends the sentence
+AFTER = 2  # tokens of an answer after its last value: one ends the number, one ends the sentence
 
 Pairs = list[tuple[str, str]]
 
 
 class Form(NamedTuple):
-    """Wording of a needle and of its questions; `pairs` makes keys and values, of which `{key}` and `{value}` are one.
+    """Wording of a needle and of its questions.
 
-    An answer follows a question after a space: `question` asks for the value of a key, `question_all` for all of them.
+    `pairs` makes keys and values, which replace `{key}` and `{value}`. `question` asks for the value of a key,
+    `question_all` for all values of it. The answer follows a question after a space.
     """
 
     pairs: Callable[[random.Random, int], Pairs]
@@ -38,14 +42,14 @@ class Form(NamedTuple):
 
 
 class Template(NamedTuple):
-    """Forms of needles in filler, and of needles in a list."""
+    """Wording of needles in filler (`hidden`), and of needles in a list (`listed`)."""
 
     hidden: Form
     listed: Form
 
 
 class Question(NamedTuple):
-    """Tokens of a question, the values that its answer should have, their depths in per cent, and tokens to write."""
+    """Tokens of a question, the values expected in its answer, their depths in per cent, and the tokens to write."""
 
     ids: list[int]
     values: tuple[str, ...]
@@ -54,7 +58,9 @@ class Question(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """Tokens of a text, and questions for it. `chained`: each follows the answer before it; else each the text."""
+    """Tokens of a text, and questions about it.
+
+    If `chained`, each question follows the answer before it. Otherwise each question follows the text alone."""
 
     kind: str
     length: int
@@ -64,7 +70,7 @@ class Prompt(NamedTuple):
 
 
 def _things(rng: random.Random, n: int) -> Pairs:
-    """Keys such as `Iris-stones-76`, each with a number of seven digits."""
+    """Make keys such as `Iris-stones-76`, each with a number of seven digits."""
     names, things = demo_tasks.NAMES, demo_tasks.THINGS
     places = rng.sample(range(len(names) * len(things) * 90), n)
     keys = (f"{names[i // 90 // len(things)]}-{things[i // 90 % len(things)]}-{i % 90 + 10}" for i in places)
@@ -99,16 +105,16 @@ TEMPLATES = {"ruler": Template(RULER, RULER), "pairs": Template(SECRET, REGISTRY
 
 
 class PromptMaker:
-    """Prompts of one tokenizer, template and filler.
+    """Makes prompts for one tokenizer, template and filler.
 
     Args:
-        tokenizer: of transformers; its BOS token, if it has one, begins each text.
-        template: a key of `TEMPLATES`: `ruler`, English sentences, or `pairs`, what the small models here were trained
-            for: secret numbers in prose, and registries of names and numbers.
-        filler: text around needles, repeated where it is too short; cut between sentences where a needle stands.
+        tokenizer: a tokenizer of Transformers. Its BOS token, if it has one, begins each text.
+        template: a key of `TEMPLATES`. `ruler` uses English sentences. `pairs` uses secret numbers in prose and
+            registries of names and numbers, which the bundled small models were trained on.
+        filler: text around needles, repeated where it is too short, and cut between sentences to insert a needle.
 
     Raises:
-        QAttnError: an unknown template, or a filler without text.
+        QAttnError: the template is unknown, or the filler has no text.
     """
 
     def __init__(self, tokenizer: Any, template: str = "ruler", filler: str = FILLER):
@@ -122,29 +128,32 @@ class PromptMaker:
         self.stops = {i for i in set(self.filler) if tokenizer.decode([i]).rstrip(" ").endswith(ending)}
 
     def tokens(self, text: str) -> list[int]:
-        """Tokens of a piece of text, without special ones."""
+        """Return the tokens of a piece of text, without special tokens."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
     def prompts(self, kind: str, length: int, depths: Sequence[float] = DEPTHS, seed: int = 0) -> list[Prompt]:
-        """Prompts of `length` tokens with a value asked for at each depth: one prompt, or of `single` one a depth.
+        """Make prompts of `length` tokens that ask for a value at each depth.
+
+        Kind `single` gives one prompt for each depth. The other kinds give one prompt.
 
         Args:
-            kind: of `KINDS`. depths: per cent of the text before a needle, 0 to 100, different ones. seed: of keys,
-                values and the place in the filler; it gives the same prompts again.
+            kind: one of `KINDS`.
+            depths: per cent of the text before a needle, distinct numbers of 0 to 100.
+            seed: seed of the keys, the values and the place in the filler. One seed always gives the same prompts.
 
         Raises:
-            QAttnError: an unknown kind, a wrong depth, more needles than the template has keys for, or a length in
-                which they have no room.
+            QAttnError: the kind is unknown, a depth is wrong, the template has fewer keys than needles, or the length
+                is too short.
         """
         check_asked([kind], depths)
-        rng = random.Random(f"{kind} {length} {seed}")  # of a text, which Python hashes alike in every process
+        rng = random.Random(f"{kind} {length} {seed}")  # a string seed: Python seeds it alike in every process
         depths = sorted(depths)
         if kind == "single":
             return [self._hidden(rng, kind, length, [depth]) for depth in depths]
         return [self._listed(rng, length, depths) if kind == "multikey" else self._hidden(rng, kind, length, depths)]
 
     def _hidden(self, rng: random.Random, kind: str, length: int, depths: Sequence[float]) -> Prompt:
-        """Needles in filler."""
+        """Make a prompt with needles in filler."""
         form = self.template.hidden
         pairs = _made(form, rng, len(depths))
         if kind == "multivalue":
@@ -169,7 +178,7 @@ class PromptMaker:
         return Prompt(kind, length, [*context, *text[last:]], questions, chained=True)
 
     def _listed(self, rng: random.Random, length: int, depths: Sequence[float]) -> Prompt:
-        """Needles in a list of nothing else, after so much filler that the length is exact."""
+        """Make a prompt with a list of needles. Filler before the list makes the length exact."""
         form = self.template.listed
         sample = [self.tokens(form.needle.format(key=key, value=value)) for key, value in _made(form, rng, 32)]
         shortest = min(map(len, sample))
@@ -193,13 +202,13 @@ class PromptMaker:
         return Prompt("multikey", length, context, questions, chained=False)
 
     def _question(self, wording: str, pairs: Pairs, depths: Sequence[float]) -> Question:
-        """The question for the values of pairs, which have one key."""
+        """Make the question for the values of `pairs`, which share one key."""
         values = tuple(value for _, value in pairs)
         room = len(self.tokens(" " + ", ".join(values))) + AFTER
         return Question(self.tokens(wording.format(key=pairs[0][0])), values, tuple(depths), room)
 
     def _filler(self, rng: random.Random, size: int) -> list[int]:
-        """Filler of `size` tokens that begins with a sentence."""
+        """Return filler of `size` tokens that begins with a sentence."""
         starts = [i + 1 for i, token in enumerate(self.filler[:-1]) if token in self.stops]
         start = rng.choice([0, *starts])
         times = -(-size // len(self.filler))
@@ -207,10 +216,10 @@ class PromptMaker:
 
 
 def check_asked(kinds: Iterable[str], depths: Sequence[float], template: str = "ruler") -> None:
-    """Refuse what no prompts are made of, before a model is loaded.
+    """Check a request for prompts before a model is loaded.
 
     Raises:
-        QAttnError: an unknown kind or template, or depths that are not different numbers of 0 to 100.
+        QAttnError: a kind or the template is unknown, or the depths are not distinct numbers of 0 to 100.
     """
     for kind in kinds:
         if kind not in KINDS:
@@ -237,7 +246,7 @@ def _fewer(tokens: int) -> str:
 def all_prompts(
     maker: PromptMaker, kinds: Iterable[str], lengths: Iterable[int], depths: Sequence[float] = DEPTHS, seeds: int = 1
 ) -> list[Prompt]:
-    """Prompts of every length, kind and seed from 0 to `seeds` - 1, as `PromptMaker.prompts` makes them."""
+    """Make the prompts of every length, kind and seed from 0 to `seeds` - 1, as `PromptMaker.prompts` does."""
     asked = [
         (kind, length, seed)
         for length in sorted(set(lengths))

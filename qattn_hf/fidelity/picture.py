@@ -1,4 +1,4 @@
-"""Plots of the results of `qattn compare` and `qattn tune`; matplotlib is imported only here."""
+"""Plots of the results of `qattn compare` and `qattn tune`. matplotlib is imported when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from qattn_hf.fidelity.compare import Row
 
-MIN_KL = 1e-7  # on a logarithmic axis; smaller ones are rounding of fp32
-LOG_RATIO = 4  # ratio of most to fewest bits from which on their axis is logarithmic
+MIN_KL = 1e-7  # lower end of the logarithmic axis; smaller values are fp32 rounding
+LOG_RATIO = 4  # ratio of most to fewest bits from which the axis of bits is logarithmic
 WHICH = ("average", "worst")
-MARKERS = "os^Dv<>P*"  # nine, beside ten colours: a pair of both repeats after 90 methods
+MARKERS = "os^Dv<>P*"  # nine, with ten colours: a pair repeats after 90 methods
 
 
 def draw(rows: list[Row], target: Path, title: str) -> None:
@@ -38,7 +38,7 @@ def draw(rows: list[Row], target: Path, title: str) -> None:
     attention.set_ylabel("attention output, relative L1 error")
     for axes in (kl, attention):
         axes.set(xlabel=f"bits a value at {rows[0]['at_tokens']} tokens, everything counted", yscale="log")
-        if max(bits) > LOG_RATIO * min(bits):  # else there may be no power of two to write at the axis
+        if max(bits) > LOG_RATIO * min(bits):  # a narrower range may contain no power of two to label
             axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
@@ -49,13 +49,13 @@ def draw(rows: list[Row], target: Path, title: str) -> None:
 
 
 def _points(axes: Any, rows: list[Row], x: list[float], y: list[float]) -> None:
-    """Plot each method with a colour and a marker of its own, so that it can be told apart without colours."""
+    """Plot each method with a distinct colour and marker, so it can be told apart without colours."""
     for i, row in enumerate(rows):
         axes.scatter(x[i], y[i], label=row["method"], color=f"C{i % 10}", marker=MARKERS[i % len(MARKERS)])
 
 
 def draw_sensitivity(trials: list[Row], chosen: list[str], target: Path, title: str) -> None:
-    """Plot the KL of each candidate in each layer alone, the chosen ones framed, and what one 2-bit head adds to it.
+    """Plot the KL of each candidate in each layer alone, and the KL that one 2-bit head adds. Chosen ones are framed.
 
     Args:
         trials: `Tuned.trials`.
@@ -90,7 +90,7 @@ def draw_sensitivity(trials: list[Row], chosen: list[str], target: Path, title: 
 
 
 def _heat(figure: Any, axes: Any, values: dict[Any, float], columns: list[Any], layers: int, title: str) -> None:
-    """Draw a heat map, layers downwards, columns across; combinations that were not tried stay white."""
+    """Draw a heat map, layers downwards, columns across. Combinations that were not tried stay white."""
     from matplotlib.colors import LogNorm
 
     grid = [[max(values.get((layer, column), math.nan), MIN_KL) for column in columns] for layer in range(layers)]

@@ -1,7 +1,8 @@
-"""Retrievals that a packed cache loses: values in a long text that full precision finds and the cache does not.
+"""Count values in a long text that full precision finds and a packed cache loses.
 
-A text is read in chunks through the cache, a question follows in a call of its own and its answer is written greedily,
-token by token, so that every token of both reads what was packed. Full precision is asked the same.
+A model reads a text in chunks through the cache. A question follows in a separate call. Its answer is written greedily,
+token by token, so every token of question and answer reads packed blocks. The same questions are asked in full
+precision.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from qattn_hf.model.device import device_of
 from qattn_hf.reading.chunks import CHUNK, cuts, feed
 from qattn_hf.recipes.recipe import Recipe
 
-FULL = "full precision"  # the method of its rows
+FULL = "full precision"  # value of `method` in its rows
 
 
 class Found(NamedTuple):
-    """Whether each value that a prompt asks for stands in its answer, and the depth at which it stands in the text."""
+    """For each value that a prompt asks for: whether the answer has it, and its depth in the text in per cent."""
 
     hits: list[bool]
     depths: list[float]
@@ -48,20 +49,20 @@ def compare_retrieval(
     """Compare how many values a model finds in long texts through packed caches and in full precision.
 
     Args:
-        model: not patched; it is left as it was.
-        maker: of the prompts, with the model's tokenizer.
+        model: unpatched model. It is left unchanged.
+        maker: maker of the prompts, with the model's tokenizer.
         recipes: recipes by name, as `find_recipes` makes them.
-        prompts: as `needles.all_prompts` makes them; each is read once a recipe and once in full precision.
+        prompts: as `needles.all_prompts` makes them. Each is read once for each recipe and once in full precision.
         chunk: tokens of a call that reads a text.
         at_tokens: context length for which bits are counted.
-        dtype: precision in which the model will run, if it is measured in another one: bits are counted in it.
+        dtype: precision in which the model will run, if it differs from the measured one. Bits are counted in it.
         progress: called with a text before each step.
 
     Returns:
-        one dict for each kind and length of the prompts and each recipe, and one before them, of `full precision`:
-        `method`, `kind`, `length`, `answers`, the number of values asked for, `score`, the share that was found,
-        `by_depth`, that share at each depth in per cent; of recipes also `lost`, values that full precision alone
-        found, `won`, those that the cache alone found, and bits.
+        For each kind and length of the prompts, a dict for `full precision`, then a dict for each recipe. Keys are
+        `method`, `kind`, `length`, `answers` (number of values asked for), `score` (share found) and `by_depth` (share
+        found at each depth in per cent). Recipes also have `lost` (values that only full precision found), `won`
+        (values that only the cache found), and bits.
 
     Raises:
         QAttnError: a recipe packed nothing, a prompt is longer than the model's context, or the model is patched.
@@ -84,7 +85,7 @@ def compare_retrieval(
             group[name].append(_found(prompt, texts))
             if name not in bits:
                 bits[name] = _bits(cache, at_tokens, dtype or model.dtype)
-            del cache  # two of long texts may not fit the device
+            del cache  # the caches of two long texts may not fit the device
     rows = []
     for (kind, length), by_name in found.items():
         full = by_name[FULL]
@@ -97,17 +98,18 @@ def compare_retrieval(
 
 
 def answers(model: PreTrainedModel, maker: PromptMaker, prompt: Prompt, chunk: int = CHUNK) -> tuple[list[str], Any]:
-    """What a model answers to the questions of a prompt, greedily, and the cache with its text.
+    """Answer the questions of a prompt greedily. Returns the answers, and the cache with the prompt's text.
 
     Args:
-        model: patched or not. chunk: tokens of a call that reads the text.
+        model: patched or unpatched model.
+        chunk: tokens of a call that reads the text.
     """
     ids = torch.tensor([prompt.context], device=device_of(model))
     for part in feed(model, ids, cuts(ids.shape[1], chunk)):
         cache = part.cache
     texts = []
     for question in prompt.questions:
-        # a copy, so that the next question does not read this one and its answer
+        # copy the cache, so the next question does not read this question and its answer
         behind = cache if prompt.chained else copy.deepcopy(cache)
         written = roll_out(model, torch.tensor([question.ids], device=ids.device), question.room, GREEDY, cache=behind)
         texts.append(maker.tokenizer.decode(written.ids[0]))
@@ -115,7 +117,7 @@ def answers(model: PreTrainedModel, maker: PromptMaker, prompt: Prompt, chunk: i
 
 
 def _found(prompt: Prompt, texts: list[str]) -> Found:
-    """Which values stand in the answers, each as a whole number."""
+    """Find the expected values in the answers. A value must be a whole number of the answer."""
     hits: list[bool] = []
     for question, text in zip(prompt.questions, texts, strict=True):
         written = re.findall(r"\d+", text)
@@ -124,7 +126,7 @@ def _found(prompt: Prompt, texts: list[str]) -> Found:
 
 
 def scores(found: Sequence[Found]) -> Row:
-    """`answers`, their number, `score`, the share of values found, and `by_depth`, that share at each depth."""
+    """Return `answers` (their number), `score` (share of values found) and `by_depth` (that share at each depth)."""
     by_depth: dict[float, list[bool]] = {}
     for hit, depth in ((hit, depth) for one in found for hit, depth in zip(one.hits, one.depths, strict=True)):
         by_depth.setdefault(depth, []).append(hit)
@@ -137,7 +139,7 @@ def scores(found: Sequence[Found]) -> Row:
 
 
 def lost_won(full: Sequence[Found], of_cache: Sequence[Found]) -> Row:
-    """`lost`: values that full precision found and the cache did not; `won`: the reverse."""
+    """Return `lost`, values that only full precision found, and `won`, values that only the cache found."""
     pairs = [pair for one, other in zip(full, of_cache, strict=True) for pair in zip(one.hits, other.hits, strict=True)]
     return {"lost": sum(a and not b for a, b in pairs), "won": sum(b and not a for a, b in pairs)}
 
@@ -152,10 +154,10 @@ def _bits(cache: QAttnCache, at_tokens: int, dtype: torch.dtype) -> Row:
 
 
 def retrieval_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Results of `compare_retrieval` as a header and lines of text: a line a method, a column a kind and length.
+    """Format results of `compare_retrieval` as a header and lines of text.
 
-    A cell is the share of values found, of caches with those that they lost and won; behind them all that a cache lost
-    of what full precision found, and its bits.
+    A line is a method, a column is a kind and length. A cell is the share of values found, for caches with the values
+    lost and won. The last columns are the total lost of the values that full precision found, and bits.
     """
     columns = list(dict.fromkeys((row["kind"], row["length"]) for row in rows))
     lines: dict[str, dict[tuple[str, int], Row]] = {}
@@ -187,7 +189,7 @@ def print_retrieval(rows: list[Row], wide: bool = False) -> None:
 
     Args:
         rows: as `compare_retrieval` returns them, each with the keys `model`, a name, and `template`.
-        wide: whether to fold no text, however narrow the terminal is.
+        wide: whether to keep cells unfolded in a narrow terminal.
     """
     console, first, (header, lines) = results_console(), rows[0], retrieval_table(rows)
     depths = ", ".join(first["by_depth"])

@@ -1,11 +1,11 @@
-"""Rollouts: what a model writes through a packed cache, judged by the same model in full precision.
+"""Rollouts: a model writes through a packed cache, and the same model in full precision judges the text.
 
-On a given text each token is predicted from the right ones before it, so errors of a cache never add up. Here every
-cache continues a prompt by tokens of its own choice, and full precision then reads what was written: KL along the way,
-what the written tokens cost, and where they leave full precision's own continuation.
+On a given text each token is predicted from the right tokens before it, so cache errors never accumulate. In a rollout
+every cache continues a prompt with tokens of its choice. Full precision then reads the written text. The results are
+the KL along the text, its perplexity, and where it leaves full precision's continuation.
 
-Sampled tokens are chosen by the Gumbel-max trick with noise of a seed, a row and a step, the same for every cache, so
-that equal probabilities choose equal tokens and the first other token is a difference of the caches.
+Sampled tokens are chosen by the Gumbel-max trick. The noise depends on seed, row and step and is the same for every
+cache. Equal probabilities thus choose equal tokens, and the first differing token is due to the caches.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from qattn_hf.reading.texts import Reading, full_logits
 from qattn_hf.recipes.recipe import Recipe
 
 PRIME = 1_000_003
-PARTS = 4  # of a continuation, each with a KL of its own
+PARTS = 4  # quarters of a continuation, each with a separate KL
 
 
 class Choice(NamedTuple):
-    """How tokens are chosen: the likeliest (`temperature` 0), or sampled with the noise of `seed`."""
+    """Rule for choosing tokens: the likeliest (`temperature` 0), or sampled with the noise of `seed`."""
 
     temperature: float = 0.0
     seed: int = 0
 
     def __call__(self, logits: torch.Tensor, row: int, step: int) -> torch.Tensor:
-        """The next token, int64 `[B]`, of rows `row`, `row + 1`, ... by logits `[B, vocabulary]`."""
+        """Choose the next token, int64 `[B]`, of rows `row`, `row + 1`, ... from logits `[B, vocabulary]`."""
         if self.temperature == 0:
             return logits.argmax(-1)
         noise = torch.stack([self._gumbel(logits.shape[-1], row + i, step) for i in range(len(logits))])
         return (logits.float() / self.temperature + noise.to(logits.device)).argmax(-1)
 
     def _gumbel(self, size: int, row: int, step: int) -> torch.Tensor:
-        mixed = ((self.seed * PRIME + row) * PRIME + step) % 2**32  # torch's generator takes no more bits of a seed
+        mixed = ((self.seed * PRIME + row) * PRIME + step) % 2**32  # torch's generator takes 32 bits of seed
         generator = torch.Generator().manual_seed(mixed)
         return -torch.empty(size, dtype=torch.float32, device="cpu").exponential_(generator=generator).log()
 
@@ -53,7 +53,7 @@ GREEDY = Choice()
 
 
 class Rollout(NamedTuple):
-    """A continuation: its tokens, int64 `[B, N]`, the logits `[B, N, vocabulary]` that chose them, the cache."""
+    """A continuation: its tokens, int64 `[B, N]`, the logits `[B, N, vocabulary]` that chose them, and the cache."""
 
     ids: torch.Tensor
     logits: torch.Tensor
@@ -63,11 +63,13 @@ class Rollout(NamedTuple):
 def roll_out(
     model: PreTrainedModel, prompt: torch.Tensor, tokens: int, choice: Choice, row: int = 0, cache: Any = None
 ) -> Rollout:
-    """Continue prompts by `tokens` tokens, one at a time; the end of a text is a token like others.
+    """Continue prompts by `tokens` tokens, one at a time. An end-of-text token does not stop the continuation.
 
     Args:
-        model: patched or not. prompt: int64 `[B, P]`, fed in chunks. row: index of the first row, for `choice`.
-        cache: what the prompts follow; by default the model makes one.
+        model: patched or unpatched model.
+        prompt: int64 `[B, P]`, fed in chunks.
+        row: index of the first row, for `choice`.
+        cache: cache that the prompts continue. The model makes one by default.
     """
     chunks = list(feed(model, prompt.to(device_of(model)), cuts(prompt.shape[1]), cache=cache))
     logits, cache = [chunks[-1].logits[:, -1].to(model.dtype)], chunks[-1].cache
@@ -81,13 +83,14 @@ def roll_out(
 
 
 def judged(model: PreTrainedModel, prompt: torch.Tensor, written: Rollout) -> Tokens:
-    """Figures of each written token, `metrics.token_figures`; full precision, `model`, reads the same text in chunks.
+    """Return `metrics.token_figures` of each written token. `model`, in full precision, reads the same text in chunks.
 
     Args:
-        prompt: int64 `[B, P]`. written: its continuation.
+        prompt: int64 `[B, P]`.
+        written: the continuation of the prompt.
     """
     text = torch.cat([prompt.to(written.ids.device), written.ids], 1)
-    first = prompt.shape[1] - 1  # its logits predict the first written token
+    first = prompt.shape[1] - 1  # the logits at this place predict the first written token
     full = torch.cat(full_logits(model, text, Reading(text, cuts(text.shape[1]), first, len(text))), 1)
     return {key: x.cpu() for key, x in token_figures(full[:, :-1], written.logits, written.ids).items()}
 
@@ -106,19 +109,22 @@ def compare_rollouts(
     """Compare what a model writes through packed caches with what it writes in full precision.
 
     Args:
-        model: not patched; it is left as it was.
+        model: unpatched model. It is left unchanged.
         recipes: recipes by name, as `find_recipes` makes them.
-        prompts: int64 `[rows, P]`, without padding. tokens: of each continuation, at least `PARTS`.
-        choice: of tokens. batch: rows that are continued at once.
-        dtype: precision in which the model will run, if it is measured in another one: bits are counted in it.
+        prompts: int64 `[rows, P]`, without padding. tokens: length of each continuation, at least `PARTS`.
+        choice: rule for choosing tokens.
+        batch: rows that are continued at once.
+        dtype: precision in which the model will run, if it differs from the precision measured here. Bits are counted
+            in it.
         progress: called with a text before each step.
 
     Returns:
-        one dict a recipe, in their order, for `print_rollouts`: `method` (its name), `kl` of full precision to the
-        cache in nats a token, on the text that the cache wrote, `kl_se`, its standard error over rows, and `kl_parts`
-        of each quarter; `same_top1`; `first_divergence`, mean index of the first token that full precision's own
-        continuation has not (`tokens` where there is none), and `same`, share of rows without one; `ppl`, perplexity
-        of the written text in full precision, and `own_ppl` that of its own; bits.
+        One dict for each recipe, in order, for `print_rollouts`. `method` is the name. `kl` is the KL of full precision
+        to the cache in nats per token, on the text that the cache wrote. `kl_se` is its standard error over rows,
+        `kl_parts` the KL of each quarter. `same_top1` is the share of equal likeliest tokens. `first_divergence` is the
+        mean index of the first token that differs from full precision's continuation, or `tokens` if all are equal.
+        `same` is the share of rows where all are equal. `ppl` is the perplexity of the written text in full precision,
+        `own_ppl` that of full precision's text. Bits follow.
 
     Raises:
         QAttnError: a recipe packed nothing, prompt and continuation are longer than the model's context, `tokens` is
@@ -152,10 +158,13 @@ def compare_rollouts(
 
 
 def rollout_figures(groups: list[Tokens]) -> Row:
-    """Figures of continuations from those of their tokens, `[rows, N]` each of every group: what `judged` returns, and
-    `same_as_own`, whether a token is the one of full precision's own continuation."""
+    """Compute figures of continuations from figures of their tokens.
+
+    Args:
+        groups: figures `[rows, N]` of each group of rows, as `judged` returns them, and `same_as_own`: whether a token
+            equals full precision's token."""
     tokens = {key: torch.cat([group[key] for group in groups]) for key in groups[0]}
-    prefix = tokens.pop("same_as_own").long().cumprod(1).sum(1)  # tokens before the first other one
+    prefix = tokens.pop("same_as_own").long().cumprod(1).sum(1)  # number of tokens before the first differing one
     whole = text_figures(tokens)
     return {
         **{key: whole[key] for key in ("kl", "kl_se", "same_top1")},
@@ -169,10 +178,13 @@ def rollout_figures(groups: list[Tokens]) -> Row:
 def through(
     model: PreTrainedModel, recipe: Recipe, name: str, prompt: torch.Tensor, tokens: int, choice: Choice, row: int
 ) -> Rollout:
-    """`roll_out` through a packed cache.
+    """Run `roll_out` through a packed cache.
+
+    Args:
+        name: name of the recipe, for the message.
 
     Raises:
-        QAttnError: nothing was packed; the message has `name`, the recipe's.
+        QAttnError: nothing was packed.
     """
     with packed(model, recipe):
         written = roll_out(model, prompt, tokens, choice, row)
@@ -184,7 +196,7 @@ def check_rollout(model: PreTrainedModel, prompt: int, tokens: int) -> None:
     """Refuse a patched model, and texts that are too short or too long for it.
 
     Raises:
-        QAttnError: naming which.
+        QAttnError: the model is patched, or the text has a wrong length.
     """
     if tokens < PARTS:
         raise QAttnError(f"continuations of {tokens} tokens have no {PARTS} parts: take at least {PARTS}")
@@ -192,7 +204,7 @@ def check_rollout(model: PreTrainedModel, prompt: int, tokens: int) -> None:
 
 
 def rollout_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Results of `compare_rollouts` as a header and lines of text."""
+    """Format results of `compare_rollouts` as a header and lines of text."""
     header = ["method", "KL", "quarter by quarter", "same top-1", "first divergence", "same", "perplexity", "bits, all"]
     lines = []
     for row in rows:
@@ -217,7 +229,7 @@ def print_rollouts(rows: list[Row], wide: bool = False) -> None:
 
     Args:
         rows: as `compare_rollouts` returns them, each with the key `model`, a name.
-        wide: whether to fold no text, however narrow the terminal is.
+        wide: whether to keep cells unfolded in a narrow terminal.
     """
     console, first, (header, lines) = results_console(), rows[0], rollout_table(rows)
     how = f"sampled at temperature {first['temperature']:g}" if first["temperature"] else "greedy"

@@ -1,4 +1,4 @@
-"""Errors of all candidates in all layers, from one reading of a model in full precision."""
+"""Measure the errors of all candidates in all layers during one reading of a model in full precision."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from qattn_kernels.layout import Geometry, State
 
 
 class Screening:
-    """What one reading shows of recipes; each layer is judged on the inputs that it has in full precision.
+    """Errors and sizes of recipes from one reading. Each layer is judged on its full-precision inputs.
 
     Args:
-        model: not patched; it is left as it was.
-        recipes: by name, computed by the reference.
+        model: unpatched model. It is left unchanged.
+        recipes: recipes by name, computed by the reference.
         reading: rows of text, read at once.
 
     Attributes:
-        specs, constants: of all layers of the model, by recipe.
+        specs, constants: specs and constants of all layers of the model, by recipe.
         sums: errors of attention outputs by recipe and packed layer.
         squares: the same errors squared, of each KV head, fp64 `[Hkv]`.
-        packed: by recipe, the tokens of all rows that the layer packed that packed fewest.
-        geometries: of each packed layer with these rows.
+        packed: for each recipe, the packed tokens of all rows in the layer that packed fewest.
+        geometries: geometry of each packed layer with these rows.
 
     Raises:
-        UnsupportedError: packed sliding windows.
+        UnsupportedError: the model has packed sliding windows.
     """
 
     def __init__(self, model: PreTrainedModel, recipes: dict[str, Recipe], reading: Reading):

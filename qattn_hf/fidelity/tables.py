@@ -7,14 +7,14 @@ from qattn_hf.fidelity.tuned import ranges
 from qattn_hf.messages import size
 from qattn_hf.messages.console import print_figures, results_console
 
-FIRST = 7  # columns up to the bytes of the cache
+FIRST = 7  # number of columns up to the bytes of the cache
 
 
 def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Results of `compare` as a header and lines of text.
+    """Format results of `compare` as a header and lines of text.
 
-    What decides comes first: the first `FIRST` columns fit a terminal of 80. Cells have two lines: below KL and
-    perplexity the standard error, below the average layer the worst one.
+    The first `FIRST` columns are the most important ones and fit a terminal of 80 characters. Cells have two lines. The
+    second line has the standard error of KL and perplexity, or the worst layer below the average one.
 
     Args:
         rows: as `compare` returns them.
@@ -55,7 +55,7 @@ def print_table(rows: list[Row], wide: bool = False) -> None:
 
     Args:
         rows: as `compare` returns them, each with the key `model`, a name.
-        wide: whether to print all columns of `table` rather than the `FIRST` ones.
+        wide: whether to print all columns of `table` rather than the first `FIRST` columns.
     """
     console, first, (header, lines) = results_console(), rows[0], table(rows)
     console.print(

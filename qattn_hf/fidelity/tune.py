@@ -1,17 +1,17 @@
-"""Find a recipe for one model within a budget of bits or of KL: what `qattn tune` does.
+"""Find a recipe for one model within a budget of bits or of KL, for `qattn tune`.
 
-Layers that are the model's own stay as they are; layers, bytes and bits below are those of the packed ones.
+Unpacked layers stay unchanged. Layers, bytes and bits below are those of the packed layers.
 
-1. Screening. All candidates read what a model in full precision does (`screening`). In each layer, a candidate is
-   dropped if another one needs no more bytes and has no larger error of the attention output; one that chooses heads
-   also if a smaller one that does is nearly as good.
-2. Sensitivity. In each layer alone, the rest in full precision, the candidates of least and of largest error are tried
-   (`sensitivity`): the KL to full precision is their loss there. That of the others follows from their errors
-   (`estimate`), of candidates that choose heads head by head.
-3. Budget. Small errors of different layers are nearly independent, so their KLs add up; `budget.plans` finds the best
+1. Screening. All candidates read what a model in full precision reads (`screening`). A layer drops a candidate if
+   another one needs no more bytes and has no larger error of the attention output. It also drops a candidate that
+   chooses heads if a smaller candidate of this kind is nearly as good.
+2. Sensitivity. Candidates of least and of largest error are tried in each layer alone, the rest in full precision
+   (`sensitivity`). Their loss in that layer is the KL to full precision. The losses of other candidates follow from
+   their errors (`estimate`). Candidates that choose heads are tried head by head.
+3. Budget. Small errors of different layers are nearly independent, so their KLs add up. `budget.plans` finds the best
    sum for every size.
-4. Check. The recipe is measured end to end, on the rows that it was tuned on and on other rows. For a budget in KL the
-   plan is corrected by the measured KL until it holds.
+4. Check. The recipe is measured end to end, on the rows that it was tuned on and on other rows. For a budget in KL, the
+   measured KL corrects the plan until it holds.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from qattn_hf.reading.texts import Reading
 from qattn_hf.recipes.recipe import Recipe
 from qattn_kernels.layer.spec import LayerSpec
 
-CLEARLY = 0.95  # largest ratio of two errors of which the smaller one counts as clearly smaller
+CLEARLY = 0.95  # an error counts as clearly smaller up to this share of another error
 MIN_PACKED = 0.75  # share of the tokens that every candidate must pack
 ROUNDS = 5  # plans that are measured for a budget in KL
-MARGIN = 0.97  # share of a budget in KL that a correction aims at, so that it does not end just above it
+MARGIN = 0.97  # share of a budget in KL that a correction aims at, so the result does not end just above the budget
 TINY = 1e-12
-HeadKey = tuple[str, str, int]  # candidate, side, head; no side: no head has 2 bits
+HeadKey = tuple[str, str, int]  # candidate, side, head; an empty side: no head has 2 bits
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Budget:
     """A budget for `tune`: either `bits` or `kl`.
 
     Attributes:
-        bits: bits of a cached value, every tensor counted, of one row of `at_tokens` tokens.
-        kl: KL to full precision in nats a token.
+        bits: bits per cached value of one row of `at_tokens` tokens, every tensor counted.
+        kl: KL to full precision in nats per token.
         at_tokens: context length for which bytes are counted.
 
     Raises:
-        QAttnError: neither or both are given, or one that is not above 0.
+        QAttnError: neither or both are given, or the given one is not above 0.
     """
 
     bits: float | None = None
@@ -75,14 +75,14 @@ class Tuned:
     """Result of `tune`.
 
     Attributes:
-        recipe: the recipe, for `patch(model, recipe=...)`; `recipe.as_yaml()` is a recipe file.
-        predicted: sum of the layers' KLs, in nats a token.
+        recipe: the recipe, for `patch(model, recipe=...)`. `recipe.as_yaml()` returns a recipe file.
+        predicted: sum of the layers' KLs, in nats per token.
         measured: row of `compare` for the recipe, on the rows that it was tuned on.
-        checked: rows of `compare` on other rows: the recipe's, then those of the references.
+        checked: rows of `compare` on other rows: for the recipe, then for the references.
         chosen: the option chosen for each packed layer.
-        trials: one row for each candidate of each layer: `kl` with the rest of the model in full precision, whether it
-            was `measured` or follows from its error, and `side` and `head` of the one 2-bit head (empty: no head has 2
-            bits).
+        trials: one row for each candidate of each layer. `kl` is its loss with the rest of the model in full precision.
+            `measured` is false if `kl` is estimated from an error. `side` and `head` name the one 2-bit head (empty: no
+            head has 2 bits).
     """
 
     recipe: Recipe
@@ -94,13 +94,13 @@ class Tuned:
 
 
 def check_candidates(candidates: dict[str, Recipe]) -> None:
-    """Refuse candidates that no layer can be tried with alone; no model is needed for that.
+    """Refuse candidates that differ by layer, which cannot be tried in one layer alone. This needs no model.
 
     Args:
         candidates: recipes by name.
 
     Raises:
-        QAttnError: naming the first one, and what to leave out of it.
+        QAttnError: a candidate has `layers`. The message names it and what to leave out.
     """
     for name, recipe in candidates.items():
         if recipe.choices:
@@ -108,14 +108,14 @@ def check_candidates(candidates: dict[str, Recipe]) -> None:
 
 
 def by_reference(recipe: Recipe) -> Recipe:
-    """The recipe computed by the reference, without defaults of the model's family, as `recipe_of` has it."""
+    """Return the recipe computed by the reference, without family defaults, as `recipe_of` returns it."""
     return dataclasses.replace(
         recipe, settings=recipe.settings.model_copy(update={"impl": "reference"}), by_family=False
     )
 
 
 def _variant(name: str, side: str) -> str:
-    """Name of a candidate with 2 bits in all heads of one side, or of none."""
+    """Return the name of a candidate with 2 bits in all heads of one side, or in no heads."""
     return f"{name}, 2 bits in {side or 'no'} heads"
 
 
@@ -123,10 +123,12 @@ class Tuner:
     """The steps of `tune` for one model: screening of candidates, and trials.
 
     Args:
-        model: not patched; it is left as it was.
+        model: unpatched model. It is left unchanged.
         candidates: recipes by name.
         reading: rows of text that decide.
-        dtype: precision in which the model will run; what a cache keeps unquantized is counted in it.
+        at_tokens: context length for which bytes are counted.
+        dtype: precision in which the model will run. Unquantized tensors of a cache are counted in it.
+        progress: called with a text before each step.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class Tuner:
         progress: Progress,
     ):
         check_candidates(candidates)
-        # the reference: kernels of so many settings take longer to compile than it takes to run
+        # use the reference: compiling kernels for every candidate takes longer than the trials
         self.candidates = {name: by_reference(recipe) for name, recipe in candidates.items()}
         self.model, self.progress = model, progress
         self.reading = Reading(reading.ids, fewer(reading.at, reading.first), reading.first, reading.batch)
@@ -150,14 +152,14 @@ class Tuner:
         self.trials: list[Row] = []
 
     def screen(self) -> list[list[str]]:
-        """Names of the candidates to try in each packed layer."""
+        """Return the names of the candidates to try in each packed layer."""
         self.progress("screening candidates")
         self.screened = Screening(self.model, {**self.candidates, **self._by_head()}, self.reading)
         self._check_packed()
         return [self._candidates_of(i) for i in self.layers]
 
     def _by_head(self) -> dict[str, Recipe]:
-        """Of candidates that choose heads: with 4 bits in all, with 2 bits in all of K, and in all of V."""
+        """Make three recipes for each candidate that chooses heads: 4 bits in all heads, 2 bits in K, 2 bits in V."""
         every = [tuple(range(self.shape.heads.get(i, 0))) for i in range(self.shape.layers)]
         found = {}
         for name, recipe in self.candidates.items():
@@ -167,7 +169,7 @@ class Tuner:
         return found
 
     def _check_packed(self) -> None:
-        """Refuse a candidate that leaves many tokens of a short row open: it would lose more in a long context."""
+        """Refuse a candidate that leaves many tokens of a short row unquantized: a long context would lose more."""
         tokens = self.reading.ids.numel()
         for name, packed in self.screened.packed.items():
             if packed < MIN_PACKED * tokens:
@@ -177,8 +179,10 @@ class Tuner:
                 )
 
     def _candidates_of(self, layer: int) -> list[str]:
-        """Candidates on the Pareto front of bytes and error in a layer. Of those that choose heads, whose trials are
-        many, only each that has a clearly smaller error than any smaller one."""
+        """Return the candidates on the Pareto front of bytes and error in a layer.
+
+        Candidates that choose heads need many trials. One is kept only if its error is clearly smaller than any smaller
+        candidate's error."""
         names, least = list(self.candidates), math.inf
         errors = [self.screened.sums[name][layer].figures()["relative_l1"] for name in names]
         sizes = [self.bytes_of(self.screened.specs[name][layer], layer) for name in names]
@@ -190,11 +194,11 @@ class Tuner:
         return [name for i, name in enumerate(names) if i in front]
 
     def bytes_of(self, spec: LayerSpec, layer: int) -> int:
-        """Bytes of a layer with this spec at `at_tokens` tokens."""
+        """Return the bytes of a layer with this spec at `at_tokens` tokens."""
         return layer_bytes(spec, self.screened.geometries[layer], self.at_tokens, self.dtype)
 
     def options(self, candidates: list[list[str]]) -> list[list[Option]]:
-        """Try some candidates of each packed layer; returns the options of each, with bytes and expected KL."""
+        """Try some candidates of each packed layer. Returns the options of each layer, with bytes and expected KL."""
         errors = {
             layer: {key: self._error(layer, *key) for name in names for key in self._keys(layer, name)}
             for layer, names in zip(self.layers, candidates, strict=True)
@@ -215,12 +219,12 @@ class Tuner:
         return found
 
     def _keys(self, layer: int, name: str) -> list[HeadKey]:
-        """What can be tried of a candidate in a layer: with no head at 2 bits, and with each single one."""
+        """Return what can be tried of a candidate in a layer: no head at 2 bits, and each single head at 2 bits."""
         heads = range(self.shape.heads[layer]) if by_head(self.candidates[name]) else ()
         return [(name, "", 0), *((name, side, head) for side in "kv" for head in heads)]
 
     def _error(self, layer: int, name: str, side: str, head: int) -> float:
-        """Squared error of a layer's attention output; that of a head is of its own keys and values alone."""
+        """Return the squared error of a layer's attention output. A 2-bit head changes only the error of that head."""
         squares = self.screened.squares
         if not by_head(self.candidates[name]):
             return float(squares[name][layer].sum())
@@ -239,7 +243,7 @@ class Tuner:
         if not by_head(recipe):
             return [Option(layer, name, (), (), self.bytes_of(self.screened.specs[name][layer], layer), none)]
         k, v = ([loss_of[name, side, head] for head in range(self.shape.heads[layer])] for side in "kv")
-        sizes: dict[tuple[int, int], int] = {}  # which heads have 2 bits does not matter to bytes
+        sizes: dict[tuple[int, int], int] = {}  # bytes depend only on the number of 2-bit heads
         options = []
         for k_low, v_low, kl in HeadLosses(none, k, v).combinations():
             counts = len(k_low), len(v_low)
@@ -249,7 +253,7 @@ class Tuner:
         return options
 
     def values(self) -> int:
-        """Number of cached values of one row of `at_tokens` tokens, over all packed layers."""
+        """Return the number of cached values of one row of `at_tokens` tokens, over all packed layers."""
         return sum(values_of(geometry, self.at_tokens) for geometry in self.screened.geometries.values())
 
 
@@ -264,22 +268,22 @@ def tune(
     dtype: torch.dtype | None = None,
     progress: Progress = lambda what: None,
 ) -> Tuned:
-    """Find the recipe of least KL within a budget of bits, or of fewest bits within one of KL.
+    """Find the recipe of least KL within a budget of bits, or of fewest bits within a budget of KL.
 
     Args:
-        model: not patched; it is left as it was.
-        candidates: recipes by name, of which each layer gets one; `bits: mixed` without lists of heads is tried head by
+        model: unpatched model. It is left unchanged.
+        candidates: recipes by name. Each layer gets one of them. `bits: mixed` without lists of heads is tried head by
             head.
-        reading: rows of text that decide, as `read_as` makes it; they are read at once.
+        reading: rows of text that decide, as `read_as` makes it. They are read at once.
         check: other rows, on which the recipe is measured.
         budget: bits or KL.
-        references: recipes to measure on the rows of `check` too.
-        dtype: precision in which the model will run, if it is measured in another one.
+        references: recipes to measure on the rows of `check` as well.
+        dtype: precision in which the model will run, if it differs from the precision measured here.
         progress: called with a text before each step.
 
     Raises:
-        QAttnError: no choice of candidates meets the budget; rows too short to judge a candidate by; a candidate with
-            `layers`; a model none of whose layers are packed, or with packed sliding windows.
+        QAttnError: the budget cannot be met, rows are too short to judge a candidate, or a candidate has `layers`. Also
+            raised for a model without packed layers, or with packed sliding windows.
     """
     dtype = dtype or model.dtype
     tuner = Tuner(model, candidates, reading, budget.at_tokens, dtype, progress)
@@ -319,10 +323,10 @@ def _within_bits(front: list[Plan], bits: float, values: int) -> Plan:
 def _within_measured_kl(
     front: list[Plan], kl: float, measured: Callable[[Plan], tuple[Recipe, Row]]
 ) -> tuple[Plan, Recipe, Row]:
-    """The smallest plan whose measured KL is within `kl`.
+    """Find the smallest plan whose measured KL is within `kl`.
 
-    The KL of all layers together differs from the sum of the layers' KLs, so the target is scaled by their ratio and
-    the next plan is measured, up to `ROUNDS` times.
+    The KL of all layers together differs from the sum of the layers' KLs. The target is therefore scaled by their ratio
+    and the next plan is measured, up to `ROUNDS` times.
     """
     best: tuple[Plan, Recipe, Row] | None = None
     target, tried, least = kl, set(), math.inf

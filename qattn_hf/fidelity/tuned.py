@@ -1,4 +1,4 @@
-"""Convert options chosen for packed layers to one recipe: the most frequent one, and the others under `layers`."""
+"""Convert options chosen for packed layers to one recipe: the most frequent candidate, others under `layers`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from qattn_hf.recipes.recipe import Recipe, find_recipe
 
 
 def recipe_of(options: Sequence[Option], candidates: dict[str, Recipe], count: int) -> Recipe:
-    """The recipe that gives packed layers their options; it uses no defaults of the model's family, as was measured.
+    """Make the recipe that gives packed layers their options, without defaults of the model's family.
 
     Args:
-        options: one for each packed layer. candidates: recipes by name.
-        count: layers of the model. Those without an option are its own, and have empty lists of heads.
+        options: one for each packed layer.
+        candidates: recipes by name.
+        count: layers of the model. Layers without an option stay unpacked and have empty lists of heads.
     """
     lows: list[tuple[Heads, Heads]] = [((), ())] * count
     for option in options:
@@ -28,7 +29,7 @@ def recipe_of(options: Sequence[Option], candidates: dict[str, Recipe], count: i
         for name, recipe in candidates.items()
         if any(option.candidate == name for option in options)
     }
-    # of equally frequent candidates one that chooses heads, whose lists are for all layers anyway
+    # if frequencies are equal, prefer a candidate that chooses heads: its lists cover all layers anyway
     ranked = Counter(option.candidate for option in options)
     common = max(wanted, key=lambda name: (ranked[name], by_head(candidates[name])))
     base = wanted[common]
@@ -43,23 +44,23 @@ def recipe_of(options: Sequence[Option], candidates: dict[str, Recipe], count: i
 
 
 def changes(base: Method, wanted: Method) -> dict[str, Any]:
-    """Settings of an entry of `layers` with which `wanted` holds in a recipe of `base`."""
+    """Return the settings of an entry of `layers` that gives `wanted` in a recipe of `base`."""
     same = wanted.name() == base.name()
     inherited = {
         key: value for key, value in base.model_dump(exclude_unset=True).items() if same or key in Method.model_fields
     }
     explicit, full = wanted.model_dump(exclude_unset=True), wanted.model_dump()
     entry = {key: value for key, value in explicit.items() if key not in inherited or inherited[key] != value}
-    # what a setting of the entry covers (`k_bits` by `bits`) takes its default there by itself
+    # a setting covered by the entry (`k_bits` by `bits`) returns to its default without being repeated
     uncovered = wanted.not_overridden(inherited, entry)
     entry |= {key: full[key] for key in uncovered if key not in explicit and inherited[key] != full[key]}
-    remaining = wanted.not_overridden(inherited, entry)  # settings that these cover must be repeated
+    remaining = wanted.not_overridden(inherited, entry)  # settings covered by these must be repeated
     entry |= {key: value for key, value in explicit.items() if key not in remaining}
     return entry if same else {"method": wanted.name(), **entry}
 
 
 def ranges(layers: list[int]) -> str:
-    """Key of an entry of `layers`: `[0, 1, 2, 5]` -> `0-2,5`."""
+    """Format layer indices as the key of an entry of `layers`: `[0, 1, 2, 5]` -> `0-2,5`."""
     parts = []
     for _, run in groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0]):
         indices = [layer for _, layer in run]

@@ -1,4 +1,4 @@
-"""`python -m qattn_hf.lm_eval run --model qattn ...`: lm-eval's own command line with our model and task files."""
+"""`python -m qattn_hf.lm_eval run --model qattn ...`: lm-eval's command line with our model and task files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qattn_hf.lm_eval import need_lm_eval, register
 
 
 def main() -> None:
-    """Run lm-eval's command line with the model `qattn`; the option `--data-dir DIR` reads data from local files."""
+    """Run lm-eval's command line with the model `qattn`. The option `--data-dir DIR` reads data from local files."""
     need_lm_eval()
     from lm_eval._cli import HarnessCLI
     from lm_eval.config.evaluate_config import EvaluatorConfig
@@ -29,7 +29,7 @@ def main() -> None:
     if config := getattr(arguments, "config", None):
         theirs = theirs or EvaluatorConfig.load_yaml_config(config).get("include_path")
     elif getattr(arguments, "model", "") is None:
-        arguments.model = "qattn"  # lm-eval's own default would read no cache
+        arguments.model = "qattn"  # lm-eval's default model would read no cache
     with task_folders(ours.data_dir) as folders:
         arguments.include_path = [*folders, *([theirs] if theirs else [])]
         arguments.func(arguments)
@@ -37,8 +37,9 @@ def main() -> None:
 
 
 def _leave_processes() -> None:
-    """Wait for the other processes of a run, then leave their group: one that exits while its threads still serve the
-    others may be aborted, and ends the run for all."""
+    """Wait for the other processes of a run, then leave their group.
+
+    A process that exits while its threads still serve other processes may be aborted, which ends the run for all."""
     import torch.distributed as processes
 
     if processes.is_available() and processes.is_initialized():

@@ -1,4 +1,4 @@
-"""How often a method answers as full precision does, whatever the right answer is."""
+"""Measure how often a method gives the same answer as full precision, right or wrong."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 
 from qattn_hf.lm_eval.generated import LENGTHS
 
-HOLDS = 0.9  # share of equal answers up to which a method is said to hold
+HOLDS = 0.9  # a method holds at a length if at least this share of answers is equal
 
 Place = tuple[str, str, int]  # task, filter, number of the row
 
 
 class Answer(NamedTuple):
-    """What a row was answered, in a form that can be compared, and the row's length in tokens if it was made of one."""
+    """The answer to a row in comparable form, and the row's length in tokens if the task has lengths."""
 
     said: Any
     length: int | None
 
 
 def answers(samples: dict[str, list[dict[str, Any]]]) -> dict[Place, Answer]:
-    """Answers from lm-eval's `samples`: texts behind their filter, or the number of the choice.
+    """Collect answers from lm-eval's `samples`: texts after their filter, or the index of the choice.
 
-    Rows without an answer, such as a perplexity's, are left out.
+    Rows without an answer, such as rows of a perplexity, are left out.
     """
     found = {}
     for task, rows in samples.items():
@@ -36,8 +36,10 @@ def answers(samples: dict[str, list[dict[str, Any]]]) -> dict[Place, Answer]:
 
 
 def _said(responses: Any) -> Any:
-    """A text or texts as they are; of choices, each a pair of its log-likelihood and whether greedy decoding gives it,
-    the number of the likeliest; of one, whether it is greedy."""
+    """Return a comparable answer: texts unchanged, for several choices the index of the likeliest one.
+
+    A choice is a pair of its log-likelihood and whether greedy decoding gives it. For a single choice, return the
+    latter."""
     if all(isinstance(response, tuple | list) and _is_score(response) for response in responses):
         if len(responses) == 1:
             return bool(responses[0][1])
@@ -50,11 +52,16 @@ def _is_score(response: Any) -> bool:
 
 
 def agreement(own: dict[Place, Answer], full: dict[Place, Answer], task: str, kind: str) -> dict[str, Any]:
-    """Of the rows of a task that both answered: the share of equal answers (`agrees`) with its standard error; where
-    rows have lengths also `agrees_by_length`, and `holds_to`, the length up to which it is at least `HOLDS`.
+    """Compare the answers of a task that both a method and full precision have.
 
     Args:
-        own, full: `answers` of a method and of full precision. kind: name of lm-eval's filter.
+        own, full: `answers` of a method and of full precision.
+        task: name of the task.
+        kind: name of lm-eval's filter.
+
+    Returns:
+        The share of equal answers (`agrees`) with its standard error. If rows have lengths, also `agrees_by_length`,
+        and `holds_to`, the length up to which the share is at least `HOLDS`. Empty if there are no common rows.
     """
     lengths: dict[int | None, list[bool]] = defaultdict(list)
     for place, answer in own.items():
@@ -73,7 +80,7 @@ def agreement(own: dict[Place, Answer], full: dict[Place, Answer], task: str, ki
 
 
 def holds_to(by_length: dict[Any, float]) -> int:
-    """The greatest length at which, and at all smaller ones, the share is at least `HOLDS`; 0 if there is none."""
+    """Return the greatest length up to which the share is at least `HOLDS` at every length, or 0."""
     held = 0
     for length, share in by_length.items():
         if share < HOLDS:

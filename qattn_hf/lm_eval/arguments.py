@@ -1,4 +1,4 @@
-"""This package's keys among lm-eval's model arguments: method, recipe, settings, chunk."""
+"""Read this package's keys from lm-eval's model arguments: method, recipe, settings, chunk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Arguments(NamedTuple):
     Attributes:
         recipe: None for full precision.
         chunk: tokens of a call while a text is scored.
-        rest: arguments of lm-eval's own model, HFLM.
+        rest: arguments of lm-eval's model class HFLM.
     """
 
     recipe: Recipe | None
@@ -30,7 +30,7 @@ def split_arguments(arguments: dict[str, Any], harness: type) -> Arguments:
     """Split lm-eval's model arguments into this package's and those of `harness`, lm-eval's model class.
 
     Raises:
-        RecipeError: an unknown method or setting, a value out of range, or settings that no method is named for.
+        RecipeError: an unknown method or setting, a value out of range, or settings without a method.
     """
     known = set().union(*({*kind.model_fields, *kind.moved} for kind in map(get_method, list_methods())))
     known -= set(inspect.signature(harness).parameters)

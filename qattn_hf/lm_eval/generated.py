@@ -1,7 +1,7 @@
-"""Data and scores of tasks that are generated from a seed and need no download.
+"""Data and scores of tasks that are generated from a seed, without downloads.
 
-The data functions are lm-eval's `custom_dataset`: they get a task's `dataset_kwargs` and all metadata, model arguments
-included.
+lm-eval calls the data functions as `custom_dataset`, with a task's `dataset_kwargs` and all metadata, including model
+arguments.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from qattn_hf.assets import demo_tasks
 from qattn_hf.errors import QAttnError
 from qattn_hf.fidelity.needles import FILLER
 
-LENGTHS = tuple(1024 << i for i in range(8))  # those that needles and tool calls have a metric for
+LENGTHS = tuple(1024 << i for i in range(8))  # lengths for which needles and tool calls have a metric
 ANSWER = 32  # tokens of a length reserved for the answer and a first special token
 DEPTHS = (0, 25, 50, 75, 100)  # per cent of the text before the sentence
 
 
 def datasets_of(**rows: list[dict[str, Any]]) -> Any:
-    """Rows as a `DatasetDict`, by the names of their splits."""
+    """Make a `DatasetDict` from rows, by the names of their splits."""
     from datasets import Dataset, DatasetDict
 
     return DatasetDict({name: Dataset.from_list(split) for name, split in rows.items()})
 
 
 def sums(**metadata: Any) -> Any:
-    """400 word sums, and eight for few-shot prompts, as `question` and `answer` in GSM8K's form."""
+    """Make 400 word sums, and eight for few-shot prompts, as `question` and `answer` in GSM8K's form."""
     rng = random.Random(0)
     rows = [dict(zip(("question", "answer"), demo_tasks.sums(rng), strict=True)) for _ in range(408)]
     return datasets_of(train=rows[:8], test=rows[8:])
 
 
 def recall(pairs: int, **metadata: Any) -> Any:
-    """200 lists of `pairs` names with numbers and a question for one, as `input` and `target`."""
+    """Make 200 lists of `pairs` names with numbers and a question about one name, as `input` and `target`."""
     rng = random.Random(pairs)
     return datasets_of(
         test=[dict(zip(("input", "target"), demo_tasks.recall(rng, pairs), strict=True)) for _ in range(200)]
@@ -53,12 +53,13 @@ def needle(
 
     Args:
         distractors: number of sentences with other keys.
-        lengths: tokens of a text. depths: position of the sentence, in per cent.
-        samples: rows of each length and depth.
-        metadata: `tokenizer` or `pretrained` names the tokenizer by which tokens are counted.
+        lengths: tokens of a text.
+        depths: positions of the sentence, in per cent.
+        samples: rows for each length and depth.
+        metadata: `tokenizer` or `pretrained` names the tokenizer that counts tokens.
 
     Raises:
-        QAttnError: a length or depth that the task has no metric for, or no tokenizer to count with.
+        QAttnError: the task has no metric for a length or depth, or no tokenizer is named.
     """
     if other := [n for n in lengths if n not in LENGTHS] + [d for d in depths if d not in DEPTHS]:
         raise QAttnError(f"needle: {other[0]}: lengths are of {LENGTHS}, depths of {DEPTHS}")
@@ -73,10 +74,10 @@ def needle(
 
 
 def tokenizer_of(metadata: dict[str, Any], task: str) -> Any:
-    """The tokenizer by which a task counts tokens.
+    """Return the tokenizer that counts a task's tokens.
 
     Raises:
-        QAttnError: `metadata` names none, as `tokenizer` or as `pretrained`.
+        QAttnError: `metadata` has neither `tokenizer` nor `pretrained`.
     """
     from transformers import AutoTokenizer
 
@@ -103,14 +104,14 @@ def _hidden(
 
 
 def needle_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 if the first number of the answer is the right one, else 0: in all (`acc`), by depth and by length."""
+    """Score 1 if the first number of the answer is right, else 0: in total (`acc`), by depth and by length."""
     number = re.search(r"\d+", results[0])
     right = float(number is not None and number.group() == doc["target"])
     return {"acc": right, f"depth_{doc['depth']}": right, f"tokens_{doc['length']}": right}
 
 
 def drift(lines: int = 480, cycle: int = 12, **metadata: Any) -> Any:
-    """Ten cycles of `cycle` names, to be continued over `lines` numbered lines, as `input` and `target`."""
+    """Make ten cycles of `cycle` names, to be continued over `lines` numbered lines, as `input` and `target`."""
     rng = random.Random(lines)
     rows = []
     for _ in range(10):
@@ -121,7 +122,7 @@ def drift(lines: int = 480, cycle: int = 12, **metadata: Any) -> Any:
 
 
 def drift_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Share of right lines, in all (`acc`) and in each quarter of the list; lines are matched by their numbers."""
+    """Return the share of right lines in total (`acc`) and in each quarter of the list. Lines are matched by number."""
     wanted, answered = _numbered(doc["target"]), _numbered(results[0])
     right = [float(answered.get(number) == name) for number, name in wanted.items()]
     size = -(-len(right) // 4)

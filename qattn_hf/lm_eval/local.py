@@ -1,8 +1,8 @@
-"""Data from local files in their original formats, for lm-eval's own tasks and this package's.
+"""Read data from local files in their original formats, for lm-eval's tasks and this package's.
 
-lm-eval finds tasks in folders. For each task whose data set is in `FILES` and in the data folder, a task file is
-written that includes the original one and changes only the source of the data: prompts, shots, filters and metrics
-stay. Tasks without local files load from the hub.
+lm-eval finds tasks in folders. If the data folder has the data set of a task (`FILES`), a task file is written. It
+includes the original task and changes only the source of the data. Prompts, shots, filters and metrics stay unchanged.
+Tasks without local files load from the hub.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class Files(NamedTuple):
-    """Local files of a data set of the hub.
+    """Local files of a data set on the hub.
 
     Attributes:
-        splits: file of each split; `{name}` is the task's `dataset_name`.
+        splits: file of each split. `{name}` is the task's `dataset_name`.
         kind: `json`, `csv` or `text`, as `datasets` calls them.
-        options: of that loader.
-        rows: name of the function of this module that converts rows to the columns of the hub's data set.
-        name: the only `dataset_name` that these files hold.
+        options: options of that loader.
+        rows: name of the function in this module that converts rows to the columns of the hub's data set.
+        name: the only `dataset_name` that these files have.
     """
 
     splits: dict[str, str]
@@ -65,7 +65,7 @@ FILES = {
     "qattn/sums": Files({"train": "synthetic/sums_train.jsonl", "test": "synthetic/sums_test.jsonl"}),
     "qattn/recall": Files({"test": "synthetic/recall_{name}.jsonl"}),
 }
-# folders of lm-eval whose tasks read those
+# folders of lm-eval whose tasks read these data sets
 STOCK = ("gsm8k", "bbh", "longbench", "humaneval", "wikitext", "mmlu", "lambada", "hendrycks_math")
 
 
@@ -86,7 +86,7 @@ def with_choices(rows: Any) -> Any:
 
 
 def pages(rows: Any) -> Any:
-    """Split WikiText's raw text into one row a page; a page begins at a heading of the first level."""
+    """Split WikiText's raw text into one row for each page. A page begins at a heading of the first level."""
     from datasets import Dataset
 
     text = "".join(row["text"] for row in rows)
@@ -96,10 +96,10 @@ def pages(rows: Any) -> Any:
 
 @contextmanager
 def task_folders(data_dir: Path | None) -> Iterator[list[str]]:
-    """Context with folders for lm-eval's `include_path`: this package's tasks, and those whose data is in `data_dir`.
+    """Provide folders for lm-eval's `include_path`: this package's tasks, and tasks whose data is in `data_dir`.
 
     Raises:
-        QAttnError: `data_dir` holds none of the files.
+        QAttnError: `data_dir` has none of the files.
     """
     if data_dir is None:
         yield [str(tasks_dir())]
@@ -126,8 +126,8 @@ def _write(data_dir: Path, folder: Path) -> int:
             changes = _local_data(task, data_dir)
             if isinstance(task.get("task"), str) and changes is not None:
                 count += 1
-                changes["dataset_kwargs"]["cache_dir"] = str(folder / "cache")  # leaves nothing behind
-                # A tag named here would be one of these tasks only; those of the included file stay as they are.
+                changes["dataset_kwargs"]["cache_dir"] = str(folder / "cache")  # removed with the folder
+                # A tag named here would select only these tasks. The included file keeps its tags.
                 changes |= {"include": str(path), "task": task["task"], "tag": None}
                 text = yaml.safe_dump(changes, sort_keys=False)
                 rows = FILES[task["dataset_path"]].rows
@@ -137,7 +137,7 @@ def _write(data_dir: Path, folder: Path) -> int:
 
 
 def _local_data(task: dict[str, Any], data_dir: Path) -> dict[str, Any] | None:
-    """Changes of a task's configuration that read its data from the folder; None where it is not there."""
+    """Return changes of a task's configuration that read its data from the folder, or None if a file is missing."""
     files, name = FILES.get(task.get("dataset_path", "")), task.get("dataset_name")
     if files is None or files.name not in (None, name):
         return None
@@ -156,7 +156,7 @@ def _local_data(task: dict[str, Any], data_dir: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context that drops lm-eval's warnings about tasks that are defined twice, which is intended here."""
+    """Drop lm-eval's warnings about tasks that are defined twice, which is intended here, within a `with` block."""
     index = logging.getLogger("lm_eval.tasks._index")
 
     def wanted(record: logging.LogRecord) -> bool:

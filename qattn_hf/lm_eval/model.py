@@ -31,11 +31,11 @@ class QAttnLM(HFLM):
     """lm-eval's HFLM with generations and scores read through a packed cache.
 
     Args:
-        pretrained: name or model, as HFLM takes it; a model that is already patched keeps its recipe if none is named.
-        method, recipe: as in `patch`. `method="full"`, or neither of them: full precision, through transformers' own
-            cache in the same chunks.
+        pretrained: name or model, as HFLM takes it. A patched model keeps its recipe if none is named.
+        method, recipe: as in `patch`. `method="full"`, or neither of them, means full precision through Transformers'
+            stock cache in the same chunks.
         chunk: tokens of a call while a text is scored.
-        kwargs: settings of the method, as in `patch`, and HFLM's own arguments.
+        kwargs: settings of the method, as in `patch`, and arguments of HFLM.
     """
 
     def __init__(self, pretrained: Any, **kwargs: Any):
@@ -44,14 +44,14 @@ class QAttnLM(HFLM):
         rest.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, **rest)
         accelerator = getattr(self, "accelerator", None)
-        if accelerator is not None:  # HFLM leaves the ranks out where a process sees one GPU, or none
+        if accelerator is not None:  # HFLM leaves ranks unset if a process sees one GPU or none
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         if self.backend != "causal":
             raise QAttnError("a packed cache serves decoders; this model is an encoder-decoder: use --model hf")
         if self.recipe is not None:
             self.recipe = patch(self.model, recipe=self.recipe)._qattn.recipe
         elif hasattr(self.model, "_qattn"):
-            if named:  # full precision was asked for
+            if named:  # full precision was requested
                 unpatch(self.model)
             else:
                 self.recipe = self.model._qattn.recipe
@@ -73,7 +73,7 @@ class QAttnLM(HFLM):
         return f"{through}: texts in chunks of {self.chunk} tokens, generations token by token"
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations, as HFLM's, task by task, read through the cache.
+        """Return log-likelihoods of continuations, as HFLM does, task by task, read through the cache.
 
         Raises:
             QAttnError: no scored token of a task read packed tokens, so the score would be full precision's.
@@ -81,7 +81,7 @@ class QAttnLM(HFLM):
         return self._by_task(requests, lambda part: super(QAttnLM, self).loglikelihood(part, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of texts, as HFLM's: disjoint windows of `max_length` tokens, each through its own cache.
+        """Return log-likelihoods of texts, as HFLM does: disjoint windows of `max_length` tokens, one cache each.
 
         Raises:
             QAttnError: no scored token of a task read packed tokens, so the score would be full precision's.
@@ -89,13 +89,13 @@ class QAttnLM(HFLM):
         return self._by_task(requests, lambda part: self._rolling(part, disable_tqdm))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generated answers, as HFLM's, task by task; each batch is one `generate` with a new cache."""
+        """Generate answers, as HFLM does, task by task. Each batch is one `generate` with a new cache."""
         return self._by_task(requests, lambda part: super(QAttnLM, self).generate_until(part, disable_tqdm))
 
     def get_model_info(self) -> dict[str, Any]:
-        """HFLM's information, and under `qattn` the mode, recipe, implementation, versions and usage of each task.
+        """Return HFLM's information, and under `qattn` the mode, recipe, implementation, versions and usage by task.
 
-        Usage is counted in this process alone, the first of `world_size`.
+        Usage is counted only in this process, the first of `world_size`.
         """
         info: dict[str, Any] = {
             "mode": self.mode,
@@ -111,7 +111,7 @@ class QAttnLM(HFLM):
         return {**super().get_model_info(), "qattn": info}
 
     def _by_task(self, requests: list[Any], run: Callable[[list[Any]], list[Answer]]) -> list[Answer]:
-        """Run each task's requests separately, to count its usage; returns answers in the order of `requests`."""
+        """Run each task's requests separately, to count its usage. Returns answers in the order of `requests`."""
         places: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             places.setdefault(request.task_name or "", []).append(i)
@@ -137,7 +137,7 @@ class QAttnLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score (name, context, continuation) triples; those that differ only in their last token share a row."""
+        """Score (name, context, continuation) triples. Those that differ only in their last token share a row."""
         shared: dict[tuple[int, ...], list[int]] = {}
         for i, (name, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
@@ -165,7 +165,7 @@ class QAttnLM(HFLM):
                     answers.update(zip(shared[text.tokens], scores, strict=True))
                     bar.update(len(scores))
         for i, (name, _, _) in enumerate(requests):
-            if name is not None:  # windows of a rolling text have none
+            if name is not None:  # windows of a rolling text have no name
                 self.cache_hook.add_partial("loglikelihood", name, answers[i])
         return [answers[i] for i in range(len(requests))]
 
@@ -181,7 +181,7 @@ class QAttnLM(HFLM):
         usage.scored += sum(text.scored for text in texts)
         usage.packed_requests += sum(row.through_packed > 0 for row in rows)
         usage.scored_through_packed += sum(row.through_packed for row in rows)
-        if self.packs and not usage.scored_through_packed:  # the longest come first: none of the others will
+        if self.packs and not usage.scored_through_packed:  # shorter texts follow and pack nothing either
             self._refuse_unpacked(texts)
         return (row.answers for row in rows)
 
@@ -220,7 +220,7 @@ class QAttnLM(HFLM):
 
 
 def _batches(texts: list[Text], size: int) -> Iterator[list[Text]]:
-    """Batches of short or of long texts, not mixed; the batch with the longest text comes first."""
+    """Yield batches of either short or long texts. The batch with the longest text comes first."""
     kinds = [[text for text in texts if text.short == short] for short in (texts[0].short, not texts[0].short)]
     for kind in kinds:
         yield from (kind[i : i + size] for i in range(0, len(kind), size))

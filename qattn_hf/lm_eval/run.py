@@ -1,4 +1,4 @@
-"""Evaluate several methods on several tasks with one model: what `qattn eval` measures."""
+"""Evaluate several methods on several tasks with one model, for `qattn eval`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Evaluate, and yield one row for each method, task and metric.
 
-    Full precision is evaluated first if it is among the methods. The rows of the others then have
-    `agreement.agreement` with its answers.
+    Full precision is evaluated first if it is among the methods. Rows of other methods then have `agreement.agreement`
+    with its answers.
 
     Args:
-        methods: recipes by name; None is full precision.
+        model, tokenizer: model to evaluate, and its tokenizer.
+        methods: recipes by name. None is full precision.
         tasks: names of tasks, of lm-eval or this package.
-        data_dir: folder of local data; None: the hub.
-        metadata: of lm-eval's tasks; `pretrained` names the tokenizer by which tokens are counted.
-        arguments: of `QAttnLM`. options: of lm-eval's `simple_evaluate`.
+        data_dir: folder of local data. None: the hub.
+        metadata: metadata of lm-eval's tasks. `pretrained` names the tokenizer that counts tokens.
+        arguments: arguments of `QAttnLM`.
+        options: options of lm-eval's `simple_evaluate`.
 
     Raises:
-        QAttnError: an unknown task, or no data in `data_dir`.
+        QAttnError: a task is unknown, or `data_dir` has no data.
     """
     with task_folders(data_dir) as folders:
         manager = task_manager(folders, tasks, metadata)
@@ -71,7 +73,7 @@ def evaluated(
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> Evaluated | None:
-    """Evaluate one method, as `rows` does several; None in all but the first of several processes."""
+    """Evaluate one method, as `rows` does for several. Returns None except in the first of several processes."""
     how = {"method": FULL} if recipe is None else {"recipe": recipe}
     lm = QAttnLM(model, tokenizer=tokenizer, **how, **arguments)
     results = simple_evaluate(lm, tasks=tasks, task_manager=manager, log_samples=True, **options)
@@ -79,10 +81,10 @@ def evaluated(
 
 
 def task_manager(folders: list[str], tasks: list[str], metadata: dict[str, Any]) -> TaskManager:
-    """Task manager of this package's tasks alone where they suffice, since indexing lm-eval's takes seconds.
+    """Make a task manager. It has only this package's tasks if they suffice, because indexing lm-eval's takes seconds.
 
     Raises:
-        QAttnError: an unknown task.
+        QAttnError: a task is unknown.
     """
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
     if not set(tasks) <= set(manager.all_subtasks):

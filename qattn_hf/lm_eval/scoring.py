@@ -1,13 +1,16 @@
-"""Log-likelihoods of continuations, read through one cache.
+"""Compute log-likelihoods of continuations, read through one cache.
 
 Rows of a batch are aligned at the column where their scored tokens begin:
 
-    . . c c c c | s s .        c  context but its last token, padded on the left
-    c c c c c c | s s s        s  the context's last token and the continuation but its last, which predict the latter
+    . . c c c c | s s .        c  context without its last token, padded on the left
+    c c c c c c | s s s        s  inputs that predict the continuation: last token of the context, then all but
+                                  the last token of the continuation
 
-Chunks are counted from there in both directions, so the first scored token reads its whole context from the cache, and
-a row is cut at the same places whatever the other rows are. Short continuations, as of multiple choice, are scored in
-short calls, which a cache reads as decode steps; all others in whole chunks, padded at the end, as prompts.
+Chunks are counted from this column in both directions. So the first scored token reads its whole context from the
+cache, and a row is cut at the same places in any batch.
+
+Short continuations, as in multiple choice, are scored in short calls, which a cache reads as decode steps. Others are
+scored in whole chunks, padded at the end, as prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class Text(NamedTuple):
 
     Attributes:
         tokens: the inputs: the context, and a continuation without its last token.
-        continuations: continuations with these inputs; those that differ only in their last token share a row.
+        continuations: continuations with these inputs. Continuations that differ only in their last token share a row.
     """
 
     tokens: tuple[int, ...]
@@ -41,7 +44,7 @@ class Text(NamedTuple):
 
     @property
     def short(self) -> bool:
-        """Whether it is scored in a short call, as a decode step; no batch mixes short and long texts."""
+        """Whether the row is scored in short calls, as decode steps. A batch has only short or only long texts."""
         return self.scored <= SHORT_CALL
 
 
@@ -49,7 +52,7 @@ class Scored(NamedTuple):
     """Scores of one row.
 
     Attributes:
-        answers: for each continuation the log-likelihood, and whether every token of it is the most likely one.
+        answers: for each continuation, its log-likelihood and whether every token of it is the likeliest one.
         through_packed: number of scored inputs that could read packed tokens.
     """
 
@@ -58,7 +61,7 @@ class Scored(NamedTuple):
 
 
 def packed_by_row(cache: Any) -> list[int]:
-    """Packed tokens of each row, in the packed layer that packed least; an empty list where no layer is packed."""
+    """Return the packed tokens of each row in the layer that packed fewest, or [] if no layer is packed."""
     if not isinstance(cache, QAttnCache) or not cache.packed:
         return []
     windowed = (layer.spec.k.windowed or layer.spec.v.windowed for layer in cache.packed)
@@ -76,13 +79,14 @@ def score(
     """Score a batch.
 
     Args:
+        model: patched or unpatched model.
         texts: all short or all long.
         chunk: tokens of a call.
         pad: id of the padding token.
-        dtype: of the log-softmax; default fp32.
+        dtype: dtype of the log-softmax. Default: fp32.
 
     Returns:
-        one `Scored` for each text, and the cache.
+        One `Scored` for each text, and the cache.
     """
     ids, mask, before, at = _aligned(texts, chunk, pad)
     totals = [[(0.0, True)] * len(text.continuations) for text in texts]
@@ -101,7 +105,7 @@ def score(
 
 
 def _aligned(texts: Sequence[Text], chunk: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, int, list[int]]:
-    """Ids and mask, int64 `[B, T]`, the column where scored tokens begin, and the boundaries of calls, 0 first."""
+    """Return ids and mask, int64 `[B, T]`, the column where scored tokens begin, and the boundaries of calls."""
     before = -(-max(len(text.tokens) - text.scored for text in texts) // chunk) * chunk
     after = max(text.scored for text in texts)
     step = min(chunk, SHORT_CALL) if texts[0].short else chunk
@@ -121,8 +125,8 @@ def _add(
     """Add a chunk's part of a continuation's score to `total`.
 
     Args:
-        scored: scored inputs of the row, of which the chunk has those from `first` to `stop`.
-        log_probs: `[stop - first, vocabulary]`, their log-probabilities.
+        scored: number of scored inputs of the row. The chunk has inputs `first` to `stop`.
+        log_probs: their log-probabilities, `[stop - first, vocabulary]`.
     """
     skip = scored - len(continuation)  # a shorter continuation begins later
     start, end = max(first, skip), min(stop, scored)

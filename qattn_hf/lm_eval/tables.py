@@ -21,7 +21,7 @@ def print_table(rows: list[dict[str, Any]], wide: bool = False) -> None:
 
 
 def _held(row: dict[str, Any]) -> str:
-    """How far a method answers as full precision does, by the length of the context."""
+    """Say up to which context length a method answers as full precision does."""
     shares = ", ".join(f"{length} tokens {share:.0%}" for length, share in row["agrees_by_length"].items())
     far = f"holds to {row['holds_to']} tokens" if row["holds_to"] else "does not hold at the least length"
     return f"{row['method']}, {row['task']}: {far} (agrees: {shares})"

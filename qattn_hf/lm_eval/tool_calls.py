@@ -1,9 +1,9 @@
-"""Tool calls in long conversations: whether their arguments survive a packed cache (the task `qattn_tools`).
+"""Tool calls in long conversations: do their arguments survive a packed cache (the task `qattn_tools`)?
 
-A conversation begins with the schemas of four tools and with records that hold arguments. Earlier turns call each tool
-once and fill the context with results. The last turn asks for a call whose arguments are in a record at the beginning.
-A call counts if its name and all its arguments are right. Everything is generated from a seed, in the chat template of
-the model, so that every chat model can be asked.
+A conversation begins with the schemas of four tools and with records that have arguments. Earlier turns call each tool
+once and fill the context with results. The last turn asks for a call with arguments from a record at the beginning. A
+call counts if its name and all its arguments are right. All texts are generated from a seed, in the model's chat
+template, so any chat model can be tested.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _ticket(rng: random.Random) -> dict[str, Any]:
     }
 
 
-# Of each tool what asks for it, and what makes its arguments.
+# For each tool: the request for it, and a function that makes its arguments.
 TOOLS: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]]]] = {
     "send_parcel": ("Send the parcel of {}.", _parcel),
     "pay_invoice": ("Pay the invoice of {}.", _invoice),
@@ -64,27 +64,28 @@ TOOLS: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]]]] = {
 
 
 def conversations(lengths: Sequence[int] = LENGTHS[:3], samples: int = 20, **metadata: Any) -> Any:
-    """Conversations as `input`, the call that is asked for as `target` in JSON, and `length`.
+    """Make conversations as `input`, the requested call as `target` in JSON, and `length`.
 
     Args:
-        lengths: tokens of a conversation and its answer. samples: conversations of each length.
+        lengths: tokens of a conversation and its answer.
+        samples: conversations of each length.
         metadata: `tokenizer` or `pretrained` names the model's tokenizer.
 
     Raises:
-        QAttnError: a length that the task has no metric for, that holds no conversation, or that the tokenizer says is
-            too long for the model; or no tokenizer.
+        QAttnError: the task has no metric for a length, a length is too short for a conversation or too long for the
+            model, or no tokenizer is named.
     """
     if strange := [length for length in lengths if length not in LENGTHS]:
         raise QAttnError(f"qattn_tools: {strange[0]}: lengths are of {LENGTHS}")
     tokenizer = tokenizer_of(metadata, "qattn_tools")
-    if max(lengths) > tokenizer.model_max_length:  # lm-eval would cut the records off
+    if max(lengths) > tokenizer.model_max_length:  # lm-eval would cut off the records
         raise QAttnError(f"qattn_tools: {max(lengths)} tokens: the model takes {tokenizer.model_max_length}")
     rng = random.Random(0)
     return datasets_of(test=[conversation(rng, length, tokenizer) for length in lengths for _ in range(samples)])
 
 
 def conversation(rng: random.Random, length: int, tokenizer: Any) -> dict[str, Any]:
-    """One row of `conversations`: earlier turns have a call of each tool for one person, the last for another."""
+    """Make one row of `conversations`. Earlier turns call each tool for one person, and the last turn for another."""
     people = rng.sample(demo_tasks.NAMES, 2 * len(TOOLS))
     earlier, later = (
         {name: (person, TOOLS[name][1](rng)) for name, person in zip(TOOLS, part, strict=True)}
@@ -115,10 +116,10 @@ def conversation(rng: random.Random, length: int, tokenizer: Any) -> dict[str, A
 
 
 def _fill(rng: random.Random, results: list[list[str]], tokens: int, count: Callable[[], int]) -> None:
-    """Add lines to the results in turn, as many as fit into so many tokens of the whole text.
+    """Add lines to the results in turn, until the whole text has about `tokens` tokens and no more.
 
     Raises:
-        QAttnError: the text without them is longer.
+        QAttnError: the text is longer even without added lines.
     """
     if (least := count()) > tokens:
         raise QAttnError(f"qattn_tools: a conversation has {least + ANSWER} tokens at least: take greater lengths")
@@ -161,15 +162,15 @@ def _schema(name: str) -> dict[str, Any]:
 
 
 def call_text(call: Call) -> str:
-    """A call as the model should write it."""
+    """Format a call as the model should write it."""
     return json.dumps(call)
 
 
 def in_template(tokenizer: Any, messages: list[Message]) -> str:
-    """Messages as the model reads them, up to where its answer begins.
+    """Format messages as the model reads them, up to where its answer begins.
 
-    Without a chat template each message is a line. A template that refuses the system's role gets those words in front
-    of the user's. Models that can think before they answer are told not to.
+    Without a chat template each message is a line. If a template refuses the system role, its content is put in front
+    of the user's. Thinking is switched off.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
@@ -186,7 +187,7 @@ def in_template(tokenizer: Any, messages: list[Message]) -> str:
 
 
 def tool_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 if the call is right, else 0: in all (`acc`) and by length; and the share of right arguments (`arguments`)."""
+    """Score 1 if the call is right, else 0, in total (`acc`) and by length, and the share of right `arguments`."""
     wanted, said = json.loads(doc["target"]), first_object(results[0])
     given = said.get("arguments") if said.get("name") == wanted["name"] else None
     given = given if isinstance(given, dict) else {}
@@ -196,7 +197,7 @@ def tool_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def first_object(text: str) -> dict[str, Any]:
-    """The first JSON object in a text; empty if there is none."""
+    """Return the first JSON object in a text, or an empty dict."""
     start = text.find("{")
     if start < 0:
         return {}

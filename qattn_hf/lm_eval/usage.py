@@ -14,11 +14,11 @@ class Usage:
     """Sums over the batches of one task in this process.
 
     Attributes:
-        requests, packed_requests: number of rows, and of those that read packed tokens: at the end of a generation, or
-            while a text was scored.
-        scored, scored_through_packed: number of scored tokens, and of those that could read packed tokens.
+        requests, packed_requests: number of rows, and of rows that read packed tokens by the end of a generation or of
+            scoring.
+        scored, scored_through_packed: number of scored tokens, and of scored tokens that could read packed tokens.
         tokens, generated: number of real tokens read, and generated.
-        seconds: time in the model, prompts included.
+        seconds: time in the model, including prompts.
         kv_bytes, kv_bytes_full_precision: bytes of the caches after each batch, and of the same tokens unpacked.
     """
 
@@ -51,7 +51,7 @@ class Usage:
             self.batches_with_bits += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts, means over batches, and speed: generated tokens a second, or read ones where none were generated."""
+        """Return counts, means over batches, and tokens per second: generated ones if there are any, else read ones."""
         n, full = max(1, self.batches), self.kv_bytes_full_precision
         data: dict[str, Any] = {
             "requests": self.requests,

@@ -1,6 +1,6 @@
 """Methods, one file each, found by file name. A method's settings choose formats, window, arithmetic and sparsity.
 
-Importing this package does not import torch: their names are known without it, their settings load it.
+Importing this package does not import torch. Methods' names need no import, and their settings import torch.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _registered: dict[str, type[Method]] = {}
 
 
 def list_methods() -> list[str]:
-    """Names of the package's methods, for `patch(model, method=NAME)`: the files of `qattn_hf/methods/`, sorted."""
+    """Return the names of the package's methods for `patch(model, method=NAME)`, sorted: files of this folder."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
 
 
 def is_method(name: str) -> bool:
-    """Whether `get_method` knows a name: a method of the package, or a registered one."""
+    """Return whether `get_method` knows a name: a method of the package, or a registered one."""
     return name in _registered or name in list_methods()
 
 
 def get_method(name: str) -> type[Method]:
-    """The settings class of a method, a pydantic model: `METHOD` of `qattn_hf/methods/NAME.py`, or a registered one."""
+    """Return a method's settings class, a pydantic model: `METHOD` of the method's file, or a registered class."""
     return _registered.get(name) or importlib.import_module(f"qattn_hf.methods.{name}").METHOD
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Register a method that is not part of the package, under `method.name()`; a decorator.
+    """Register a method that is not part of the package, under `method.name()`. Usable as a decorator.
 
-    `patch` and recipes take the method from then on; `list_methods` lists the package's methods alone.
+    `patch` and recipes then accept the method. `list_methods` lists only the package's methods.
 
     Raises:
         ValueError: the package has a method of this name.
@@ -56,10 +56,10 @@ def register(method: type[Method]) -> type[Method]:
 
 
 def measured(purpose: str) -> list[Measured]:
-    """The settings of all methods that are worth measuring for one of `PURPOSES`, in the order of the methods' names.
+    """Return all methods' settings worth measuring for one of `PURPOSES`, in the order of the methods' names.
 
     Raises:
-        ValueError: `purpose` is none of them.
+        ValueError: `purpose` is not one of `PURPOSES`.
     """
     from qattn_hf.methods.base import PURPOSES
 
@@ -69,12 +69,12 @@ def measured(purpose: str) -> list[Measured]:
 
 
 def measured_settings(purpose: str) -> tuple[str, ...]:
-    """The same, spelled as commands take them: `("fp8", "int8", "kivi:bits=4", ...)`."""
+    """Return `measured` settings as commands spell them: `("fp8", "int8", "kivi:bits=4", ...)`."""
     return tuple(one.setting for one in measured(purpose))
 
 
 def __getattr__(name: str) -> Any:
-    """Names of `base` are loaded when they are first asked for."""
+    """Load a name of `base` when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("qattn_hf.methods.base"), name)

@@ -13,7 +13,7 @@ from qattn_kernels.layout import SinkPool, Window
 
 Arithmetic = Literal["int8", "model"]
 Rotation = Literal["none", "hadamard"]
-PARTS = ("k", "v", "prefill", "decode")  # `k_bits` is for K alone what `bits` is for both sides
+PARTS = ("k", "v", "prefill", "decode")  # `k_bits` sets for K alone what `bits` sets for both sides
 SMOOTH_K = "subtract a row's mean key before keys are quantized (SageAttention2)"
 CLIP = (
     "share of half a step by which the outer codes of 2 bits lie inside of their range, in sixteenths: steps are finer "
@@ -23,15 +23,15 @@ PURPOSES = ("quality", "compare", "bits", "tune", "decode", "prefill", "trees-de
 
 
 class Measured(NamedTuple):
-    """A setting of a method that is worth measuring: `qattn tune` and the lists of settings in `eval/` are of these.
+    """A setting of a method that is worth measuring, for `qattn tune` and the lists of settings in `eval/`.
 
     Attributes:
-        setting: as commands spell it, `turbo:bits=2`, or a recipe of the package that takes the method.
-        purposes: some of `PURPOSES`, a space between them. `quality`: KL and tasks of the trained models; `compare`:
-            `qattn compare`; `bits`: the size of a cached value; `tune`: what `qattn tune` may give a layer; `decode`,
-            `prefill`: speed; `trees-...`: speed, only where `eval/compare_trees.py` compares two checkouts; `released`:
-            quality on released checkpoints (`eval/released.py`).
-        record: name of the record of quality and of tasks that holds it; if empty, the setting's up to the colon.
+        setting: as commands spell it, `turbo:bits=2`, or a recipe of the package that uses the method.
+        purposes: some of `PURPOSES`, separated by spaces. `quality`: KL and tasks of the trained models. `compare`:
+            `qattn compare`. `bits`: the size of a cached value. `tune`: options of `qattn tune`. `decode`, `prefill`:
+            speed. `trees-...`: speed, only where `eval/compare_trees.py` compares two checkouts. `released`: quality on
+            released checkpoints (`eval/released.py`).
+        record: name of the record with its quality and tasks. Empty: the setting's text up to the colon.
     """
 
     setting: str
@@ -43,9 +43,9 @@ class Moved(NamedTuple):
     """Values of a setting that moved out of the package.
 
     Attributes:
-        default: the value that the method has now. Recipes may still give it.
+        default: the value that the method uses. Recipes may still give it.
         values: the values that moved.
-        instead: where they are, as the message has it after "Fix: take".
+        instead: replacement for these values, as the message has it after "Fix: take".
     """
 
     default: Any
@@ -61,13 +61,14 @@ def for_papers(module: str) -> str:
 class Method(BaseModel):
     """Base of all methods. A subclass adds its settings as fields and defines `formats`.
 
-    Field names are the keys of a YAML recipe and the keywords of `patch`. Types are strict, unknown keys are refused.
+    Field names are the keys of a YAML recipe and the keywords of `patch`. Types are strict, and unknown keys are
+    refused.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     # settings that the conformance suite checks in addition to the defaults
     variants: ClassVar[tuple[dict[str, Any], ...]] = ()
-    # settings worth measuring; a subclass of another method gives its own
+    # settings worth measuring; a subclass of another method lists its separate settings
     measured: ClassVar[tuple[Measured, ...]] = ()
     # values that only comparisons with papers need, by the setting's name
     moved: ClassVar[dict[str, Moved]] = {}
@@ -112,29 +113,29 @@ class Method(BaseModel):
 
     @classmethod
     def name(cls) -> str:
-        """Name of the method: that of its file."""
+        """Return the name of the method: the name of its file."""
         return cls.__module__.rsplit(".", 1)[-1]
 
     @classmethod
     def covered(cls, key: str, value: Any) -> set[str]:
-        """Settings of one side or phase that this one sets too: `k_bits` and `v_bits` for `bits`; none for a null."""
+        """Return settings of one side or phase that this one also sets, unless null: `k_bits`, `v_bits` for `bits`."""
         return set() if value is None else {f"{part}_{key}" for part in PARTS} & cls.model_fields.keys()
 
     @classmethod
     def not_overridden(cls, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-        """The settings of `below` that remain with `above` on top: those that `above` neither sets nor covers."""
+        """Return the settings of `below` that `above` neither sets nor covers."""
         overridden = set(above).union(*(cls.covered(key, value) for key, value in above.items()))
         return {key: value for key, value in below.items() if key not in overridden}
 
     @classmethod
     def default_compute(cls) -> Arithmetic:
-        """Arithmetic of prefill and decode without `compute`: `int8` or `model`."""
+        """Return the arithmetic of prefill and decode without `compute`: `int8` or `model`."""
         return "int8"
 
     @model_validator(mode="before")
     @classmethod
     def _without_moved(cls, given: Any) -> Any:
-        """Refuse values that moved, and drop keys that are no settings any more."""
+        """Refuse values that moved, and drop keys that are not settings any more."""
         for key, moved in cls.moved.items():
             if key in given and given[key] in moved.values:
                 raise ValueError(f"{key}={given[key]!r} is not a setting of {cls.name()}. Fix: take {moved.instead}")
@@ -152,14 +153,15 @@ class Method(BaseModel):
         return self
 
     def packs(self) -> bool:
-        """Whether keys and values are packed; else they stay in transformers' own caches."""
+        """Return whether keys and values are packed. Otherwise they stay in Transformers' stock caches."""
         return True
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
-        """Formats of keys and of values of one layer.
+        """Return the formats of keys and of values of one layer.
 
         Args:
-            layer: index of the layer, of `layers` in all. heads: KV heads of the model.
+            layer: index of the layer, of `layers` in total.
+            heads: KV heads of the model.
 
         Raises:
             ValueError: a setting does not fit the number of layers or heads.
@@ -167,23 +169,23 @@ class Method(BaseModel):
         raise NotImplementedError
 
     def window(self) -> Window:
-        """Block size, ring of open tokens and residual window."""
+        """Return block size, ring of unquantized recent tokens and residual window."""
         return Window(horizon=self.crop_horizon)
 
     def sink_pool(self, layer: int) -> SinkPool:
-        """Pool of attention sinks of a layer; empty unless the method has one."""
+        """Return the pool of attention sinks of a layer. It is empty unless the method has one."""
         return SinkPool()
 
     def without_default_pool(self, spec: LayerSpec) -> LayerSpec:
-        """The spec of a layer that can have no pool of sinks: without the one that the defaults alone ask for."""
+        """Return the spec of a layer that cannot have a pool of sinks, without the pool of the defaults."""
         return spec
 
     def why_no_pool(self, spec: LayerSpec) -> str | None:
-        """Why a layer of this spec goes without the pool that the defaults ask for; None where it does not."""
+        """Return why a layer of this spec lacks the pool that the defaults ask for, or None if it has the pool."""
         return None
 
     def arithmetic(self) -> Compute:
-        """Arithmetic of prefill and decode: products, softmax, scales, smoothing, rotation."""
+        """Return the arithmetic of prefill and decode: products, softmax, scales, smoothing, rotation."""
         both = self.compute or self.default_compute()
         return Compute(
             prefill=self.prefill_compute or both,
@@ -193,10 +195,11 @@ class Method(BaseModel):
         )
 
     def layer_spec(self, layer: int, layers: int, heads: int) -> LayerSpec:
-        """Spec of one layer; `impl` is `reference` until `chosen_impl` decides.
+        """Return the spec of one layer. `impl` is `reference` until `chosen_impl` decides.
 
         Args:
-            layer: index of the layer, of `layers` in all. heads: KV heads of the model.
+            layer: index of the layer, of `layers` in total.
+            heads: KV heads of the model.
 
         Raises:
             ValueError: a setting does not fit the number of layers or heads.
@@ -206,22 +209,23 @@ class Method(BaseModel):
         return LayerSpec(k, v, self.window(), self.arithmetic(), sparsity, self.sink_pool(layer))
 
     def last_layer_spec(self, heads: int) -> LayerSpec:
-        """Spec of the last layer of a model with `heads` KV heads, for benches and tests without a model.
+        """Return the spec of the last layer of a model with `heads` KV heads, for benches and tests without a model.
 
-        The last layer, since some settings leave out the first ones.
+        It is the last layer because some settings skip the first layers.
         """
         lists = [getattr(self, f"{side}_low_heads", None) for side in "kv"]
         layers = max(len(heads_of_layers or ()) for heads_of_layers in lists) or 8
         return self.layer_spec(layers - 1, layers, heads)
 
     def chosen_impl(self, device_type: str, reason: str | None) -> str:
-        """`triton` or `reference`, for one layer.
+        """Return `triton` or `reference`, for one layer.
 
         Args:
-            device_type: `cuda` or `cpu`. reason: why no kernel can compute the layer; None: kernels can.
+            device_type: `cuda` or `cpu`.
+            reason: why no kernel can compute the layer. None: kernels can.
 
         Raises:
-            ValueError: `impl` is `triton` and there is a reason against it.
+            ValueError: `impl` is `triton` and `reason` is given.
         """
         if self.impl == "triton" and reason is not None:
             raise ValueError(f"impl = 'triton': {reason}; use impl='auto' or 'reference'")
@@ -230,7 +234,7 @@ class Method(BaseModel):
 
 
 class EqualizedMethod(Method):
-    """Base of methods that can rotate keys, and multiply each channel by a constant before."""
+    """Base of methods that can rotate keys, and multiply each channel by a constant before the rotation."""
 
     equalize_k: bool = Field(
         False,
@@ -254,10 +258,11 @@ class EqualizedMethod(Method):
 
 
 class RotatedMethod(EqualizedMethod):
-    """Base of methods whose keys and values can be rotated before they get codes.
+    """Base of methods that can rotate keys and values before quantization.
 
-    A block Hadamard with random signs (`ops.rotate`) spreads what stands out in one channel over all that are rotated
-    together; queries are rotated as keys are, the output back. QuaRot and SAW-INT4 rotate keys so, after RoPE.
+    A block Hadamard with random signs (`ops.rotate`) spreads outliers of one channel over all channels that are rotated
+    together. Queries are rotated like keys, and the output is rotated back. QuaRot and SAW-INT4 rotate keys in this
+    way, after RoPE.
     """
 
     rotate_k: Rotation = Field("none", description="rotation of keys, and of queries, before keys get codes")
@@ -268,7 +273,7 @@ class RotatedMethod(EqualizedMethod):
 
 
 class WindowedMethod(RotatedMethod):
-    """Base of methods with a ring of open tokens. When a block closes, attention sinks can be kept out of it."""
+    """Base of methods with a ring of unquantized recent tokens. A closing block can leave out attention sinks."""
 
     moved: ClassVar[dict[str, Moved]] = {
         "sink_select": Moved("smallest_key", ("largest_key", "attention", "random"), for_papers("paper_sinkq")),

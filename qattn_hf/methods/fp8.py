@@ -1,4 +1,4 @@
-"""FP8 keys and values with one scale a token."""
+"""FP8 keys and values with one scale per token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qattn_kernels.formats.fp8.reference import Fp8Format
 
 
 class Fp8(Method):
-    """FP8 E4M3 keys and values with one scale a token: half the memory of bf16, append only."""
+    """FP8 E4M3 keys and values with one scale per token: half the memory of bf16, append only."""
 
     measured = (Measured("fp8", "quality compare bits tune decode released", record="8bit"),)
 

@@ -1,4 +1,4 @@
-"""INT8 keys and values with one scale a token, the method to try first."""
+"""INT8 keys and values with one scale per token, the method to try first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qattn_kernels.layer.spec import Compute
 
 
 class Int8(RotatedMethod):
-    """INT8 keys and values with one scale a token: a small loss, half the memory of bf16, append only."""
+    """INT8 keys and values with one scale per token: a small loss, half the memory of bf16, append only."""
 
     variants = ({"rotate_k": "hadamard", "rotate_v": "hadamard"},)
     measured = (
@@ -26,7 +26,7 @@ class Int8(RotatedMethod):
     smooth_k: bool = Field(False, description=SMOOTH_K)
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
-        """INT8 by token; with `smooth_k` both sides have a ring, since the first keys wait for their mean."""
+        """INT8 by token. With `smooth_k` both sides have a ring, because the first keys wait for their mean."""
         if not self.smooth_k:
             return Int8Format(), Int8Format(transposed=True)
         keys, values = (IntGroupFormat(granularity="token", per_token=side) for side in (False, True))

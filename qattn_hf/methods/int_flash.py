@@ -21,7 +21,7 @@ from qattn_kernels.layer.spec import Compute
 
 
 class IntFlash(EqualizedMethod):
-    """INT-FlashAttention: queries and keys INT8 by token, values and weights INT8, or in model precision (half)."""
+    """INT-FlashAttention: queries and keys INT8 by token, values and weights INT8, or unquantized (half)."""
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = ({"mode": "half"}, {"bits": 4, "rotate": "hadamard"})
     measured = (
@@ -41,7 +41,7 @@ class IntFlash(EqualizedMethod):
     )
 
     def formats(self, layer: int, layers: int, heads: int) -> tuple[Format, Format]:
-        """Formats of K and V; if one side closes blocks, both have a ring of open tokens."""
+        """Return the formats of K and V. If one side closes blocks, both have a ring of unquantized recent tokens."""
         if self.smooth_k:
             k = SmoothedFormat(inner=IntGroupFormat(bits=self.bits, granularity="token"))
             return k, ModelRingFormat() if self.mode == "half" else Int8BlockFormat()
@@ -50,7 +50,7 @@ class IntFlash(EqualizedMethod):
         return Int8RingFormat() if self.bits == 8 else Int4Format(), Int8BlockFormat()
 
     def arithmetic(self) -> Compute:
-        """One scale a query, INT8 weights with 127 levels, and row sums of the rounded weights (section 3.2)."""
+        """One scale for each query, INT8 weights with 127 levels, and row sums of the rounded weights (section 3.2)."""
         return dataclasses.replace(
             super().arithmetic(),
             q_scale="token",

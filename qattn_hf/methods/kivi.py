@@ -1,4 +1,4 @@
-"""KIVI: keys quantized by channel, values by token, the newest tokens as they are (paper: KIVI, Liu et al.)."""
+"""KIVI: keys quantized by channel, values by token, the newest tokens unquantized (paper: KIVI, Liu et al.)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bits = Literal[2, 3, 4]
 
 
 class Kivi(WindowedMethod):
-    """KIVI: 2- to 4-bit keys by channel and values by token, behind the newest tokens in model precision."""
+    """KIVI: 2- to 4-bit keys by channel and values by token, with the newest tokens unquantized."""
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
         {"bits": 4, "group_size": 64, "residual_length": 32, "token_norm": True},

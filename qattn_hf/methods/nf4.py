@@ -16,10 +16,11 @@ from qattn_kernels.layer.spec import Compute
 class Nf4(EqualizedMethod):
     """NF4: 4-bit keys and values at the quantiles of a normal distribution, scaled by the largest of 64 channels.
 
-    Made for weights, whose blocks are nearly normal; keys and values are once they are rotated (`rotate: hadamard`). On
-    normal numbers it errs less than INT4 of as many channels a scale, but not less than llama.cpp's at 32 channels
-    (`turboquant:k_format=q4,v_format=q4`, the same bits as `group_size: 32`), whose scale takes the sign of the largest
-    value and so has a use for all 16 steps.
+    NF4 was made for weights, whose blocks are nearly normal. Keys and values become nearly normal when they are rotated
+    (`rotate: hadamard`). On normal numbers NF4 errs less than INT4 with the same number of channels per scale.
+    llama.cpp's q4 (`turboquant:k_format=q4,v_format=q4`) has 32 channels per scale and takes the same bits as
+    `group_size: 32`. It errs no more than NF4: the scale of q4 takes the sign of the largest value and so uses all 16
+    steps.
     """
 
     variants = ({"group_size": 32, "rotate": "hadamard", "equalize_k": True},)

@@ -1,4 +1,4 @@
-"""Keys and values in model precision, in the packed cache."""
+"""Unquantized keys and values in the packed cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qattn_kernels.formats.model.reference import ModelFormat
 
 
 class Unpacked(Method):
-    """Model precision in the same cache and kernels: the control that shows what quantization alone changes."""
+    """No quantization, in the same cache and kernels: the control that isolates the effect of quantization."""
 
     measured = (Measured("none", "compare bits decode prefill released"),)
 

@@ -24,13 +24,13 @@ PACKED_ONLY = ("sparse_v_tau", "sparse_v_budget", "crop_horizon", "decode")
 class Sage2(Method):
     """SageAttention2: INT8 or INT4 keys with their mean subtracted, FP8 values, and a prefill in INT8 and FP8.
 
-    `cache: model` is the paper's plug-in: keys and values stay in transformers' own caches, and a call of more than 32
-    tokens quantizes them for its products. Shorter calls use torch's attention in the model's precision, since
-    quantizing without storing the codes would save a decode step nothing. `smooth_k` then subtracts the mean of all
-    keys that the call attends to.
+    `cache: model` is the paper's plug-in. Keys and values stay in Transformers' stock caches, and a call of more than
+    32 tokens quantizes them for its products. Shorter calls use torch's attention in bf16 or fp16: a decode step gains
+    nothing from quantizing values that are not stored. `smooth_k` then subtracts the mean of all keys that the call
+    attends to.
 
-    The paper's Algorithm 1 always smooths queries; here 8-bit queries are not smoothed by default. `smooth_q: tensor`
-    does as the paper, for one more product: of the mean query with every key.
+    The paper's Algorithm 1 always smooths queries. Here 8-bit queries are not smoothed by default. `smooth_q: tensor`
+    smooths them as in the paper, and costs one more product: of the mean query with every key.
     """
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (

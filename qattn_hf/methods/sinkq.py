@@ -11,9 +11,9 @@ from qattn_hf.methods.kivi import Kivi
 
 
 class SinkQ(Kivi):
-    """SinkQ: KIVI with attention sinks, the tokens with the smallest keys, kept in model precision.
+    """SinkQ: KIVI with attention sinks, the tokens with the smallest keys, kept unquantized.
 
-    Its settings are those of `kivi`, which has no sink pool by default: only defaults differ.
+    Its settings are the same as in `kivi`, with other defaults. `kivi` has no sink pool by default.
     """
 
     variants = ({"group_size": 32, "residual_length": 20, "sink_window": 2, "sink_skip_layers": 0},)

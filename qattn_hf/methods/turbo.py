@@ -19,14 +19,14 @@ from qattn_kernels.layout import SinkPool, Window
 
 Bits = Literal[4, 2, "mixed"]
 HeadLists = list[list[int]]
-FEWEST_BYTES = 2**14  # a block and the open tokens of one head take more
+FEWEST_BYTES = 2**14  # a block and the recent tokens of one head take more
 
 
 class Turbo(WindowedMethod):
-    """TurboAttention: 4- or 2-bit blocks behind an INT8 buffer, INT8 prefill and decode, head-wise mixed precision.
+    """TurboAttention: 4- or 2-bit blocks, an INT8 buffer of recent tokens, INT8 attention, optional mixed bits.
 
-    SinkQ's pool of attention sinks is added to the paper's method, since without one a model with sinks loses three
-    times as much. `sink_num=0` is the paper's.
+    SinkQ's pool of attention sinks is added to the paper's method, because a model with sinks loses three times as much
+    without the pool. `sink_num=0` is the paper's method.
     """
 
     variants: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -150,14 +150,14 @@ class Turbo(WindowedMethod):
         if spec.latent:
             return "latent attention (MLA) stores parts of keys"
         window = "a sliding window leaves its sinks behind" if hasattr(spec, "sliding_window") else None
-        return self._pool_clash() or window  # None: a layer that sink_skip_layers leaves out
+        return self._pool_clash() or window  # None: sink_skip_layers skips this layer
 
     def _asks_for_pool(self) -> bool:
-        """Whether `sink_num` was chosen. A recipe that gives every setting, as turbo.yaml does, chooses none."""
+        """Return whether the user set `sink_num`. A recipe with every setting, such as turbo.yaml, does not count."""
         return "sink_num" in self.model_fields_set and self.model_fields_set != set(type(self).model_fields)
 
     def _pool_clash(self) -> str | None:
-        """The setting with which no kernel knows a pool, where only the defaults ask for one; else None."""
+        """Return the setting with which kernels support no pool, if only the defaults ask for a pool; else None."""
         if self._asks_for_pool():
             return None
         if self.smooth_k:
@@ -169,7 +169,7 @@ class Turbo(WindowedMethod):
         return self.bits if own is None else own
 
     def _low(self, side: str, layer: int, layers: int, heads: int) -> tuple[int, tuple[int, ...] | None]:
-        """Number of 2-bit heads of a side in a layer of `mixed`, and their list if a recipe gives it."""
+        """Return the number of 2-bit heads of a side in a layer of `mixed`, and their list if a recipe gives it."""
         lists = self.k_low_heads if side == "k" else self.v_low_heads
         if self._side_bits(side) != "mixed":
             return 0, None

@@ -21,7 +21,7 @@ FormatName = Literal["turbo2", "turbo3", "turbo4", "q4", "q8", "model"]
 
 
 class TurboQuant(EqualizedMethod):
-    """TurboQuant: rotated keys and values in a 2- to 4-bit codebook, each side its own; or q8, q4, model precision."""
+    """TurboQuant: rotated keys and values in 2- to 4-bit codebooks, or q8, q4 or unquantized, set for each side."""
 
     variants = (
         {"k_format": "turbo3", "v_format": "q4", "norm_block": None},
@@ -56,7 +56,7 @@ class TurboQuant(EqualizedMethod):
         return self._format(self.k_format, False), self._format(self.v_format, True)
 
     def _format(self, name: FormatName, for_values: bool) -> Format:
-        """Format by its name; each has a ring of open tokens, so any two can be combined."""
+        """Return a format by its name. Each has a ring of unquantized recent tokens, so any two can be combined."""
         if name == "model":
             return ModelRingFormat()
         bits = int(name[-1])
@@ -66,7 +66,7 @@ class TurboQuant(EqualizedMethod):
         return TurboQuantFormat(bits=bits, for_values=for_values, norm_block=self.norm_block or 0)
 
     def arithmetic(self) -> Compute:
-        """The setting `rotate` is of both sides; in `Compute` it is of queries and keys, beside `rotate_v`."""
+        """Apply the setting `rotate` to both sides. In `Compute`, `rotate` covers queries and keys."""
         k, v = (self.rotate if name.startswith("turbo") else "none" for name in (self.k_format, self.v_format))
         return dataclasses.replace(super().arithmetic(), rotate=k, rotate_v=v)
 

@@ -1,1 +1,1 @@
-"""What a model is: kinds of its layers, heads, devices, and whether it is supported."""
+"""Describe a model: kinds of its layers, heads, devices, and whether it is supported."""

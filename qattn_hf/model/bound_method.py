@@ -14,12 +14,12 @@ from qattn_hf.errors import QAttnError
 class BoundMethod:
     """A function bound to one model by a weak reference, as an attribute of that model.
 
-    A strong reference would be a cycle, and the model's memory would stay until Python looks for cycles. Copies and
-    pickles of the model get a method of their own.
+    A strong reference would be a cycle, and the model's memory would stay allocated until Python looks for cycles.
+    Copies and pickles of the model get a separate method.
 
     Raises:
-        QAttnError: when called after the model was freed, as in `patch(load()).save_pretrained(folder)`: Python frees a
-            model that no variable holds before it calls an attribute of it.
+        QAttnError: when called after the model was freed, as in `patch(load()).save_pretrained(folder)`. Python frees a
+            model that no variable holds before it calls an attribute of the model.
     """
 
     def __init__(self, function: Callable, model: PreTrainedModel):

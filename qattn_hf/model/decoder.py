@@ -1,4 +1,4 @@
-"""The decoder inside a model."""
+"""Find the decoder inside a model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that holds the decoder's layers; the model itself where it has no other.
+    """Return the module that holds the decoder's layers, or the model itself if it has no separate decoder.
 
-    `get_decoder` gives what is called `decoder`, which in ModernBERT's decoder is the output layer.
+    `get_decoder` returns the attribute named `decoder`. In ModernBERT's decoder this is the output layer.
     """
     found = model.get_decoder()
     return found if isinstance(found, PreTrainedModel) else model.base_model

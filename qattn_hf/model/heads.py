@@ -1,4 +1,4 @@
-"""Numbers of heads and their dimension, from a model's config."""
+"""Read the numbers of heads and their dimension from a model's config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class HeadSizes(NamedTuple):
     """Query heads and KV heads of a layer, and the channels of a head as the cache holds it.
 
     Attributes:
-        dim, v_dim: channels of K and of V; of latent attention (MLA) the RoPE part and the latent, of one head.
+        dim, v_dim: channels of K and of V. With latent attention (MLA), the RoPE part and the latent of the single
+            head.
         latent: whether the layer has latent attention.
     """
 
@@ -23,7 +24,7 @@ class HeadSizes(NamedTuple):
 
 
 def head_sizes(config: PretrainedConfig, layer: int) -> HeadSizes:
-    """Those of one layer of the text decoder of a model with this config."""
+    """Return the head sizes of one layer of the model's text decoder."""
     text = config.get_text_config(decoder=True)
     own = text.per_layer_config[layer]
     query = own.num_attention_heads

@@ -1,11 +1,14 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2, section 2.1): what a layer stores, and products absorbed around it.
+"""Multi-head latent attention (MLA, DeepSeek-V2, section 2.1): stored tensors, and absorbed products.
 
-Of each token the cache holds one head: the latent, in the format of values, and the RoPE part, in the format of keys.
-Keys are both together, values the latent, so nothing is stored twice. The up-projections `W_UK` and `W_UV`, rows of
-`kv_b_proj`, are absorbed in steps: queries are multiplied with `W_UK` before the attention and its output with `W_UV`
-after it. Kernels expand prompts, which is less work there (`latent_layer`). Modules of transformers give latents to
-their cache and expand them by `expand_kv`, which `patch` replaces on the instance; queries, RoPE and softmax scale stay
-the module's.
+The cache holds one head for each token: the latent, in the format of values, and the RoPE part, in the format of keys.
+Keys are both parts together and values are the latent, so nothing is stored twice.
+
+Decode steps absorb the up-projections `W_UK` and `W_UV`, rows of `kv_b_proj`. Queries are multiplied with `W_UK` before
+the attention, and the output with `W_UV` after it. Kernels expand prompts, where expanding takes less work
+(`latent_layer`).
+
+Modules of Transformers pass latents to their cache and expand them by `expand_kv`, which `patch` replaces on the
+instance. Queries, RoPE and softmax scale stay in the module.
 """
 
 from __future__ import annotations
@@ -29,22 +32,22 @@ OVERRIDE = "expand_kv"
 
 
 def keep(latent: Any, rope: Any) -> tuple[Any, Any]:
-    """In place of a module's `expand_kv`: hand the two halves of a `Handle` on to the attention function."""
+    """Replace a module's `expand_kv`: pass the two halves of a `Handle` on to the attention function."""
     return latent, rope
 
 
 def latent_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """Attention modules of the decoder that keep latents, with their names."""
+    """Yield the decoder's attention modules that keep latents, with their names."""
     for name, module in decoder_of(model).named_modules():
         if isinstance(getattr(module, "kv_lora_rank", None), int) and hasattr(module, "layer_idx"):
             yield name, module
 
 
 def check_modules(model: PreTrainedModel, kind: str) -> None:
-    """Refuse a model with latent attention whose up-projections cannot be taken.
+    """Refuse a model with latent attention whose up-projections cannot be used.
 
     Raises:
-        UnsupportedError: naming the first such module and what it lacks.
+        UnsupportedError: the message names the first such module and what it lacks.
     """
     modules = list(latent_modules(model))
     if not modules:
@@ -64,10 +67,10 @@ def check_modules(model: PreTrainedModel, kind: str) -> None:
 
 
 def check_stock(model: PreTrainedModel) -> None:
-    """Refuse latent attention where an attention function reads the keys and values of transformers' own caches.
+    """Refuse latent attention if an attention function reads keys and values from Transformers' stock caches.
 
     Raises:
-        UnsupportedError: with what to do instead.
+        UnsupportedError: the message says what to do instead.
     """
     if any(True for _ in latent_modules(model)):
         raise UnsupportedError(
@@ -77,12 +80,12 @@ def check_stock(model: PreTrainedModel) -> None:
 
 
 def layer_spec(spec: LayerSpec, method: str) -> LayerSpec:
-    """The spec of a layer of latent attention, from the method's spec of an ordinary one.
+    """Return the spec of a layer with latent attention, from the method's spec of an ordinary layer.
 
-    Products are in floating point over what is stored: the two parts of a key have scales of their own.
+    Products are in floating point over dequantized tensors, because the two parts of a key have separate scales.
 
     Raises:
-        ValueError: a method whose choices need whole keys, or products of its own.
+        ValueError: the method needs whole keys for its choices, or uses special products.
     """
     compute = spec.compute
     for given, what in (
@@ -103,9 +106,9 @@ def layer_spec(spec: LayerSpec, method: str) -> LayerSpec:
 
 
 def _plain(linear: Any) -> bool:
-    """Whether a module is a linear layer whose weight is all that it multiplies with.
+    """Return whether a module is a linear layer that multiplies with its weight only.
 
-    Quantizers may keep the class and put codes in place of `weight`, or another `forward` on the instance.
+    Quantizers may keep the class and replace `weight` by codes, or `forward` on the instance.
     """
     weight = getattr(linear, "weight", None)
     if type(linear) is not torch.nn.Linear or linear.bias is not None or type(weight) is not torch.nn.Parameter:
@@ -115,10 +118,12 @@ def _plain(linear: Any) -> bool:
 
 
 def up_projections(module: Any) -> UpProjections:
-    """`W_UK` `[Hq, qk_nope_head_dim, kv_lora_rank]` and `W_UV` `[Hq, v_head_dim, kv_lora_rank]`, views of a weight.
+    """Return `W_UK` `[Hq, qk_nope_head_dim, kv_lora_rank]` and `W_UV` `[Hq, v_head_dim, kv_lora_rank]`.
+
+    Both are views of the weight of `kv_b_proj`.
 
     Raises:
-        UnsupportedError: `kv_b_proj` is no plain linear layer: quantized, under an adapter, or with a bias.
+        UnsupportedError: `kv_b_proj` is not a plain linear layer: it is quantized, has an adapter, or has a bias.
     """
     linear: Any = getattr(module, "kv_b_proj", None)
     if not _plain(linear):
@@ -138,6 +143,6 @@ def install(model: PreTrainedModel) -> None:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Remove what `install` put there."""
+    """Remove the overrides that `install` made."""
     for _, module in latent_modules(model):
         vars(module).pop(OVERRIDE, None)

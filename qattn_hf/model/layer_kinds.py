@@ -1,4 +1,4 @@
-"""Which layers of a model are packed, and which keep a cache layer of transformers, from its text config."""
+"""Decide from a text config which layers are packed, and which keep a cache layer of Transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class HybridLayerSpec(LayerSpec):
-    """Spec of a packed layer that has linear attention or an SSM beside its attention, with states of the model's own.
+    """Spec of a packed layer that also has linear attention or an SSM, whose states stay unpacked.
 
     Attributes:
         states: number of convolution and recurrent states.
@@ -41,7 +41,7 @@ class HybridLayerSpec(LayerSpec):
 
     @property
     def rolls_back(self) -> bool:
-        """Whether `crop` can undo the tokens of drafts: it cannot."""
+        """Return whether `crop` can undo the tokens of drafts, which is false here."""
         return False
 
 
@@ -50,9 +50,9 @@ class WindowLayerSpec(LayerSpec):
     """Spec of a packed layer with a sliding window, or with attention in chunks.
 
     Attributes:
-        sliding_window: tokens that a query sees, itself included; at most, where they are those of its chunk.
-        chunked: a chunk begins at a multiple of `sliding_window` positions.
-        unquantized: keys and values have the model's precision, whatever the recipe's method.
+        sliding_window: most tokens that a query sees, including itself. With chunks, a query sees its chunk.
+        chunked: whether the layer attends in chunks. A chunk begins at a multiple of `sliding_window` positions.
+        unquantized: whether keys and values keep the model's dtype, whatever the recipe's method.
     """
 
     sliding_window: int = 1
@@ -70,14 +70,14 @@ class WindowLayerSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class ModelLayerSpec:
-    """What a layer that is not packed keeps, in place of a `LayerSpec`.
+    """What an unpacked layer keeps. It takes the place of a `LayerSpec`.
 
     Attributes:
-        kind: layer type of transformers: `sliding_attention`, `chunked_attention`, `linear_attention`, `conv`, `dummy`.
-        window: tokens of the sliding window, or of a chunk; None where there is none.
+        kind: layer type in Transformers: `sliding_attention`, `chunked_attention`, `linear_attention`, `conv`, `dummy`.
+        window: tokens of the sliding window, or of a chunk. None for other layers.
         states: number of convolution and recurrent states.
-        why: reason for which a layer with a window is not packed (`recipes/sliding.py`); None for other kinds.
-        reads: of a `dummy`, the earlier layer whose keys and values it attends to; None where it has no attention.
+        why: reason why a layer with a window is unpacked (`recipes/sliding.py`). None for other kinds.
+        reads: for a `dummy`, the earlier layer whose keys and values it attends to. None if it has no attention.
     """
 
     kind: str
@@ -93,70 +93,71 @@ class ModelLayerSpec:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether `crop` can undo the tokens of drafts, once past states are recorded."""
+        """Return whether `crop` can undo the tokens of drafts, once past states are recorded."""
         return self.kind != "linear_attention"
 
 
 def window_of(spec: LayerSpec) -> int | None:
-    """Tokens of the sliding window of a packed layer; None where it has none."""
+    """Return the tokens of a packed layer's sliding window, or None if it has no window."""
     return spec.sliding_window if isinstance(spec, WindowLayerSpec) else None
 
 
 def of_method(spec: LayerSpec | ModelLayerSpec) -> bool:
-    """Whether the recipe's method has a layer of this spec: it is packed, and no unquantized window."""
+    """Return whether the recipe's method packs a layer of this spec. Unquantized windows do not count."""
     return isinstance(spec, LayerSpec) and not (isinstance(spec, WindowLayerSpec) and spec.unquantized)
 
 
 def own_states(specs: Iterable[LayerSpec | ModelLayerSpec | None]) -> list[ModelLayerSpec | HybridLayerSpec]:
-    """Specs of the layers that keep something of the model's own: what is not packed, or stands beside it."""
+    """Return the specs of layers that keep unpacked tensors, alone or together with packed ones."""
     own = (spec for spec in specs if isinstance(spec, (ModelLayerSpec, HybridLayerSpec)))
     return [spec for spec in own if isinstance(spec, HybridLayerSpec) or spec.kind != "dummy"]
 
 
 def local_window(spec: LayerSpec) -> int:
-    """The window of a packed layer as `Scores` has it, `-n` for chunks; 0 where it has none."""
+    """Return the window of a packed layer as `Scores` has it: `-n` for chunks, 0 for no window."""
     return spec.local if isinstance(spec, WindowLayerSpec) else 0
 
 
 def kind_of(spec: LayerSpec) -> str:
-    """Layer type of a packed layer, as transformers names it."""
+    """Return the layer type of a packed layer, as Transformers names it."""
     if window_of(spec) is None:
         return "full_attention"
     return "chunked_attention" if local_window(spec) < 0 else "sliding_attention"
 
 
 def asked_window(spec: LayerSpec) -> int | None:
-    """The `sliding_window` that a model passes to the attention of a packed layer; chunks are in its mask alone."""
+    """Return the `sliding_window` that a model passes to a packed layer's attention. Chunks are only in the mask."""
     return None if local_window(spec) < 0 else window_of(spec)
 
 
 def grows(spec: LayerSpec | ModelLayerSpec) -> bool:
-    """Whether a layer of this spec holds all tokens: it is packed and has no window."""
+    """Return whether a layer of this spec holds all tokens: it is packed and has no window."""
     return isinstance(spec, LayerSpec) and window_of(spec) is None
 
 
 def hides(config: Any, window: int | None) -> bool:
-    """Whether a window of `window` tokens (None: no window) is narrower than the model's positions and hides some."""
+    """Return whether a window of `window` tokens (None: no window) is narrower than the model's positions."""
     positions = getattr(config, "max_position_embeddings", None)
     return window is not None and (positions is None or window < positions)
 
 
 def hybrid_states(config: PretrainedConfig) -> list[int]:
-    """Number of states beside the attention of each layer of a model; 0 for layers of other kinds."""
+    """Return the number of states of each hybrid layer of a model, and 0 for other layers."""
     types = _compat.layer_types(config.get_text_config(decoder=True))
     return [layer.states if layer.kind == "hybrid" else 0 for layer in types]
 
 
 def model_layers(config: PretrainedConfig) -> list[ModelLayerSpec | None]:
-    """What each layer of a model keeps of its own; None where it is packed.
+    """Return what each layer of a model keeps unpacked, or None for a packed layer.
 
-    Full attention is packed, also beside an SSM, and windows or chunks that hide no position of the model.
+    Full attention is packed, even if the layer also has an SSM. So are windows and chunks that cover all positions of
+    the model.
 
     Args:
         config: the model's config, or its text config.
 
     Raises:
-        UnsupportedError: a layer type that is neither packed nor left to the model; the message says why.
+        UnsupportedError: a layer's type is unsupported. The message says why.
     """
     text = config.get_text_config(decoder=True)
     found: list[ModelLayerSpec | None] = []

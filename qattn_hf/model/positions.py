@@ -1,4 +1,4 @@
-"""How many positions a model has, from its config. Importing this module does not import torch."""
+"""Read from a config how many positions a model has. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Types of rope scaling whose factor multiplies the positions. The others, such as `llama3` and `longrope`, state all
-# positions in `max_position_embeddings`; so do configs with parameters for each kind of layer, such as Gemma 3's.
+# With these types of rope scaling, a factor multiplies the positions. Other types, such as `llama3` and `longrope`,
+# state all positions in `max_position_embeddings`. So do configs with parameters for each kind of layer, such as Gemma
+# 3's.
 MULTIPLIED = ("linear", "dynamic", "yarn")
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
-    """Positions that a model's context may have, rope scaling counted; None where the config names no bound.
+    """Return the number of positions of a model's context, with rope scaling. None if the config has no bound.
 
-    Where a config with a linear or dynamic factor states the product already, the result is the factor too large: it
-    then reports too few contexts, never a context that the model can take.
+    Some configs with a linear or dynamic factor already state the product. The result is then too large by this factor.
+    No context that the model supports is ever reported as too long.
     """
     text = config.get_text_config(decoder=True)
     stated = getattr(text, "max_position_embeddings", None)
@@ -30,7 +31,7 @@ def positions_of(config: PretrainedConfig) -> int | None:
 
 
 def beyond(tokens: int, positions: int | None) -> str | None:
-    """Say that a context of `tokens` is longer than the model's positions; None where it is not."""
+    """Return a message if a context of `tokens` exceeds the model's positions, else None."""
     if positions is None or tokens <= positions:
         return None
     return (

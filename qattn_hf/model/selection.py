@@ -1,4 +1,4 @@
-"""Which attention the configs of a model name: replaced for a while or for a patch, and put back."""
+"""Replace the attention that a model's configs name, temporarily or for a patch, and restore it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Selected = list[tuple[PretrainedConfig, str | None]]
 
 @contextmanager
 def attending(model: PreTrainedModel, name: str, full: bool = True) -> Iterator[None]:
-    """Context in which an unpatched model uses the attention registered with transformers as `name`.
+    """Make an unpatched model use the attention registered with Transformers as `name`, within a `with` block.
 
     Args:
-        full: whether that attention serves layers of full attention alone; models with others are then refused.
+        full: whether the attention serves only layers of full attention. Models with other layers are then refused.
 
     Raises:
-        UnsupportedError: a model whose attention cannot be replaced in every layer.
+        UnsupportedError: the model's attention cannot be replaced in every layer.
         QAttnError: the model is patched.
     """
     check_model(model)
@@ -37,10 +37,10 @@ def attending(model: PreTrainedModel, name: str, full: bool = True) -> Iterator[
 
 @contextmanager
 def selecting(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Context in which the decoder of an unpatched model has the attention of this name selected.
+    """Select the attention `name` in the decoder of an unpatched model, within a `with` block.
 
     Raises:
-        UnsupportedError: a module that does not follow the model's config.
+        UnsupportedError: a module ignores the model's config.
     """
     own_config(model)
     before = selected(model)
@@ -53,9 +53,9 @@ def selecting(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Every config object of a model and its modules, sub-configs included.
+    """Return every config object of a model and its modules, including sub-configs.
 
-    A decoder that was once patched by itself has a config that the whole model's config does not contain.
+    After a decoder was patched separately, its config is missing from the whole model's config.
     """
     of_modules = (vars(module).get("config") for module in model.modules())
     configs = [c for config in of_modules if isinstance(config, PretrainedConfig) for c in _with_subs(config)]
@@ -68,7 +68,7 @@ def _with_subs(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 
 def own_config(model: PreTrainedModel) -> None:
-    """Replace the model's configs by copies, since two models built from one config object share it."""
+    """Replace the model's configs by copies, because two models built from one config object share it."""
     old = _configs(model)
     new = dict(zip(map(id, old), copy.deepcopy(old), strict=True))
     for module in model.modules():
@@ -78,12 +78,12 @@ def own_config(model: PreTrainedModel) -> None:
 
 
 def selected(model: PreTrainedModel) -> Selected:
-    """Each config of a model, and the attention that it names."""
+    """Return each config of a model with the attention that it names."""
     return [(config, config._attn_implementation) for config in _configs(model)]
 
 
 def select(model: PreTrainedModel, name: str) -> None:
-    """Let the decoder's config name the attention registered with transformers as `name`."""
+    """Make the decoder's config name the attention registered with Transformers as `name`."""
     text, decoder = model.config.get_text_config(decoder=True), decoder_of(model)
     names = [n for n in model.config.sub_configs if getattr(model.config, n, None) is text]
     model.set_attn_implementation({names[0]: name} if names else name)
@@ -92,6 +92,6 @@ def select(model: PreTrainedModel, name: str) -> None:
 
 
 def restore(before: Selected) -> None:
-    """Let configs name the attention that they named when `selected` noted it."""
+    """Restore the attention that each config named when `selected` recorded it."""
     for config, name in before:
         config._attn_implementation_internal = name

@@ -1,4 +1,4 @@
-"""Checks that `patch` makes of a model: each unsupported one is refused, with the reason and the alternative."""
+"""Checks of a model before it is patched. Unsupported models are refused with the reason and an alternative."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OVERRIDES = ("_prepare_cache_for_generation", "get_compiled_call", "create_masks
 
 
 def check_parts(model: PreTrainedModel) -> None:
-    """Refuse a model of which only a part is patched, or which is part of a patched model.
+    """Refuse a model that contains a patched part, or that is part of a patched model.
 
-    `patch` marks the model and its decoder. If fewer marked modules are found here, the rest are in a larger model.
+    `patch` marks the model and its decoder. If fewer marked modules are found here, the others are in a larger model.
 
     Raises:
-        UnsupportedError: with the model to use instead.
+        UnsupportedError: the message names the model to use instead.
     """
     marked: dict[int, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules():
@@ -44,10 +44,10 @@ def check_parts(model: PreTrainedModel) -> None:
 
 
 def check_model(model: object) -> None:
-    """Refuse models that a packed cache does not support; changes nothing.
+    """Refuse models that a packed cache does not support. Changes nothing.
 
     Raises:
-        UnsupportedError: with the reason and what to do instead.
+        UnsupportedError: the message has the reason and what to do instead.
     """
     if not isinstance(model, PreTrainedModel):
         inside = "patch(model.get_base_model())" if hasattr(model, "get_base_model") else "patch the model inside it"
@@ -73,7 +73,7 @@ def check_model(model: object) -> None:
 
 
 def _cache_class(model: PreTrainedModel) -> str | None:
-    """Name of a cache class that the file of this model defines, as MiniMax's does; None if there is none."""
+    """Return the name of a cache class defined in the model's file, as in MiniMax, or None."""
     defined = vars(sys.modules[type(model).__module__]).values()
     return next(
         (
@@ -86,7 +86,7 @@ def _cache_class(model: PreTrainedModel) -> str | None:
 
 
 def _check_config(config: PretrainedConfig, kind: str) -> None:
-    """Check a text config: it must have a cache, one stack of layers, and causal attention."""
+    """Check that a text config has a cache, one stack of layers, and causal attention."""
     if not hasattr(config, "use_cache"):
         raise UnsupportedError(f"{kind} has no KV cache, so there is nothing to pack")
     if not hasattr(config, "num_hidden_layers"):
@@ -107,7 +107,7 @@ def _check_config(config: PretrainedConfig, kind: str) -> None:
 
 
 def _check_layers(config: PretrainedConfig, kind: str) -> None:
-    """Check the layers of a text config: their types, and that some have attention."""
+    """Check the types of the layers of a text config, and that some layers have attention."""
     own = model_layers(config)
     if getattr(config, "cross_attention_layers", None):
         raise UnsupportedError(f"{kind} has layers of cross attention, which are not supported; use a stock cache")
@@ -116,10 +116,10 @@ def _check_layers(config: PretrainedConfig, kind: str) -> None:
 
 
 def check_full(model: PreTrainedModel) -> None:
-    """Refuse a model that has other layers than full attention, where nothing can stand beside it, or latents.
+    """Refuse a model with latents or with layers other than full attention, including layers that add an SSM.
 
     Raises:
-        UnsupportedError: naming the first layers that are not full attention.
+        UnsupportedError: the message names the first layers that are not full attention.
     """
     latent.check_stock(model)
     text = model.config.get_text_config(decoder=True)
@@ -136,7 +136,7 @@ def check_full(model: PreTrainedModel) -> None:
 
 
 def _check_causal(model: PreTrainedModel, kind: str) -> None:
-    """Refuse layers all of whose attention is bidirectional. Cross attention beside causal attention is accepted."""
+    """Refuse layers with only bidirectional attention. Cross attention is accepted next to causal attention."""
     layers: dict[bool, set[int]] = {True: set(), False: set()}
     for module in decoder_of(model).modules():
         causal, layer = getattr(module, "is_causal", None), getattr(module, "layer_idx", None)
@@ -152,16 +152,16 @@ def _check_causal(model: PreTrainedModel, kind: str) -> None:
 
 
 def _check_untouched(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention, or what calls it, other code patched on instances: it may compute otherwise.
+    """Refuse a model if other code patched its attention, or what calls it, on instances. It may compute other results.
 
-    Fused norms, MLPs and linear maps, as Liger-Kernel and `use_kernels` put them on instances, see no keys and stay.
-    So does the forward of a model around the decoder, which Liger-Kernel replaces for its loss.
+    Fused norms, MLPs and linear maps on instances, as from Liger-Kernel and `use_kernels`, do not touch keys and are
+    accepted. So is the forward of a model around the decoder, which Liger-Kernel replaces for its loss.
     """
     patched, decoder = hasattr(model, "_qattn"), decoder_of(model)
     overrides = [] if patched else [name for name in OVERRIDES if name in vars(model)]
     for name, module in model.named_modules():
         own = vars(module).get("forward")
-        # dispatch is no patch, nor is tensor parallelism; a model that is patched again has an override of ours
+        # dispatch and tensor parallelism do not count as patches; a model that is patched again has our override
         if own is None or isinstance(own, BoundMethod) or only_moves(module) or splits(own):
             continue
         parts = list(module.modules())
@@ -175,10 +175,10 @@ def _check_untouched(model: PreTrainedModel) -> None:
 
 
 def check_selected(model: PreTrainedModel, selected: str) -> None:
-    """Check, after an attention was selected, that every attention module of the decoder reads it from its config.
+    """Check after an attention was selected that every attention module of the decoder reads it from its config.
 
     Raises:
-        UnsupportedError: naming the first module that does not.
+        UnsupportedError: the message names the first module that ignores its config.
     """
     for name, module in decoder_of(model).named_modules():
         config = getattr(module, "config", None)

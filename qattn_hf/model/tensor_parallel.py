@@ -1,4 +1,4 @@
-"""Tensor parallelism: the KV heads of a layer that a process holds, of a model split over several."""
+"""Tensor parallelism: select the KV heads that one process holds of a model split over several processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Shard(NamedTuple):
     size: int = 1
 
     def of(self, heads: int) -> range:
-        """Indices of this shard's heads, of `heads` in all.
+        """Return the indices of this shard's heads out of `heads` in total.
 
         Raises:
             ValueError: the heads do not divide evenly.
@@ -30,7 +30,7 @@ ALL = Shard()
 
 
 def shard_of(model: Any) -> Shard:
-    """This process's shard of a model that is split by transformers' `tp_plan`; without, all heads."""
+    """Return this process's shard of a model split by Transformers' `tp_plan`, or all heads of an unsplit model."""
     size = getattr(model, "_tp_size", None) or 1
     if size == 1:
         return ALL
@@ -40,14 +40,14 @@ def shard_of(model: Any) -> Shard:
 
 
 def splits(forward: Any) -> bool:
-    """Whether a module's instance attribute `forward` was put there by transformers' tensor parallelism."""
+    """Return whether Transformers' tensor parallelism set a module's instance attribute `forward`."""
     return getattr(forward, "__module__", None) == "transformers.distributed.tensor_parallel"
 
 
 def shard_spec(spec: LayerSpec, heads: int, shard: Shard) -> LayerSpec:
-    """Spec of one process's shard of a layer, from the spec of all `heads` KV heads.
+    """Return the spec of one process's shard of a layer, from the spec of all `heads` KV heads.
 
-    Lists of 2-bit heads keep this shard's heads, renumbered from 0; a number of 2-bit heads is divided by the shards.
+    Lists of 2-bit heads keep this shard's heads, renumbered from 0. A number of 2-bit heads is divided by the shards.
 
     Raises:
         ValueError: the heads, or the number of 2-bit heads, do not divide evenly among the processes.

@@ -1,1 +1,1 @@
-"""`patch` and `unpatch`, and the hooks that they put on a model."""
+"""`patch` and `unpatch`, and the hooks that they install on a model."""

@@ -1,4 +1,4 @@
-"""Calls of a patched model's `forward` itself, as of sentence-transformers: they run the hooks of a call too."""
+"""Run the hooks of a patched model when its `forward` is called directly, as sentence-transformers does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qattn_hf.model.bound_method import BoundMethod
 
 
 class Forward(BoundMethod):
-    """Override of `forward`, with the signature of the model's own."""
+    """Override of `forward`, with the signature of the class's `forward`."""
 
     def __init__(self, model: Any):
         super().__init__(forward, model)
@@ -22,7 +22,7 @@ class Forward(BoundMethod):
 
     @property
     def __code__(self) -> Any:
-        """Code of the model's own `forward`: `torch.export` asks for it before its first call."""
+        """Code of the class's `forward`. `torch.export` reads it before its first call."""
         model: Any = self._model()
         return type(model).forward.__code__
 
@@ -35,25 +35,25 @@ class Forward(BoundMethod):
 
 
 def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The model's own `forward` inside of a call, whose hooks have run; else a call."""
+    """Run the class's `forward` inside a call whose hooks have run. Otherwise start a call, which runs the hooks."""
     if torch.compiler.is_compiling() or not hasattr(model, "_qattn") or _inside_call(kwargs):
         return type(model).forward(model, *args, **kwargs)
     return model(*args, **kwargs)
 
 
 def _inside_call(kwargs: dict[str, Any]) -> bool:
-    """Whether a call's hooks have seen these arguments: they begin the call of a packed cache."""
+    """Return whether a call's hooks have seen these arguments. The hooks begin the call of a packed cache."""
     cache = kwargs.get(CACHE)
     return isinstance(kwargs.get("cache"), PagedCache) or (isinstance(cache, QAttnCache) and cache.calling)
 
 
 def install(module: torch.nn.Module) -> None:
-    """Put the override on a module, but where another library's stands, as accelerate's for offloaded weights."""
+    """Install the override on a module, unless another library has one there, as accelerate for offloaded weights."""
     if "forward" not in module.__dict__:
         module.forward = Forward(module)
 
 
 def uninstall(module: torch.nn.Module) -> None:
-    """Take the override off; where accelerate has wrapped it since, it stays and does what the model's own does."""
+    """Remove the override. If accelerate has wrapped it, it stays and acts like the class's `forward`."""
     if isinstance(module.__dict__.get("forward"), Forward):
         del module.forward

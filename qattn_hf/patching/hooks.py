@@ -1,4 +1,4 @@
-"""What `patch` puts on a model and its decoder, and takes off again: forward hooks and overrides of methods.
+"""Forward hooks and method overrides that `patch` installs on a model and its decoder, and `unpatch` removes.
 
 All are module-level callables, so that a patched model can be copied and pickled.
 """
@@ -44,17 +44,17 @@ from qattn_hf.saved.writer import check_writer
 
 
 def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> tuple:
-    """Pre-forward hook of a patched model and of its decoder: pass a packed cache, refuse what cannot be served.
+    """Pre-forward hook of a patched model and of its decoder: pass a packed cache, refuse unsupported calls.
 
     Args:
-        names: positional parameters of the module's forward, by which `args` become keywords.
+        names: positional parameters of the module's forward. They turn `args` into keywords.
 
     Returns:
-        no positional arguments, and the keywords with the cache and `use_cache` set.
+        No positional arguments, and the keywords with the cache and `use_cache` set.
 
     Raises:
         UnsupportedError: training, attention weights as output, a cache of another kind or model, a mask with holes,
-            packed sequences, tokens beyond a sliding window, an export.
+            packed sequences, tokens beyond a sliding window, or an export.
     """
     if exporting():
         _refuse_export()
@@ -71,7 +71,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
         _check_positions(kwargs)
         cache = kwargs[CACHE] = _new_cache(patched)
     check_cache(cache, len(patched.specs))
-    # attention reads through our cache in any case; `after_forward` keeps it out of the output where none was wanted
+    # attention always reads through our cache; `after_forward` drops it from the output if it was not requested
     wanted = decoder.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
     kwargs["use_cache"] = bool(wanted)
     if not torch.compiler.is_compiling():
@@ -84,7 +84,7 @@ def before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     return (), kwargs
 
 
-# Of continuous batching, which needs no mask: transformers builds none where a model is given one of four dimensions.
+# For continuous batching, which needs no mask: given a mask of four dimensions, Transformers builds none.
 UNREAD = torch.empty(0, 0, 0, 0, device="cpu")
 
 NOT_COMPILED = f"a compiled call cannot make its cache: pass {CACHE}=, a cache that an uncompiled call wrote to"
@@ -101,7 +101,7 @@ NOT_EXPORTED = "a patched model cannot be exported (torch.export, ExecuTorch, ON
 
 @torch.compiler.disable(reason=NOT_EXPORTED)
 def _refuse_export() -> None:
-    """Raise `UnsupportedError`. A strict export does not run this: its error names the reason given to `disable`."""
+    """Raise `UnsupportedError`. A strict export skips this, and its error names the reason given to `disable`."""
     raise UnsupportedError(NOT_EXPORTED)
 
 
@@ -111,7 +111,7 @@ def _begin_compiled(module: Any, cache: QAttnCache, kwargs: dict[str, Any]) -> N
 
 
 def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: bool = False) -> None:
-    """Check a call against its cache, and make room in that. What a `compiled` call writes cannot be taken back."""
+    """Check a call against its cache, and make room in the cache. Writes of a `compiled` call cannot be undone."""
     patched, (rows, tokens) = patch_of(module), _shape(kwargs)
     within = cache.within_call(module, tokens)
     if not within:
@@ -131,9 +131,9 @@ def _begin(module: Any, cache: QAttnCache, kwargs: dict[str, Any], compiled: boo
 
 
 def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook: note that the call has ended, and remove the cache from the output where `use_cache` is false.
+    """Forward hook: mark the end of the call, and drop the cache from the output if `use_cache` is false.
 
-    A stock model's output has none there. A call that an exception ended has no output: its cache is put back.
+    A stock model's output has no cache then. A call ended by an exception has no output, and its cache is restored.
     """
     if isinstance(kwargs.get("cache"), PagedCache):
         return output
@@ -152,7 +152,7 @@ def after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], 
 
 
 def _shape(kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Rows of a call and new tokens of each."""
+    """Return the number of rows of a call, and the number of new tokens in each row."""
     for name in ("input_ids", "inputs_embeds"):
         if (inputs := kwargs.get(name)) is not None:
             return inputs.shape[0], inputs.shape[1]
@@ -160,14 +160,14 @@ def _shape(kwargs: dict[str, Any]) -> tuple[int, int]:
 
 
 def before_forward_stock(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Pre-forward hook over transformers' own caches (`cache="model"`): refuse what cannot be served, change nothing.
+    """Pre-forward hook over Transformers' stock caches (`cache="model"`): refuse unsupported calls, change nothing.
 
     Raises:
-        UnsupportedError: training, attention weights as output, another device than at `patch`, tokens beyond a
-            sliding window, an export without a cache.
+        UnsupportedError: training, attention weights as output, another device than at `patch`, tokens beyond a sliding
+            window, or an export without a cache.
     """
     kwargs = by_cache_name({**dict(zip(names, args, strict=False)), **kwargs})
-    if exporting() and kwargs.get(CACHE) is None:  # transformers' masks then are not causal ones
+    if exporting() and kwargs.get(CACHE) is None:  # Transformers' masks are not causal then
         _refuse_export()
     _check_call(module, kwargs)
     patched, device = patch_of(module), next(module.parameters()).device
@@ -195,13 +195,13 @@ def _check_call(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _selected(config: PretrainedConfig) -> str:
-    """Name of the decoder's attention implementation; of a composite config, that of its text config."""
+    """Return the decoder's attention implementation. In a composite config, the text config names it."""
     own = config._attn_implementation or ""
     return own if own.startswith(attention.NAME) else config.get_text_config(decoder=True)._attn_implementation or ""
 
 
 def _check_new_mask(mask: Any, cache: QAttnCache, tokens: int) -> None:
-    """Check a user's 2-D mask; a 4-D one is either ours, from `generate`, or refused by the attention function."""
+    """Check a user's 2-D mask. A 4-D mask comes from our `generate`, or the attention function refuses it."""
     if not isinstance(mask, torch.Tensor) or mask.dim() == 4:
         return
     if mask.dim() != 2:
@@ -218,7 +218,7 @@ def _requested(module: torch.nn.Module, kwargs: dict[str, Any], name: str) -> bo
 
 
 def _check_positions(kwargs: dict[str, Any]) -> None:
-    """Positions that start anew inside a row mean packed sequences, which transformers detects without a cache only."""
+    """Refuse positions that restart inside a row: packed sequences, which Transformers detects only without a cache."""
     positions = kwargs.get("position_ids")
     if positions is None or kwargs.get("attention_mask") is not None or torch.compiler.is_compiling():
         return
@@ -231,10 +231,10 @@ def _check_positions(kwargs: dict[str, Any]) -> None:
 def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
     """Override of `save_pretrained`: save the stock model, and the recipe as `qattn.yaml` in the same folder.
 
-    `patch(model)` of a model that is loaded from this folder uses that recipe.
+    `patch(model)` uses this recipe if the model was loaded from the folder.
 
     Raises:
-        UnsupportedError: with `push_to_hub=True`, which sends only what transformers itself wrote.
+        UnsupportedError: `push_to_hub=True`, which would upload only Transformers' files.
     """
     if kwargs.get("push_to_hub"):
         raise UnsupportedError(
@@ -248,7 +248,7 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, *
 
 
 def install(model: PreTrainedModel, patched: Patched) -> None:
-    """Put hooks on the model and its decoder, and overrides of methods on the model instance."""
+    """Install hooks on the model and its decoder, and overrides of methods on the model instance."""
     packs = patched.recipe.settings.packs()
     for module in dict.fromkeys((model, decoder_of(model))):
         module._qattn = patched
@@ -271,7 +271,7 @@ def install(model: PreTrainedModel, patched: Patched) -> None:
     model._prepare_cache_for_generation = BoundMethod(prepare_cache, model)
     model.get_compiled_call = BoundMethod(compiled_call, model)
     model._get_candidate_generator = BoundMethod(candidate_generator, model)
-    if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # else masks of other kinds
+    if patched.beside is None and not hasattr(type(model), "create_masks_for_generate"):  # otherwise several kinds
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         masks = functools.partial(generate_masks, tuple(dict.fromkeys(kinds)))
         model.create_masks_for_generate = BoundMethod(masks, model)
@@ -283,7 +283,7 @@ def _positional(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Remove the hooks and overrides that `install` put there, and what transformers compiled for the model."""
+    """Remove hooks and overrides made by `install`, and what Transformers compiled for the model."""
     patched: Patched = model._qattn
     for module in dict.fromkeys((model, decoder_of(model))):
         for hook_id in patched.hook_ids:

@@ -1,4 +1,4 @@
-"""`patch` and `unpatch`: select packed attention on one model instance, and put everything back."""
+"""`patch` and `unpatch`: select packed attention on one model instance, and restore everything."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def patch(
 ) -> Model:
     """Patch a model in place: it then generates, scores and chats with a packed KV cache.
 
-    With `sage2` and `cache="model"` it keeps transformers' own caches and replaces the attention of long calls.
-    Only this instance is changed, not its class, nor other models built from the same config. A second patch replaces
-    the first; `unpatch` restores the model.
+    With `sage2` and `cache="model"` it keeps Transformers' stock caches and replaces the attention of long calls. Only
+    this instance changes. Its class and other models built from the same config stay unchanged. A second patch replaces
+    the first. `unpatch` restores the model.
 
     Args:
-        model: a decoder of transformers, on the device where it will run. It must be in eval mode when it runs. With
-            `compensate_k` or `equalize_k` it runs here, once, over random tokens.
-        method: a method's name (`list_methods()`) or a recipe's, with settings or without: `turbo_sink`, `turbo:bits=2`
-            (see `qattn_hf.recipes.spelling`).
+        model: a decoder of Transformers, on the device where it will run. It must be in eval mode when it runs. With
+            `compensate_k` or `equalize_k`, `patch` runs the model once over random tokens.
+        method: a method's name (`list_methods()`) or a recipe's name, with or without settings: `turbo_sink`,
+            `turbo:bits=2` (see `qattn_hf.recipes.spelling`).
         recipe: a YAML file, the name of a recipe of this package, a folder or a hub repository with `qattn.yaml`, or a
-            `Recipe`. Without both: what the model chooses within `bits` or `kl`; else `qattn.yaml` in the model's
-            folder, as `save_pretrained` writes it; else `turbo`.
-        settings: settings of the method, by the names of the recipe's YAML keys; they win over the recipe's. Also
-            `layers`, other settings for some layers (see `qattn_hf.recipes.recipe`), and `family=False`, which leaves
-            out the defaults of the model's family. Without both `bits=3.5` asks for the least loss in so many bits a
-            value of closed blocks, `kl=0.01` for the fewest bits that lose no more: `qattn_hf.choosing.choose`.
+            `Recipe`. Without `method` and `recipe`, the model chooses within `bits` or `kl`. Otherwise `qattn.yaml` in
+            the model's folder applies, as `save_pretrained` writes it, or else `turbo`.
+        settings: settings of the method, named as the recipe's YAML keys. They override the recipe. `layers` has other
+            settings for some layers (see `qattn_hf.recipes.recipe`). `family=False` skips the defaults of the model's
+            family. Without `method` and `recipe`, `bits=3.5` asks for the least loss within 3.5 bits per value of
+            closed blocks. `kl=0.01` asks for the fewest bits that lose no more: `qattn_hf.choosing.choose`.
 
     Returns:
-        the same object.
+        The same object.
 
     Raises:
         RecipeError: an unknown method, recipe or setting, or an invalid value.
-        UnsupportedError: a model that is not supported, with the reason and what to do instead.
-            After either error the model is as it was.
+        UnsupportedError: the model is not supported. The message has the reason and what to do instead. After either
+            error the model is unchanged.
     """
     check_model(model)
     _compat.warn_if_untested()
@@ -82,7 +82,7 @@ def patch(
     try:
         select(model, name)
         check_selected(model, name)
-    except Exception:  # whatever it is, the model must be as it was; it is raised again
+    except Exception:  # restore the model after any error, and raise it again
         restore(before)
         raise
     hooks.install(model, patched)
@@ -95,30 +95,31 @@ def patch(
 
 
 def _warn_of_nothing(specs: list[LayerSpec | ModelLayerSpec]) -> None:
-    """Warn where no layer is packed by the method."""
+    """Warn if the method packs no layer."""
     if not any(map(of_method, specs)):
         where = "unquantized" if any(isinstance(spec, LayerSpec) for spec in specs) else "the model's own"
         warnings.warn(f"nothing is packed: every layer is {where}, with {specs[0]}", stacklevel=3)
 
 
 def _recipe(model: PreTrainedModel, method: str | None, recipe: Any, settings: dict[str, Any]) -> Recipe:
-    """The recipe that the model chooses within a budget; else the one that is named, with the family's defaults."""
+    """Return the recipe that the model chooses within a budget, or the named recipe with the family's defaults."""
     if method is None and recipe is None and _has_budget(settings):
         return _chosen(model, settings)
     return find_recipe(method, recipe, settings, checkpoint=model.config.name_or_path).for_model(model.config)
 
 
 def _has_budget(settings: dict[str, Any]) -> bool:
-    """Whether settings without a method ask for a choice. What only turbo takes (`bits="mixed"`, `bits=2` with `n_h`)
-    means turbo."""
+    """Return whether settings without a method ask for a choice.
+
+    Values that only turbo takes (`bits="mixed"`, `bits=2` with `n_h`) mean turbo."""
     bits = settings.get("bits")
     number = isinstance(bits, (int, float)) and not isinstance(bits, bool)
     return "kl" in settings or (number and (bits not in (2, 4) or settings.keys() <= {*SHARED, "bits"}))
 
 
 def _chosen(model: PreTrainedModel, settings: dict[str, Any]) -> Recipe:
-    """The recipe that a model chooses within `bits` or `kl`; an earlier patch is undone for the probe and put back."""
-    from qattn_hf.choosing.choose import check_budget, choose, warn_of_whole_bits  # which patches models
+    """Return the recipe chosen within `bits` or `kl`. An earlier patch is removed for the probe and then restored."""
+    from qattn_hf.choosing.choose import check_budget, choose, warn_of_whole_bits  # this module patches models
 
     bits, kl, shared = check_budget(settings)
     warn_of_whole_bits(bits, stacklevel=5)
@@ -133,28 +134,29 @@ def _chosen(model: PreTrainedModel, settings: dict[str, Any]) -> Recipe:
 
 
 def _unpatched_constants(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[State]:
-    """`constants` of a model whose earlier patch is undone for them, and made anew if there are none."""
+    """Compute `constants` of a model. An earlier patch is removed first, and restored if this fails."""
     earlier = model._qattn.recipe if hasattr(model, "_qattn") else None
     if earlier is not None:
         unpatch(model)
     try:
         return model_constants.constants(model, specs)
-    except Exception:  # whatever it is, the model must be as it was; it is raised again
+    except Exception:  # restore the model after any error, and raise it again
         if earlier is not None:
             patch(model, recipe=earlier)
         raise
 
 
 def _note_unused(model: PreTrainedModel) -> None:
-    """Say that the cache which a model's generation_config names is not used."""
+    """Log that the cache named in a model's generation_config is not used."""
     named = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
     if named is not None:
         log.warning("cache_implementation=%r in the model's generation_config is not used: the packed cache is", named)
 
 
 def _sizes(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> list[HeadSizes] | None:
-    """Heads of each layer of a model on one device; None for a model on several, or split over processes, or where a
-    layer is not packed."""
+    """Return the heads of each layer of a model, or None.
+
+    None means that the model is on several devices or split over processes, or that a layer is unpacked."""
     if shard_of(model).size > 1 or len({parameter.device for parameter in model.parameters()}) > 1:
         return None
     if not all(isinstance(spec, LayerSpec) for spec in specs):
@@ -164,19 +166,19 @@ def _sizes(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec]) -> l
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch`: the model computes bit for bit what it did before.
+    """Undo `patch`: the model computes bit for bit what it computed before.
 
-    Its configs stay copies of their own, which no other model shares.
+    Its configs remain separate copies, which no other model shares.
 
     Args:
         model: a patched model.
 
     Returns:
-        the same object.
+        The same object.
 
     Raises:
         QAttnError: the model is not patched.
-        UnsupportedError: it is only a part of the model that was patched.
+        UnsupportedError: the model is part of a larger model that was patched.
     """
     release(model)
     before = model._qattn.attn_implementations
@@ -186,17 +188,17 @@ def unpatch(model: Model) -> Model:
 
 
 def release(model: PreTrainedModel) -> None:
-    """Free the memory that a patched model keeps for its next call; the model stays patched.
+    """Free the memory that a patched model keeps for its next call. The model stays patched.
 
-    That is its last cache (unless you hold a reference to it), memory of earlier caches, and captured decode steps. The
-    next call allocates and captures again.
+    This frees its last cache (unless you hold a reference to it), memory of earlier caches, and captured decode steps.
+    The next call allocates and captures again.
 
     Args:
         model: a patched model.
 
     Raises:
         QAttnError: the model is not patched.
-        UnsupportedError: it is only a part of the model that was patched.
+        UnsupportedError: the model is part of a larger model that was patched.
     """
     if isinstance(model, PreTrainedModel):
         check_parts(model)
@@ -206,7 +208,7 @@ def release(model: PreTrainedModel) -> None:
 
 
 def _implementation(model: PreTrainedModel) -> str | None:
-    """The attention implementation of the model's decoder as it is, or was before it was patched."""
+    """Return the attention implementation of the model's decoder, before any patch."""
     text = model.config.get_text_config(decoder=True)
     before = patch_of(model).attention_before(model.config) if hasattr(model, "_qattn") else None
     return text._attn_implementation if before is None else before

@@ -1,4 +1,4 @@
-"""Compile kernels side by side before a call needs them: in threads of `patch`, or by `qattn check --compile`."""
+"""Compile kernels in parallel before a call needs them: in threads of `patch`, or by `qattn check --compile`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ def begin(
     devices: Iterable[torch.device],
     shards: int = 1,
 ) -> list[Future]:
-    """Begin to compile, in threads, the kernels that `generate` needs; calls wait for those that they launch.
+    """Start compiling in threads the kernels that `generate` needs. A call waits for the kernels that it launches.
 
     Args:
-        specs: what `Recipe.layer_specs` says of each layer; those of the reference and those that are the model's own
-            need no kernels. dtype: of keys and values.
-        devices: GPUs on which layers run. shards: processes among which the heads are split.
+        config: the model's config.
+        specs: one for each layer, from `Recipe.layer_specs`. Unpacked layers and layers of the reference need no
+            kernels.
+        dtype: dtype of keys and values.
+        devices: GPUs on which layers run.
+        shards: number of processes among which the heads are split.
 
     Returns:
-        a future for each kernel function. A call does not mind one that failed: it compiles the kernel itself and
-        says why it cannot.
+        A future for each kernel function. If one failed, a call compiles the kernel itself and reports its error.
     """
     fused = dict.fromkeys(
         (one, head_sizes(config, i))
@@ -43,7 +45,7 @@ def begin(
     )
     if not fused:
         return []
-    from qattn_kernels.step.warm import LayerShape, warm  # which loads Triton
+    from qattn_kernels.step.warm import LayerShape, warm  # loads Triton
 
     capped = bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
     return warm(
@@ -64,10 +66,10 @@ def begin(
 
 
 def begin_for(model: PreTrainedModel, specs: list[LayerSpec | ModelLayerSpec], shards: int) -> list[Future]:
-    """`begin` for a model on its GPUs; nothing for a model elsewhere. It cannot fail: calls compile what is missing."""
+    """Run `begin` for a model on GPUs. Returns [] for other models and on errors, as calls compile missing kernels."""
     devices = dict.fromkeys(p.device for p in model.parameters() if p.device.type == "cuda")
     try:
         return begin(model.config, specs, model.dtype, devices, shards) if devices else []
-    except Exception as error:  # whatever it is, the model is patched, and its first call meets it again
+    except Exception as error:  # the model is patched by now, and its first call reports the error again
         log.warning("kernels are not compiled ahead: %s", error)
         return []

@@ -1,7 +1,7 @@
-"""Memory that a call of a model takes beside its weights and its cache, counted without a GPU.
+"""Count the memory that a call of a model needs for activations, without a GPU.
 
-The model's own forward runs on the meta device, where tensors have shapes and no memory, with attention that allocates
-what the kernels' launchers allocate and launches nothing. So no formula has to follow what a model's code does.
+The model's forward runs on the meta device, where tensors have shapes and no memory. Its attention allocates what the
+kernels' launchers allocate, and launches nothing. So the count follows any model's code without formulas.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ META = torch.device("meta")
 
 
 class Planned(NamedTuple):
-    """What a launch plan allocates (`qattn_kernels.launch.plan`): all temporary tensors as one.
+    """Allocations of a launch plan (`qattn_kernels.launch.plan`), with all temporary tensors as one.
 
     Attributes:
-        results: what the call returns. temporary: bytes.
+        results: what the call returns.
+        temporary: bytes of all temporary tensors.
     """
 
     results: list[Result]
@@ -48,30 +49,32 @@ class Planned(NamedTuple):
 
     @classmethod
     def of(cls, results: Sequence[torch.Tensor], allocated: list[torch.Tensor]) -> Planned:
-        """Of a call that returned `results` and allocated all these tensors."""
+        """Make the plan of a call that returned `results` and allocated the tensors in `allocated`."""
         returned = {x.untyped_storage()._cdata for x in results}
         others = [x.nbytes for x in allocated if x.untyped_storage()._cdata not in returned]
         temporary = sum(-(-n_bytes // ALIGNMENT) * ALIGNMENT for n_bytes in others)
         return cls([Result(x.shape, x.stride(), x.dtype) for x in results], temporary)
 
     def allocate(self) -> list[torch.Tensor]:
-        """The results, as `Plan.run` allocates them and its temporary room."""
+        """Allocate temporary memory and return the result tensors, as `Plan.run` does."""
         results = [torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=META) for x in self.results]
         torch.empty(self.temporary, dtype=torch.uint8, device=META)
         return results
 
 
 class CountedLayer(CacheLayerMixin):
-    """Cache layer of such a forward: it counts tokens and stores nothing.
+    """Cache layer of a counted forward: it counts tokens and stores nothing.
 
     Args:
-        geometry: sizes of the layer, with the capacity. spec: None is a layer of transformers' `DynamicCache`.
-        plans: of calls of packed layers, by what they depend on; all layers of a cache share them.
-        shared: whether other layers read its keys and values (`layer/kv_sharing.py`); those have no spec.
+        geometry: sizes of the layer, with the capacity.
+        spec: spec of a packed layer. None is a layer of Transformers' `DynamicCache`.
+        plans: plans of packed layers' calls, shared by all layers of a cache. The key has all that a plan depends on.
+        shared: whether other layers read this layer's keys and values (`layer/kv_sharing.py`). The readers have no
+            spec.
 
     Attributes:
         past: tokens that each row holds.
-        held: keys and values of a `DynamicCache`, which grow by a copy.
+        held: keys and values of a `DynamicCache`, which grows by copying.
     """
 
     is_sliding = False
@@ -90,7 +93,7 @@ class CountedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The handle of a call, for key and value; of a `DynamicCache` each side is copied in turn, as it grows."""
+        """Return the handle of a call, as key and as value. A `DynamicCache` copies each side in turn as it grows."""
         if self.spec is None:
             for side, new in (("keys", key_states), ("values", value_states)):
                 shape = (*new.shape[:2], self.past + new.shape[2], new.shape[3])
@@ -99,8 +102,9 @@ class CountedLayer(CacheLayerMixin):
         return handle, handle
 
     def attend(self, query: torch.Tensor, handle: Handle, scaling: float | None, kwargs: dict[str, Any]) -> Any:
-        """Output `[B, Hq, T, Dv]`; what the call needs meanwhile is allocated as the first call of a shape does, or
-        as those that follow its launch plan."""
+        """Return the output `[B, Hq, T, Dv]`, and allocate what the call needs.
+
+        The first call of a shape allocates as the launchers do. Later calls allocate as their launch plan does."""
         batch, heads, tokens, _ = query.shape
         if self.spec is None:  # flash attention: the output and fp32 log-sum-exp
             out = query.new_empty((batch, tokens, heads, self.geometry.v_dim)).transpose(1, 2)
@@ -120,14 +124,15 @@ class CountedLayer(CacheLayerMixin):
         return self._computed(query, handle, scores, self.arena, self.layout, blocks)
 
     def _keep(self, handle: Handle, arena: torch.Tensor, layout: Layout, blocks: int) -> None:
-        """What layers that read the same keys and values need, for as long as the handle lives."""
+        """Keep what layers that read the same keys and values need, while the handle lives."""
         if self.shared:
             before = torch.empty(rewritten_bytes(layout), dtype=torch.uint8, device=META)
             handle.written = Written(arena, layout.geometry.blocks, blocks, before)
 
     def _attend_window(self, query: torch.Tensor, handle: Handle, scores: Scores, window: int) -> torch.Tensor:
-        """The same of a packed window, in the steps of `WindowLayer`: blocks move to the front where the layer is full,
-        and a call for which there is no room then runs over a larger copy."""
+        """Attend in a packed window, in the steps of `WindowLayer`.
+
+        A full layer moves its blocks to the front. If a call still has no room, it runs over a larger copy."""
         assert self.spec is not None
         tokens, block = query.shape[2], self.spec.window.block
         capacity, used = self.geometry.blocks * block, min(self.past, self.geometry.blocks * block)
@@ -142,7 +147,7 @@ class CountedLayer(CacheLayerMixin):
             self._keep(handle, self.arena, self.layout, self._blocks_for(used))
             return self._computed(query, handle, scores, self.arena, self.layout, self._blocks_for(used))
         blocks = self._blocks_for(used + tokens)
-        if not self.past:  # the host knows which blocks a first prompt leaves behind, and copies the others
+        if not self.past:  # for a first prompt the host knows which blocks leave the window, and copies the others
             blocks = max(blocks, behind(tokens) + self.geometry.blocks)
         layout = Layout(replace(self.geometry, blocks=blocks), self.spec)
         arena = torch.empty(places(layout)[1], dtype=torch.uint8, device=META)
@@ -164,7 +169,7 @@ class CountedLayer(CacheLayerMixin):
     def _computed(
         self, query: torch.Tensor, handle: Handle, scores: Scores, arena: torch.Tensor, layout: Layout, blocks: int
     ) -> torch.Tensor:
-        """What the operator returns over this arena, of which it reads `blocks` blocks."""
+        """Return the operator's output over this arena. It reads `blocks` blocks."""
         from qattn_kernels.step.operator import compute
 
         key = layout, query.shape, blocks, scores._replace(sinks=None), scores.sinks is None
@@ -197,23 +202,25 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function of such a forward, over `CountedLayer`s."""
+    """Attention function of a counted forward, over `CountedLayer`s."""
     return key.layer.attend(query, key, scaling, kwargs).transpose(1, 2).contiguous(), None
 
 
 def register() -> str:
-    """Register attention and mask function with transformers as `NAME`, and return that name."""
+    """Register attention and mask function with Transformers as `NAME`, and return that name."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return NAME
 
 
 def run(model: PreTrainedModel, layers: list[CountedLayer], tokens: int, past: int, live: LiveMemory) -> None:
-    """Count a call of `generate`: of packed caches by two layers of each kind, which others follow one after another.
+    """Count a call of `generate`. If all layers are packed, the first two layers of each kind run for all.
 
     Args:
         model: on the meta device, with the attention `NAME` selected (`selection.attending`).
-        layers: of its cache. tokens: new tokens of each row. past: tokens that the cache holds before.
+        layers: layers of its cache.
+        tokens: new tokens of each row.
+        past: tokens that the cache holds before the call.
         live: counts what the call allocates and frees.
     """
     rows = layers[0].geometry.batch
@@ -230,14 +237,15 @@ def run(model: PreTrainedModel, layers: list[CountedLayer], tokens: int, past: i
 
 @contextmanager
 def _few_layers(model: PreTrainedModel, specs: list[LayerSpec | None]) -> Iterator[None]:
-    """Context in which the decoder has the first two layers of each kind, where all are packed: what others allocate
-    is what these did."""
+    """Keep only the first two layers of each kind in the decoder within a `with` block, if all layers are packed.
+
+    Further layers of a kind would allocate the same as these two."""
     stacks = [
         module
         for module in model.get_decoder().modules()
         if isinstance(module, torch.nn.ModuleList) and len(module) == len(specs)
     ]
-    if len(stacks) != 1 or None in specs:  # keys and values of a `DynamicCache` come layer by layer, and stay
+    if len(stacks) != 1 or None in specs:  # keys and values of a `DynamicCache` grow layer by layer, and stay allocated
         yield
         return
     layers, seen = stacks[0]._modules, Counter[Any]()

@@ -1,8 +1,8 @@
-"""PyTorch's caching allocator of a GPU, followed without one: how much it takes from CUDA for a sequence of tensors.
+"""Simulate PyTorch's caching allocator without a GPU: the memory it takes from CUDA for a sequence of tensors.
 
-It is more than what is alive at once: tensors lie in segments, and what is free between them may fit none that comes.
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings, without `expandable_segments`, on
-one stream.
+This is more than the tensors alive at once. Tensors lie in segments, and the free gaps between them may be too small
+for the next tensor. The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with default settings, on one stream,
+without `expandable_segments`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 MIB = 2**20
-ROUNDING = 512  # bytes; every block is a multiple of it
-SMALL = 1 * MIB  # tensors up to this lie in segments of their own
+ROUNDING = 512  # bytes; the size of every block is a multiple
+SMALL = 1 * MIB  # tensors up to this size have separate segments
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
-WHOLE = 10 * MIB  # tensors from here on get a segment of their size, in steps of `SMALL_SEGMENT`
+WHOLE = 10 * MIB  # tensors from this size on get a segment of their size, in steps of `SMALL_SEGMENT`
 
 
 @dataclass(eq=False)
@@ -22,8 +22,11 @@ class Block:
     """A part of a segment.
 
     Attributes:
-        address: unique, in the order of segments. size: bytes. small: of a segment for small tensors.
-        before, behind: neighbours in the segment. free: whether it holds no tensor.
+        address: unique, in the order of segments.
+        size: bytes.
+        small: whether it belongs to a segment for small tensors.
+        before, behind: neighbours in the segment, at lower and at higher addresses.
+        free: whether it holds no tensor.
     """
 
     address: int
@@ -35,14 +38,15 @@ class Block:
 
 
 class CachingAllocator:
-    """Blocks for tensors, out of segments that are kept when their tensors are freed.
+    """Allocates blocks for tensors from segments. A segment is kept when its tensors are freed.
 
     Args:
-        limit: bytes that segments may take; None is no limit.
+        limit: bytes that segments may take. None is no limit.
 
     Attributes:
-        reserved: bytes of all segments. peak: the most that they were.
-        failed: whether a tensor did not fit the limit; it was given a segment all the same.
+        reserved: bytes of all segments.
+        peak: the most that `reserved` was.
+        failed: whether a tensor exceeded the limit. It still got a segment.
     """
 
     def __init__(self, limit: int | None = None):
@@ -50,10 +54,10 @@ class CachingAllocator:
         self.reserved = self.peak = 0
         self.failed = False
         self._next = 0  # address of the next segment
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, of small and large ones
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, small and large ones
 
     def allocate(self, n_bytes: int) -> Block:
-        """A block for a tensor of so many bytes: the smallest that is free and large enough, else of a new segment."""
+        """Return a block for a tensor of `n_bytes`: the smallest sufficient free block, or one from a new segment."""
         size = max(1, -(-n_bytes // ROUNDING)) * ROUNDING
         small = size <= SMALL
         free = self._free[small]
@@ -70,7 +74,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back, one with the free ones beside it."""
+        """Take a block back, and merge it with free neighbours."""
         before, behind = block.before, block.behind
         if behind is not None and behind.free:
             self._drop(behind)
@@ -86,7 +90,7 @@ class CachingAllocator:
         self._keep(block)
 
     def _segment(self, size: int, small: bool) -> Block:
-        """A block that is a new segment. If that would pass the limit, those without tensors are given back first."""
+        """Return a block that is a new segment. At the limit, segments without tensors are freed first."""
         whole = LARGE_SEGMENT if size < WHOLE else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
         n_bytes = SMALL_SEGMENT if small else whole
         if self.limit is not None and self.reserved + n_bytes > self.limit:

@@ -1,6 +1,6 @@
-"""Checks of a model against a recipe, and the size of its cache, from a config alone; users import it by `check.py`.
+"""Check a model against a recipe and compute the size of its cache, from a config. Users import it by `check.py`.
 
-The model is built on the meta device, without memory for its weights, and checked by the functions that `patch` calls.
+The model is built on the meta device, without memory for its weights. The functions that `patch` calls then check it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qattn_kernels.layout import Geometry
 
 __all__ = ["Check", "check", "without_weights"]
 
-SPACING = 2**15  # tokens between two caches; their difference in bytes gives the bytes of a token
+SPACING = 2**15  # tokens between two cache sizes; the difference in bytes gives the bytes of a token
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,30 @@ class Check:
         model_type: `model_type` of the config.
         kinds: attention type of each layer, such as `full_attention`.
         origin: the recipe, as a report names it.
-        refused: why `patch` refuses the model, and what to do instead. None: it works, and the other fields are filled.
-        weight_bytes: bytes of all parameters in `dtype`, or as the caller of `check` gave them. None where the
-            checkpoint is quantized: its config does not say which parameters are.
+        refused: why `patch` refuses the model, and what to do instead. None: the model works, and the other fields are
+            filled.
+        weight_bytes: bytes of all parameters in `dtype`, or as the caller of `check` gave them. None for a quantized
+            checkpoint, because its config does not say which parameters are quantized.
         quantization: `quant_method` of the config's `quantization_config` (`gptq`, `awq`, `bitsandbytes`, `fp8`, ...).
             None: the weights are not quantized.
-        dtype: precision of the model that the config names, else bf16.
-        layers: one row a layer: `layer`, `method`, `k_format`, `v_format`, `kernels` (`triton` or `reference`),
-            `no_kernels` (why the reference computes, or None), `bytes`, `bytes_per_token`, `effective_bits`. A layer
-            that is the model's own has `method` and `kernels` `model`, and `own`, what it keeps, in words. A packed one
-            with a sliding window or chunks has its `kind` and `window`, in tokens, and no `effective_bits`, since it
-            does not grow.
+        dtype: dtype of the model that the config names, else bf16.
+        layers: one row for each layer: `layer`, `method`, `k_format`, `v_format`, `kernels` (`triton` or `reference`),
+            `no_kernels` (why the reference computes, or None), `bytes`, `bytes_per_token`, `effective_bits`. An
+            unpacked layer has `method` and `kernels` `model`, and `own`, what it keeps, in words. A packed layer with a
+            sliding window or chunks has its `kind` and `window`, in tokens. Its `effective_bits` is None, because its
+            size is bounded.
         at_tokens: context length, in tokens, for which `bytes` and `kv_bytes` are counted.
-        kv_bytes: bytes of the cache of such a context, without the layers of `uncounted`.
-        own_bytes: bytes of the layers that do not grow, once their windows are full: the model's own, packed windows.
-        uncounted: layers that are the model's own and whose bytes a config does not tell; they do not grow.
-        bytes_per_token: bytes that each further token adds; `bytes_per_token_full_precision` without packing.
-        effective_bits: bits of a value of the packed layers as the context grows; `effective_bits_total` of any value
-            at `at_tokens`.
-        positions: tokens that the model's positions reach, rope scaling counted; None where the config has no bound.
-        held: tokens of one row for which the recipe's `memory` suffices: in 8 bits, and in the fewest, of which the
-            other figures are. None without `memory`.
+        kv_bytes: bytes of the cache at this context, without the layers in `uncounted`.
+        own_bytes: bytes of the layers that do not grow, once their windows are full: unpacked layers and packed
+            windows.
+        uncounted: unpacked layers whose bytes a config does not tell. They do not grow.
+        bytes_per_token: bytes that each further token adds.
+        bytes_per_token_full_precision: bytes that each further token adds without packing.
+        effective_bits: bits per value of the packed layers as the context grows.
+        effective_bits_total: bits per value of all layers at `at_tokens`.
+        positions: tokens that the model's positions reach, rope scaling counted. None if the config has no bound.
+        held: tokens of one row for which the recipe's `memory` suffices, in 8 bits and in the fewest bits. The other
+            figures are for the fewest bits. None without `memory`.
     """
 
     model_type: str
@@ -85,16 +88,17 @@ class Check:
     held: tuple[int, int] | None = None
 
     def longest(self, memory: int, full_precision: bool = False) -> int:
-        """Longest context of one row whose cache fits into `memory` bytes beside the weights; activations not counted.
+        """Return the longest context of one row whose cache fits into `memory` bytes together with the weights.
 
-        Where no layer grows with the context, the model's positions if it fits.
+        Activations are not counted. If no layer grows with the context, this is the model's number of positions if it
+        fits.
 
         Args:
             memory: bytes of the GPU.
-            full_precision: whether to count transformers' own cache in place of the packed one.
+            full_precision: whether to count Transformers' stock cache instead of the packed one.
 
         Raises:
-            QAttnError: the bytes of the weights are unknown, since the checkpoint is quantized.
+            QAttnError: the checkpoint is quantized, so the bytes of its weights are unknown.
         """
         if self.weight_bytes is None:
             raise QAttnError(
@@ -108,7 +112,7 @@ class Check:
             )
         free = memory - self.weight_bytes - own_bytes
         grows = self.bytes_per_token_full_precision if full_precision else self.bytes_per_token
-        if not grows:  # windows and states alone
+        if not grows:  # only windows and states
             return (self.positions or 0) if free >= 0 else 0
         if full_precision:
             return max(0, int(free // grows))
@@ -133,16 +137,16 @@ def check(
     Args:
         model: folder or hub name whose config is read, or a config.
         method, recipe, settings: as in `patch`, settings as a dict.
-        device_type: where the model is going to run, `cuda` or `cpu`; this machine need not have it.
+        device_type: type of device that the model will run on, `cuda` or `cpu`. This machine need not have it.
         at_tokens: context length for which bytes and `effective_bits_total` are counted.
         weight_bytes: bytes of the weights. Default: counted from the config, except for quantized checkpoints.
 
     Returns:
-        a `Check`; a model that `patch` refuses is no error here, but `Check.refused`.
+        A `Check`. If `patch` would refuse the model, `Check.refused` says why and no error is raised.
 
     Raises:
         RecipeError: an unknown recipe, or a setting that is invalid for any model or for this one.
-        OSError: there is no such config.
+        OSError: the config is missing.
     """
     chosen = find_recipe(method, recipe, settings or {})
     config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
@@ -157,7 +161,7 @@ def check(
         if not chosen.settings.packs():
             check_full(built)
         with selecting(built, attention.register()):
-            pass  # entering checks that every layer follows the selected attention
+            pass  # entering checks that every layer uses the selected attention
     except UnsupportedError as error:
         return Check(**about, refused=str(error))
     quantization = quantization_of(config)
@@ -175,7 +179,7 @@ def check(
 
 
 def _held(specs: list[LayerSpec | ModelLayerSpec], built: PreTrainedModel) -> tuple[int, int] | None:
-    """`Check.held`: of the layer that holds least."""
+    """Return `Check.held` of the layer that holds the fewest tokens."""
     found = []
     for i, spec in enumerate(specs):
         if isinstance(spec, BudgetLayerSpec):
@@ -185,10 +189,10 @@ def _held(specs: list[LayerSpec | ModelLayerSpec], built: PreTrainedModel) -> tu
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """A model of this config on the meta device: its parameters have shapes and dtypes, but no memory.
+    """Make a model of this config on the meta device. Its parameters have shapes and dtypes, but no memory.
 
     Raises:
-        UnsupportedError: transformers has no causal language model for this config.
+        UnsupportedError: Transformers has no causal language model for this config.
     """
     kind = next(
         (getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)), None
@@ -203,7 +207,7 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def quantization_of(config: PretrainedConfig) -> str | None:
-    """How a checkpoint's weights are quantized, by its config, such as `gptq`; None: they are not."""
+    """Return how a checkpoint's weights are quantized, such as `gptq`, according to its config. None: not quantized."""
     for part in (config, config.get_text_config(decoder=True)):
         if settings := getattr(part, "quantization_config", None):
             settings = settings if isinstance(settings, dict) else settings.to_dict()
@@ -215,7 +219,7 @@ def quantization_of(config: PretrainedConfig) -> str | None:
 def _sizes(
     recipe: Recipe, specs: list[LayerSpec | ModelLayerSpec], built: PreTrainedModel, device_type: str, at_tokens: int
 ) -> dict[str, Any]:
-    """Fields of `Check` that count bytes and bits."""
+    """Compute the fields of `Check` that count bytes and bits."""
     if at_tokens < 1:
         raise QAttnError(f"at_tokens = {at_tokens}: a positive number of tokens")
     text, dtype = built.config.get_text_config(decoder=True), built.dtype
@@ -254,7 +258,7 @@ def _totals(rows: list[dict[str, Any]], token_values: int, at_tokens: int) -> di
 def _packed_row(
     index: int, spec: LayerSpec, heads: HeadSizes, method: str, dtype: torch.dtype, device_type: str, at_tokens: int
 ) -> dict[str, Any]:
-    """One of `Check.layers`, of a packed layer."""
+    """Make a row of `Check.layers` for a packed layer."""
     geometry = Geometry(1, heads.kv, heads.dim, heads.v_dim, 1, dtype)
     at_length, near, far = (layer_bytes(spec, geometry, n, dtype) for n in (at_tokens, SPACING, 2 * SPACING))
     reason = no_triton(device_type) or unsupported(spec, heads.kv, heads.dim, heads.v_dim)
@@ -263,7 +267,7 @@ def _packed_row(
         "bytes_per_token": (far - near) / SPACING,
         "effective_bits": 8 * (far - near) / SPACING / values_of(geometry, 1),
     }
-    if window is not None:  # it is full after some tokens, and no longer grows
+    if window is not None:  # a window is full after some tokens and then keeps its size
         bits = {
             "kind": kind_of(spec),
             "window": window,

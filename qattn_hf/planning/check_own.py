@@ -1,4 +1,4 @@
-"""Bytes of the layers that are a model's own, for `check`: from its config, or from a call without memory."""
+"""Count the bytes of unpacked layers for `check`: from the model's config, or from a call without memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from qattn_hf.model.layer_kinds import STATES, ModelLayerSpec
 
 
 def own_row(spec: ModelLayerSpec, heads: HeadSizes, dtype: torch.dtype, at_tokens: int) -> dict[str, Any]:
-    """One of `Check.layers`, of a layer that is the model's own; `fill_states` adds the bytes of states.
+    """Make a row of `Check.layers` for an unpacked layer. `fill_states` adds the bytes of states.
 
     Args:
-        heads: of the layer. dtype: of the model. at_tokens: length of the context.
+        spec: spec of the layer.
+        heads: head sizes of the layer.
+        dtype: dtype of the model.
+        at_tokens: length of the context.
     """
     name = str(dtype).removeprefix("torch.")
-    most = (spec.window or 1) - 1  # tokens that the layer keeps: the newest is added as it comes
+    most = (spec.window or 1) - 1  # tokens that the layer keeps; the newest one is added during a call
     values, states = heads.kv * 2 * heads.dim, spec.kind in STATES
     return {
         "method": "model",
@@ -42,11 +45,12 @@ def own_row(spec: ModelLayerSpec, heads: HeadSizes, dtype: torch.dtype, at_token
 def fill_states(rows: list[dict[str, Any]], built: PreTrainedModel) -> None:
     """Add the bytes of convolution and recurrent states, which have one size, to the rows that lack them.
 
-    They are counted in a call of one token on the meta device. Where the model cannot make such a call, since it asks
-    for values there, the bytes stay None.
+    The bytes are counted in a call of one token on the meta device. They stay None if the model cannot make this call
+    because it reads values of tensors.
 
     Args:
-        rows: `Check.layers`. built: the model on the meta device.
+        rows: `Check.layers`.
+        built: the model on the meta device.
     """
     lacking = [row for row in rows if row["bytes"] is None]
     if not lacking:

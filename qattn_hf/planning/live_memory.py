@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive at once, counted while code runs: on any device, the meta device too."""
+"""Count the bytes of tensors that are alive at once while code runs, on any device including the meta device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from qattn_hf.planning.caching_allocator import ROUNDING, Block, CachingAllocato
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts what operations allocate inside of this context, and what of it is freed again.
+    """Counts what operations allocate and free within a `with` block.
 
-    What existed before is not counted, nor what one operation allocates and frees by itself.
+    Tensors that existed before the block are not counted. Neither is memory that one operation allocates and frees
+    internally.
 
     Args:
-        allocator: follows what is allocated and freed, as PyTorch's does on a GPU.
+        allocator: allocator to simulate, which is told what is allocated and freed.
 
     Attributes:
-        now: bytes alive. peak: the most there were at once.
+        now: bytes alive.
+        peak: the most bytes alive at once.
     """
 
     def __init__(self, allocator: CachingAllocator | None = None) -> None:
@@ -39,7 +41,7 @@ class LiveMemory(TorchDispatchMode):
         return out
 
     def hold(self, n_bytes: int) -> Block | None:
-        """Count a tensor of so many bytes that is never freed."""
+        """Count a tensor of `n_bytes` that is never freed."""
         self.now += -(-n_bytes // ROUNDING) * ROUNDING
         self.peak = max(self.peak, self.now)
         return None if self._allocator is None else self._allocator.allocate(n_bytes)

@@ -1,8 +1,8 @@
-"""Memory of a model with each way to cache, and the contexts and batches that fit; users import it by `plan.py`.
+"""Predict the memory of a model with each way to cache, and what fits. Users import it by `plan.py`.
 
-Weights and cache are counted exactly, as they are allocated; activations by running the model's forward on the meta
-device (`activations`). All of these go through PyTorch's rules for taking memory from CUDA (`caching_allocator`). What
-PyTorch does not tell beforehand stands here as constants.
+Weights and cache are counted exactly, as they are allocated. Activations are counted by running the model's forward on
+the meta device (`activations`). All allocations follow PyTorch's rules for taking memory from CUDA
+(`caching_allocator`). Constants below cover what PyTorch does not tell in advance.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from qattn_kernels.layout import Geometry
 __all__ = ["Memory", "Planner", "Way"]
 
 CONTEXT = 640 * 2**20  # bytes of CUDA's context and loaded kernels, which PyTorch's allocator does not see
-WORKSPACE = 96 * 2**20  # of cuBLAS, for the streams of `generate` and of captured steps, and the captured step's own
-TOKEN_BYTES = 5 * 8  # of a token's id, mask and position in `generate`, with copies; int64
-STEP = 64  # tokens; contexts are searched in these
-MOST = 2**31  # no search goes beyond it
+WORKSPACE = 96 * 2**20  # of cuBLAS, for the streams of `generate` and of captured steps, and of the captured step
+TOKEN_BYTES = 5 * 8  # a token's id, mask and position in `generate`, with copies; int64
+STEP = 64  # tokens; step of the search for a context
+MOST = 2**31  # upper limit of any search
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class Way:
     """How keys and values are cached.
 
     Attributes:
-        name: a method with its settings, or `full`, transformers' own `DynamicCache`.
+        name: a method with its settings, or `full`, Transformers' `DynamicCache`.
         origin: the recipe, as a report names it.
-        specs: one a layer, None for one that reads the keys and values of an earlier layer; None for `full`.
+        specs: one for each layer, or None for `full`. A layer that reads the keys and values of an earlier layer has
+            None.
     """
 
     name: str
@@ -59,11 +60,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the GPU while `generate` runs, at the moment when they are most.
+    """Bytes on the GPU while `generate` runs, at the moment when the total is largest.
 
     Attributes:
-        weights: parameters and buffers. cache: all tensors of the cache. activations: what else the model's calls
-            allocate. fixed: what does not depend on lengths, and what lies free between tensors.
+        weights: parameters and buffers.
+        cache: all tensors of the cache.
+        activations: all other allocations of the model's calls.
+        fixed: bytes independent of lengths, and free gaps between tensors.
     """
 
     weights: int
@@ -81,20 +84,20 @@ class Planner:
     """Predicts the memory of `generate` for a model of this config on a GPU.
 
     The whole context counts as prompt. Rows are unpadded and equally long. Weights are on one GPU. Layers are packed,
-    those with a window by the recipe's `sliding`.
+    and layers with a window follow the recipe's `sliding`.
 
     Args:
         model: folder or hub name whose config is read, or a config.
-        dtype: of weights and activations. None: the config's, else bf16.
-        weight_bytes: bytes of the weights; needed for quantized checkpoints.
-        prefill_chunk_size: tokens of a row in a call of a packed cache's prompt. None: as `generate` cuts it
+        dtype: dtype of weights and activations. None: the config's dtype, else bf16.
+        weight_bytes: bytes of the weights. Quantized checkpoints need it.
+        prefill_chunk_size: tokens of a row in one call of a packed cache's prompt. None: as `generate` cuts it
             (`long_prompts.chunk_of`). `full` takes a prompt as one call.
-        fixed: bytes that do not depend on lengths; `WORKSPACE` alone where PyTorch's allocator is what is limited.
+        fixed: bytes independent of lengths. Use `WORKSPACE` alone if the limit applies to PyTorch's allocator.
 
     Raises:
-        UnsupportedError: a model that `patch` refuses, or of latent attention.
-        QAttnError: a quantized checkpoint without `weight_bytes`, whose config does not say what they take.
-        OSError: there is no such config.
+        UnsupportedError: `patch` refuses the model, or it has latent attention.
+        QAttnError: the checkpoint is quantized and `weight_bytes` is missing.
+        OSError: the config is missing.
     """
 
     def __init__(
@@ -124,12 +127,14 @@ class Planner:
             pass  # entering checks that the model can be patched
 
     def way(self, method: str | Recipe) -> Way:
-        """A way to cache: `full`, a method with settings such as `turbo:bits=2`, a recipe's name or file, or a recipe.
+        """Make a way to cache from `full`, a method with settings such as `turbo:bits=2`, or a recipe.
+
+        A recipe may be a `Recipe`, or its name or file.
 
         Raises:
             RecipeError: an unknown method, recipe or setting, or one that does not fit the model.
-            UnsupportedError: settings that no kernel computes, or that pack nothing; layers that keep something of the
-                model's own, such as windows without `sliding=packed`.
+            UnsupportedError: no kernel computes the settings, they pack nothing, or some layers stay unpacked, such as
+                windows without `sliding=packed`.
         """
         if method == "full":
             self._check_packed(model_layers(self.config), "full attention")
@@ -150,7 +155,7 @@ class Planner:
         return Way(str(method) if isinstance(method, str) else recipe.method, recipe.origin, packed)
 
     def _check_packed(self, specs: Sequence[LayerSpec | ModelLayerSpec | None], what: str) -> None:
-        """Refuse layers that keep something of the model's own. `what`: which ones are planned, for the message."""
+        """Refuse unpacked layers. `what` names the planned layers for the message."""
         own = own_states(specs)
         if own:
             packs = (
@@ -162,25 +167,25 @@ class Planner:
             )
 
     def memory(self, way: Way, batch: int, context: int) -> Memory:
-        """Memory of `generate` with `batch` rows that reach `context` tokens each, where nothing limits it."""
+        """Return the memory of `generate` with `batch` rows that reach `context` tokens each, without a limit."""
         live, allocator, cache = self._followed(way, batch, context)
         return Memory(self.weight_bytes, cache, live.peak - self.weight_bytes - cache,
                       self.fixed + allocator.peak - live.peak)  # fmt: skip
 
     def fits(self, memory: int, way: Way, batch: int, context: int) -> bool:
-        """Whether `generate` with `batch` rows that reach `context` tokens each runs in `memory` bytes."""
+        """Return whether `generate` with `batch` rows that reach `context` tokens each runs in `memory` bytes."""
         return not self._followed(way, batch, context, memory - self.fixed)[1].failed
 
     def longest(self, memory: int, way: Way, batch: int = 1) -> int:
-        """Longest context, in tokens of each of `batch` rows, that fits `memory` bytes, to 0.8 %; 0 if none does."""
+        """Return the longest context, in tokens for each of `batch` rows, that fits `memory` bytes, to 0.8 %, or 0."""
         return STEP * self._largest(memory, lambda n: (way, batch, n * STEP), parts=128)
 
     def largest(self, memory: int, way: Way, context: int) -> int:
-        """Largest number of rows of `context` tokens each that fits `memory` bytes; 0 if not even one does."""
+        """Return the largest number of rows of `context` tokens each that fits `memory` bytes, or 0 if no row fits."""
         return self._largest(memory, lambda n: (way, n, context))
 
     def _largest(self, memory: int, case: Callable[[int], tuple[Way, int, int]], parts: int | None = None) -> int:
-        """Largest n whose case fits: none has room whose tensors alone have not, and those are counted faster."""
+        """Return the largest n whose case fits. The count of tensors alone is faster, and gives an upper bound."""
 
         def alive(n: int) -> int:
             parts = self.memory(*case(n))
@@ -191,7 +196,7 @@ class Planner:
     def _followed(
         self, way: Way, batch: int, context: int, limit: int | None = None
     ) -> tuple[LiveMemory, CachingAllocator, int]:
-        """Every allocation of a `generate`, of as many calls as differ, and the bytes of its full cache."""
+        """Simulate every allocation of a `generate`, in one call of each kind. Also returns the full cache's bytes."""
         allocator = CachingAllocator(limit)
         live = LiveMemory(allocator)
         for n_bytes in (*self._weights, batch * context * TOKEN_BYTES):
@@ -214,7 +219,7 @@ class Planner:
                 live.hold(n_bytes)
         with self._counted() as model:
             for tokens, past in self._calls(way, context):
-                with live:  # what the call keeps of the layers while it runs (`cache/interrupted.py`)
+                with live:  # copies of layer state that the call keeps while it runs (`cache/interrupted.py`)
                     kept = [torch.empty(n, dtype=torch.uint8, device="meta") for n in rewritten if past and tokens > 1]
                 activations.run(model, layers, tokens, past, live)
                 del kept
@@ -236,8 +241,9 @@ class Planner:
         return [replace(geometry, blocks=n) for geometry, n in zip(geometries, blocks, strict=True)]
 
     def _calls(self, way: Way, context: int) -> Iterator[tuple[int, int]]:
-        """Tokens and tokens before them of the calls that differ: the first and the last whole chunk of the prompt, the
-        rest behind it, and the last decode step."""
+        """Yield new tokens and earlier tokens of the calls that differ.
+
+        These are the first and the last whole chunk of the prompt, the remaining tokens, and the last decode step."""
         own = None if way.specs is None else self.prefill_chunk_size or chunk_of(filter(None, way.specs))
         chunk = min(own or context, context)
         whole, rest = divmod(context - 1 or 1, chunk)
@@ -251,14 +257,18 @@ class Planner:
 
 
 def _last(fits: Callable[[int], bool], most: int, parts: int | None) -> int:
-    """Largest n up to `most` that fits, as far as a larger one fits only where smaller ones do; 0 if none does.
+    """Return the largest n up to `most` that fits, or 0 if none does.
+
+    Smaller n are assumed to fit if a larger one does.
 
     Args:
-        parts: the result may be smaller by a part of so many.
+        fits: whether a number fits.
+        most: upper bound of the result.
+        parts: the result may be too small by up to `1 / parts`.
     """
     if most == 0 or fits(most):
         return most
-    low, high, step = 0, most, max(1, most // 32)  # what lies between tensors is a tenth or less, as a rule
+    low, high, step = 0, most, max(1, most // 32)  # gaps between tensors are usually a tenth or less
     while high - low > (max(1, high // parts) if parts else 1):
         guess = (low + high) // 2 if low else max(1, high - step)
         low, high, step = (guess, high, step) if fits(guess) else (low, guess, 2 * step)
@@ -266,11 +276,11 @@ def _last(fits: Callable[[int], bool], most: int, parts: int | None) -> int:
 
 
 def _largest(total: Callable[[int], int], memory: int, parts: int | None = None) -> int:
-    """Largest n with `total(n) <= memory`; 0 if even `total(1)` is more.
+    """Return the largest n with `total(n) <= memory`, or 0 if even `total(1)` is more.
 
     Args:
-        total: grows with n, nearly by the same amount each time, so that most guesses between two figures are good.
-        parts: the result may be smaller by a part of so many.
+        total: grows with n, nearly linearly, so interpolated guesses are good.
+        parts: the result may be too small by up to `1 / parts`.
     """
     low, high, below, above = 0, 1, 0, total(1)
     while above <= memory and high < MOST:

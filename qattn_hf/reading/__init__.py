@@ -1,1 +1,1 @@
-"""Text read through a model: its chunks, the tokens that are scored, and what packed layers lose of them."""
+"""Read texts through a model: chunks, scored tokens, and the loss that packed layers cause."""

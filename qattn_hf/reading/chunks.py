@@ -1,7 +1,7 @@
-"""Text fed through one cache in chunks, so that what is scored was read back from packed tokens.
+"""Feed text through one cache in chunks, so that scored tokens read back packed tokens.
 
-A single call over a whole text attends to its keys and values before they are packed: perplexity and multiple choice
-would look lossless whatever the cache does to them.
+A single call over a whole text attends to keys and values before they are packed. Perplexity and multiple choice would
+then look lossless with any cache.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 from qattn_hf.model._compat import CACHE
 
-CHUNK = 61  # tokens; no multiple of a block or group, so that chunks end at every place within one
+CHUNK = 61  # tokens; not a multiple of a block or group, so that chunks end at every place within a block
 
 
 class Chunk(NamedTuple):
     """Model output for columns `start` to `stop` of each row.
 
     Attributes:
-        logits: fp32 `[B, stop - start, vocabulary]`; those of column t predict the token of column t + 1.
+        logits: fp32 `[B, stop - start, vocabulary]`. Logits of column t predict the token of column t + 1.
         cache: the model's cache after the chunk.
     """
 
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 def cuts(tokens: int, chunk: int = CHUNK, steps: int = 0) -> list[int]:
-    """Boundaries of chunks of a text of `tokens` tokens, 0 first: whole chunks, then the last `steps` tokens singly."""
+    """Return chunk boundaries of `tokens` tokens, 0 first: whole chunks, then the last `steps` tokens singly."""
     steps = min(steps, tokens)
     return [*range(0, tokens - steps, chunk), *range(tokens - steps, tokens + 1)]
 
@@ -52,13 +52,13 @@ def feed(
     Args:
         ids: int64 `[B, T]`.
         at: boundaries of the chunks, as `cuts` makes them.
-        attention_mask: int64 `[B, T]`, 0 for padding, columns that the cache already holds included. With it, positions
-            count a row's own tokens, as in `generate`: a padded row is read as it would be alone.
-        cache: the cache to continue; by default the model makes one.
-        unscored: first columns whose logits nobody needs. A chunk that ends there returns logits of its last column
-            alone, where the model can leave the others out.
+        attention_mask: int64 `[B, T]`, 0 for padding, including the columns already in the cache. With a mask,
+            positions count only a row's real tokens, as in `generate`. A padded row is thus read as it would be alone.
+        cache: the cache to continue. The model makes one by default.
+        unscored: number of first columns whose logits are not needed. A chunk that ends within them returns logits of
+            its last column alone, if the model can skip the others.
     """
-    cached = 0 if cache is None else int(cache.get_seq_length())  # a packed cache counts on in the tensor it returns
+    cached = 0 if cache is None else int(cache.get_seq_length())  # copied: a packed cache counts on in its tensor
     last_alone = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     for start, stop in pairwise(at):
         out = model(
@@ -73,7 +73,7 @@ def feed(
 
 
 def _mask_arguments(mask: torch.Tensor | None, cached: int, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Arguments of a call: the mask of all columns up to `stop`, and positions of the new ones."""
+    """Return arguments of a call: the mask of all columns up to `stop`, and positions of the new columns."""
     if mask is None:
         return {}
     mask = mask[:, : cached + stop]

@@ -12,22 +12,22 @@ Tokens = dict[str, torch.Tensor]
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) in nats, `[...]`, of log-probabilities `[..., vocabulary]`."""
+    """Compute KL(p || q) in nats, `[...]`, from log-probabilities `[..., vocabulary]`."""
     p = log_p.exp()
-    # a model may forbid tokens by logits of minus infinity; they carry no mass in p
+    # a model may forbid tokens by logits of minus infinity; such tokens have no mass in p
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
 
 
 def token_figures(full: torch.Tensor, packed: torch.Tensor, targets: torch.Tensor) -> Tokens:
-    """Metrics of each prediction through a packed cache.
+    """Compute metrics of each prediction through a packed cache.
 
     Args:
         full, packed: logits `[B, T, vocabulary]` of the model in full precision and through the packed cache.
         targets: int64 `[B, T]`, the tokens that follow in the text.
 
     Returns:
-        fp32 `[B, T]` each: `kl` of full precision to the packed cache in nats, `same_top1` 1 where both choose the same
-        token, `change` of the target's probability, `nll_full` and `nll` of the target.
+        Figures, fp32 `[B, T]` each: `kl` of full precision to the packed cache in nats, `same_top1` (1 where both
+        choose the same token), `change` of the target's probability, `nll_full` and `nll` of the target.
     """
     log_p, log_q = full.float().log_softmax(-1), packed.float().log_softmax(-1)
     target_p, target_q = (x.gather(-1, targets[..., None])[..., 0] for x in (log_p, log_q))
@@ -41,11 +41,11 @@ def token_figures(full: torch.Tensor, packed: torch.Tensor, targets: torch.Tenso
 
 
 def text_figures(tokens: Tokens) -> dict[str, float | None]:
-    """Metrics of a whole text from those of its tokens, `[rows, T]` each.
+    """Compute metrics of a whole text from the metrics of its tokens, `[rows, T]` each.
 
     Returns:
         `kl` and `same_top1`: means. `rms_change`: root mean square change of the target's probability. `ppl_full`,
-        `ppl`: perplexities; `ppl_change_pct`: their change in per cent. `kl_se`, `ppl_change_se_pct`: standard errors
+        `ppl`: perplexities. `ppl_change_pct`: their change in per cent. `kl_se`, `ppl_change_se_pct`: standard errors
         over rows, None for a single row.
     """
     tokens = {name: figure.double() for name, figure in tokens.items()}
@@ -73,7 +73,7 @@ class AttentionSums:
         self.sums: torch.Tensor | None = None
 
     def add(self, full: torch.Tensor, packed: torch.Tensor) -> None:
-        """Add two outputs of the same shape, for the same queries, keys and values; does not wait for the device."""
+        """Add two outputs of one shape, for the same queries, keys and values. Does not wait for the device."""
         full, packed = full.double(), packed.double()
         error = packed - full
         terms = [(full * packed), full.square(), packed.square(), error.abs(), full.abs(), error.square()]
@@ -81,10 +81,10 @@ class AttentionSums:
         self.sums = sums if self.sums is None else self.sums + sums
 
     def figures(self) -> dict[str, float]:
-        """`cosine` similarity of all outputs as one vector, `relative_l1` error, and `rmse`."""
+        """Return the `cosine` similarity of all outputs as one vector, the `relative_l1` error, and the `rmse`."""
         assert self.sums is not None
         dot, full2, packed2, error, size, error2, count = self.sums.tolist()
-        tiny = 1e-300  # outputs of nothing but zeros
+        tiny = 1e-300  # in case all outputs are zeros
         return {
             "cosine": dot / max(math.sqrt(full2 * packed2), tiny),
             "relative_l1": error / max(size, tiny),
@@ -93,7 +93,7 @@ class AttentionSums:
 
 
 def over_layers(layers: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """`average` and `worst` of each metric over layers; the worst cosine is the smallest."""
+    """Return the `average` and `worst` of each metric over layers. The worst cosine is the smallest."""
     columns = {name: [layer[name] for layer in layers] for name in layers[0]}
     return {
         "average": {name: sum(column) / len(column) for name, column in columns.items()},
@@ -102,7 +102,7 @@ def over_layers(layers: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points on the Pareto front of (cost, loss), in order of cost; of equal points the first."""
+    """Return the indices of points on the Pareto front of (cost, loss), in order of cost; of equal points the first."""
     order = sorted(range(len(points)), key=lambda i: (*points[i], i))
     front: list[int] = []
     for i in order:

@@ -1,4 +1,4 @@
-"""What a model loses where some of its layers are packed and the rest is in full precision, as KL to full precision."""
+"""Measure the KL to full precision of a model with some packed layers and the rest in full precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qattn_kernels.layout import State
 
 
 class Trial(NamedTuple):
-    """One layer, by index, packed by one spec, with the constants that such a layer has of its model (`constants`)."""
+    """One layer, by index, packed by one spec, with the layer's constants from the model (`constants`)."""
 
     layer: int
     spec: LayerSpec
@@ -29,9 +29,9 @@ class Trial(NamedTuple):
 
 
 def losses(model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading) -> Iterator[float]:
-    """Measure each trial, and yield its KL in nats a token, mean over the scored tokens of all rows, in their order.
+    """Measure each trial, and yield its KL in nats per token, mean over the scored tokens of all rows, in order.
 
-    As `token_losses` reads them.
+    See `token_losses` for the reading.
     """
     yield from (float(kl.mean()) for kl in token_losses(model, trials, reading))
 
@@ -39,17 +39,19 @@ def losses(model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], re
 def token_losses(
     model: PreTrainedModel, trials: Sequence[Trial | Sequence[Trial]], reading: Reading
 ) -> Iterator[torch.Tensor]:
-    """KL of each trial in nats, fp32 `[scored tokens]` on the CPU, mean over rows.
+    """Yield the KL of each trial in nats, fp32 `[scored tokens]` on the CPU, mean over rows.
 
-    The model reads each chunk twice. First in full precision: packed layers get the same queries, keys and values, and
-    the errors of their outputs are kept. Then with a row for each trial, to whose attention outputs its errors are
-    added. Layers that read a packed layer's keys and values (KV sharing) err as well. With one layer packed this is
-    exact; with several, what a layer's error changes of the errors of later layers is left out.
+    The model reads each chunk twice. The first call is in full precision. Packed layers get the same queries, keys and
+    values, and the errors of their outputs are kept. The second call has a row for each trial, and adds the trial's
+    errors to its attention outputs. Layers that read a packed layer's keys and values (KV sharing) get errors as well.
+
+    With one packed layer this is exact. With several, the effect of one layer's error on errors of later layers is left
+    out.
 
     Args:
-        model: not patched; it is left as it was.
-        trials: each of one layer, or several of different layers that are packed together. Up to `reading.batch` rows
-            are read at once.
+        model: unpatched model. It is left unchanged.
+        trials: each is one layer, or several different layers that are packed together. Up to `reading.batch` rows are
+            read at once.
     """
     together = max(1, reading.batch // len(reading.ids))
     for start in range(0, len(trials), together):
@@ -57,11 +59,11 @@ def token_losses(
 
 
 class _Errors:
-    """Observer that keeps the calls of a chunk, and after `found` adds errors of packed outputs to the next ones.
+    """Observer that keeps the calls of a chunk. After `found` it adds errors of packed outputs to the next calls.
 
     Args:
-        trials: one for each row, or group of `rows` rows, of the calls to which errors are added.
-        written: layers that read the keys and values of another one, with its index.
+        trials: one for each row, or group of `rows` rows, of the calls that errors are added to.
+        written: index of the layer that writes the keys and values, by the layer that reads them.
     """
 
     def __init__(self, trials: Sequence[Trial | Sequence[Trial]], rows: int, written: dict[int, int], device: str):
@@ -86,7 +88,7 @@ class _Errors:
         return out
 
     def found(self) -> None:
-        """Work out the errors of the calls that were kept; the next ones get them."""
+        """Compute the errors of the kept calls. They are added to the next calls."""
         self.errors = {}
         for i, member, out in zip(self.of, self.stacked.members, self.stacked.outputs(self.calls), strict=True):
             full = self.calls[member.layer].out

@@ -1,7 +1,7 @@
-"""Packed outputs of many layers at once, as the reference computes them from inputs in full precision.
+"""Compute packed outputs of many layers at once with the reference, from full-precision inputs.
 
-The reference is a few hundred small operations, whatever the number of rows and heads. So layers that share a spec and
-a shape become rows of one packed layer, or heads of it, and each operation runs once for all of them.
+The reference consists of a few hundred small operations, independent of the number of rows and heads. So layers with
+the same spec and shape become rows or heads of one packed layer. Each operation then runs once for all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Member(NamedTuple):
     Attributes:
         layer: index of the layer in the model, whose calls it gets.
         spec: how it is packed, computed by the reference.
-        constants: what such a layer has of its model (`model_constants`).
+        constants: the layer's constants from the model (`model_constants`).
     """
 
     layer: int
@@ -38,8 +38,8 @@ class Member(NamedTuple):
 class Stack:
     """Members of one spec and shape in one packed layer.
 
-    They are its rows. Constants of the model and learned sinks have no rows, so members that have any are its heads; a
-    setting that compares the heads of a layer is then alone in its stack.
+    Members are rows of the packed layer. Constants of the model and learned sinks have no rows, so members with
+    constants or sinks become heads. A setting that compares the heads of a layer then has a stack for itself.
     """
 
     def __init__(self, members: Sequence[int], known: Sequence[Member], by_heads: bool, device_type: str):
@@ -52,7 +52,10 @@ class Stack:
         }
 
     def outputs(self, calls: Mapping[int, Call]) -> dict[int, torch.Tensor]:
-        """Output `[B, T, Hq, Dv]` of each member, by its place in the list of all, for the next call of its layer."""
+        """Return the next output `[B, T, Hq, Dv]` of each member, by its index in the whole list.
+
+        Args:
+            calls: by layer, the next call of every layer that has members."""
         parts = [calls[layer] for layer in self.at]
         tokens = parts[0].query.shape[2]
         query, keys, values = (
@@ -68,7 +71,7 @@ class Stack:
         return dict(zip(self.members, out.chunk(len(parts), 2 if self.dim else 0), strict=True))
 
     def packed_tokens(self) -> int:
-        """Tokens of all rows of a member that are packed, of the one that packed fewest."""
+        """Return the packed tokens of all rows of the member that packed fewest."""
         state, spec = self.packed.state, self.packed.spec
         tokens = state["block_len"].sum(-1) if spec.k.windowed or spec.v.windowed else state["length"]
         rows = len(tokens) if self.dim else len(tokens) // len(self.members)
@@ -79,7 +82,8 @@ class StackedLayers:
     """Packed layers of any specs, fed with the calls of a model in full precision.
 
     Args:
-        members: the layers. device_type: of the model.
+        members: the layers.
+        device_type: type of the model's device.
     """
 
     def __init__(self, members: Sequence[Member], device_type: str):
@@ -87,10 +91,10 @@ class StackedLayers:
         self.stacks: list[Stack] | None = None
 
     def outputs(self, calls: Mapping[int, Call]) -> list[torch.Tensor]:
-        """Output `[B, T, Hq, Dv]` of each member, in their order.
+        """Return the output `[B, T, Hq, Dv]` of each member, in order.
 
         Args:
-            calls: by layer, the next call of every layer that has members; all calls of one step of the model.
+            calls: by layer, the next call of every layer that has members. All are calls of one step of the model.
         """
         if self.stacks is None:
             self.stacks = self._stacks(calls)
@@ -98,7 +102,7 @@ class StackedLayers:
         return [found[i] for i in range(len(self.members))]
 
     def packed_tokens(self) -> list[int]:
-        """`Stack.packed_tokens` for each member."""
+        """Return `Stack.packed_tokens` for each member."""
         found = {i: stack.packed_tokens() for stack in self.stacks or () for i in stack.members}
         return [found[i] for i in range(len(self.members))]
 

@@ -1,4 +1,4 @@
-"""Rows of tokens to read through a cache, and which tokens are scored."""
+"""Rows of tokens to read through a cache, and the choice of scored tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from qattn_hf.errors import QAttnError
 from qattn_hf.model.device import device_of
 from qattn_hf.reading.chunks import CHUNK, cuts, feed
 
-UNSCORED = 3  # the first 1/3 of a row is read before tokens are scored, so that these attend to packed tokens
+UNSCORED = 3  # the first 1/3 of a row is read unscored, so that scored tokens attend to packed tokens
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Rows of a text, and how they are fed to a model; `read_as` makes one.
+    """Rows of a text, and how they are fed to a model. `read_as` makes one.
 
     Attributes:
         ids: int64 `[rows, T]`, without padding.
@@ -35,11 +35,11 @@ class Reading:
     batch: int
 
     def groups(self) -> Iterator[torch.Tensor]:
-        """The rows, `[batch, T]` at a time."""
+        """Yield the rows, `[batch, T]` at a time."""
         yield from self.ids.split(self.batch)
 
     def part(self, rows: slice) -> Reading:
-        """This reading restricted to some rows."""
+        """Return this reading restricted to some rows."""
         return Reading(self.ids[rows], self.at, self.first, self.batch)
 
 
@@ -47,8 +47,10 @@ def read_as(ids: torch.Tensor, chunk: int = CHUNK, steps: int = 0, batch: int = 
     """Choose how rows are read: in chunks, the last tokens one by one, scored from a third of the row on.
 
     Args:
-        ids: int64 `[rows, T]`. chunk: tokens of a call. steps: last tokens of a row that are fed one by one, as in a
-            decode. batch: rows read at once.
+        ids: int64 `[rows, T]`.
+        chunk: tokens of a call.
+        steps: last tokens of a row that are fed one by one, as in a decode.
+        batch: rows read at once.
     """
     tokens = ids.shape[1]
     return Reading(ids, cuts(tokens, chunk, steps), tokens // UNSCORED, batch)
@@ -58,14 +60,14 @@ def rows_of(tokenizer: Any, text: str, rows: int, tokens: int) -> torch.Tensor:
     """Cut rows of tokens out of a text, spread evenly over it, without overlap.
 
     Args:
-        tokenizer: of transformers; its BOS token, if it has one, begins each row.
+        tokenizer: a tokenizer of Transformers. Its BOS token, if it has one, begins each row.
         rows, tokens: number of rows, and tokens of each.
 
     Returns:
         int64 `[rows, tokens]`.
 
     Raises:
-        QAttnError: the text is too short; the message says for how many rows it suffices.
+        QAttnError: the text is too short. The message says how many rows the text has tokens for.
     """
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     length = tokens - len(first)
@@ -89,7 +91,7 @@ def parted(ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def made_text(characters: int, seed: int = 0) -> str:
-    """Generate a text of about `characters` characters, word sums and lists to recall, where no file is given."""
+    """Generate a text of about `characters` characters, used if no file is given: word sums, and lists to recall."""
     rng, parts, length = random.Random(seed), [], 0
     while length < characters:
         for prompt, answer in (demo_tasks.few_shot(rng, shots=4), demo_tasks.recall(rng, n=20)):
@@ -99,6 +101,6 @@ def made_text(characters: int, seed: int = 0) -> str:
 
 
 def full_logits(model: PreTrainedModel, ids: torch.Tensor, reading: Reading) -> list[torch.Tensor]:
-    """Logits of the scored tokens, a tensor `[B, t, vocabulary]` for each chunk, in the model's precision."""
+    """Return logits of the scored tokens, a tensor `[B, t, vocabulary]` for each chunk, in the model's dtype."""
     chunks = feed(model, ids.to(device_of(model)), reading.at, unscored=reading.first)
     return [c.logits[:, max(0, reading.first - c.start) :].to(model.dtype) for c in chunks if c.stop > reading.first]

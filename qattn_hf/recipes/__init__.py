@@ -1,1 +1,1 @@
-"""What users ask for (`recipe.py`): files and YAML, checked settings, defaults of families, reasons of a choice."""
+"""Recipes (`recipe.py`): files and YAML, checked settings, defaults of families, reasons of a choice."""

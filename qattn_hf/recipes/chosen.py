@@ -1,4 +1,4 @@
-"""What `patch(model, bits=...)` chose and why, as plain data for reports."""
+"""The choice of `patch(model, bits=...)` and its reasons, as plain data for reports."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ class Tried:
     """One setting that was tried.
 
     Attributes:
-        setting: as commands spell it. bits: of a value in closed blocks, mean over the packed layers.
-        kl: to full precision in nats a token, over the probe.
+        setting: as commands spell it.
+        bits: bits per value in closed blocks, mean over the packed layers.
+        kl: KL to full precision in nats per token, over the probe.
     """
 
     setting: str
@@ -22,16 +23,18 @@ class Tried:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What `patch(model, bits=...)` or `patch(model, kl=...)` chose, and why.
+    """The choice of `patch(model, bits=...)` or `patch(model, kl=...)`, and its reasons.
 
     Attributes:
-        bits, kl: the budget, of which one is None.
-        setting: what was chosen. setting_bits, setting_kl: its bits and its KL over the probe.
+        bits, kl: the budget. One of the two is None.
+        setting: the chosen setting.
+        setting_bits, setting_kl: bits of the chosen setting, and its KL over the probe.
         reasons: one sentence each.
-        facts: what the probe shows of the model's keys, values and attention (`facts.Facts`).
+        facts: what the probe shows about the model's keys, values and attention (`facts.facts_of`).
         tried: all settings within the budget that were tried, by KL.
-        read: what the probe read, in words. seconds: of the probe, earlier choices for the same weights included.
-        forwards: calls of the model that it took.
+        read: what the probe read, in words.
+        seconds: time of the probe, including earlier choices for the same weights.
+        forwards: number of calls of the model.
     """
 
     bits: float | None
@@ -47,7 +50,7 @@ class Chosen:
     forwards: int
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON has them."""
+        """Return all fields as plain data for JSON."""
         found = asdict(self)
         return {**found, "reasons": list(self.reasons), "tried": [asdict(one) for one in self.tried]}
 

@@ -1,11 +1,11 @@
-"""Families of models: other defaults of a method for models of one type, from `configs/families/*.yaml`.
+"""Defaults of a method for a family of models, from `configs/families/*.yaml`.
 
 family: Qwen2, Qwen2.5
 model_types: [qwen2]            # `config.model_type` of the decoder
-waits: null                     # which layers of which checkpoints are not packed yet, and why
+waits: null                     # layers or checkpoints that are unpacked so far, and why
 methods:
   int8:
-    settings: {smooth_k: true}  # in place of the method's defaults; {} keeps them
+    settings: {smooth_k: true}  # override the method's defaults; {} keeps them
     why: one or two sentences
     source: paper, report or code that says so
     advice: null                # a better method for this family
@@ -29,7 +29,7 @@ from qattn_hf.recipes.yaml_reader import read_yaml
 
 
 class Section(BaseModel):
-    """Entry of a family for one method; the module's docstring documents the fields."""
+    """Entry of a family for one method. The module's docstring documents the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -41,7 +41,7 @@ class Section(BaseModel):
 
 
 class Family(BaseModel):
-    """One file of `configs/families/`; the module's docstring documents the fields."""
+    """One file of `configs/families/`. The module's docstring documents the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -53,7 +53,7 @@ class Family(BaseModel):
 
 @dataclass(frozen=True)
 class FamilyDefaults:
-    """A family's entry for a recipe's method, without the settings that the user gave other values."""
+    """A family's entry for a recipe's method, without the settings to which the user gave other values."""
 
     model_type: str
     section: Section
@@ -63,7 +63,7 @@ class FamilyDefaults:
         return f"{self.model_type}, " + ("unmeasured" if measured is None else f"measured in {measured}")
 
     def below(self, method: type[Method], overrides: dict[str, Any]) -> FamilyDefaults:
-        """The entry with `overrides` on top: settings they replace are dropped, and `measured` with them."""
+        """Return the entry without settings that `overrides` replace. `measured` is dropped with them."""
         section = self.section
         settings = method.not_overridden(section.settings, overrides)
         measured = section.measured if settings == section.settings else None
@@ -72,13 +72,13 @@ class FamilyDefaults:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Model type and all fields of the entry, for reports."""
+        """Return the model type and all fields of the entry, for reports."""
         return {"model_type": self.model_type, **self.section.model_dump()}
 
 
 @functools.cache
 def list_families() -> tuple[Family, ...]:
-    """All families: the files of `configs/families/`, by file name."""
+    """Return all families: the files of `configs/families/`, by file name."""
     return tuple(_read(path) for path in sorted((configs_dir() / "families").glob("*.yaml")))
 
 
@@ -86,7 +86,8 @@ def _read(path: Path) -> Family:
     """Read and check one family file.
 
     Raises:
-        RecipeError: not YAML, or a key that is unknown, missing or of a wrong type; the message names file and key.
+        RecipeError: the file is not YAML, or a key is unknown, missing or has a wrong type. The message names file and
+            key.
     """
     try:
         return Family.model_validate(read_yaml(path))
@@ -96,7 +97,7 @@ def _read(path: Path) -> Family:
 
 
 def find_family(model_type: str, method: str) -> FamilyDefaults | None:
-    """Defaults of a method for a `config.model_type`; None where no family file names both."""
+    """Return the defaults of a method for a `config.model_type`, or None if no family file names both."""
     for family in list_families():
         if model_type in family.model_types and method in family.methods:
             return FamilyDefaults(model_type, family.methods[method])

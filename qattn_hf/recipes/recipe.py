@@ -1,6 +1,6 @@
-"""Recipes: which method with which settings, from a name, a YAML file or keywords, checked before anything changes.
+"""Recipes: a method with settings, from a name, a YAML file or keywords, checked before anything changes.
 
-A recipe may choose otherwise for some layers, under the key `layers`:
+A recipe may have other settings for some layers, under the key `layers`:
 
     method: turbo
     v_bits: 2
@@ -8,18 +8,17 @@ A recipe may choose otherwise for some layers, under the key `layers`:
       0-1,7: {v_bits: 4}
       2: {method: kivi, bits: 4}
 
-An entry of `layers` inherits the recipe's settings. With another method it inherits those that every method has, and
-that method's defaults for the rest. Settings that all layers must share (`recipe_settings.SHARED`: `decode`, `impl`,
-`crop_horizon`, `sliding`, `memory`) belong to the recipe itself. Lists of heads, such as `k_low_heads`, are always
-lists for all layers.
+An entry of `layers` inherits the recipe's settings. With another method it inherits the settings that every method has,
+and uses that method's defaults for the rest. Settings that all layers must share (`recipe_settings.SHARED`: `decode`,
+`impl`, `crop_horizon`, `sliding`, `memory`) belong to the recipe itself. Lists of heads, such as `k_low_heads`, are
+always lists for all layers.
 
-Precedence, lowest first: the method's defaults, those of the model's family, the recipe, keywords of `patch`, an entry
-of `layers`. The higher one wins, also where it sets both sides (`bits`) and the lower one only one (`k_bits`):
-`Method.not_overridden`. Keywords do not change entries of `layers`; `layers={}` removes them all.
+Precedence, lowest first: the method's defaults, defaults of the model's family, the recipe, keywords of `patch`, an
+entry of `layers`. The higher one wins, even if it sets both sides (`bits`) and the lower one sets a single side
+(`k_bits`): `Method.not_overridden`. Keywords leave entries of `layers` unchanged. `layers={}` removes all entries.
 
-The defaults of a model's family (`qattn_hf.recipes.families`) apply where no recipe is named; `family: false` leaves
-them out. A recipe that is named uses its own settings alone, unless it says `family: true`. Another method in `layers`
-has no family defaults.
+The defaults of a model's family (`qattn_hf.recipes.families`) apply if no recipe is named. `family: false` skips them.
+A named recipe uses only its settings, unless it says `family: true`. Another method in `layers` has no family defaults.
 """
 
 from __future__ import annotations
@@ -60,15 +59,15 @@ DEFAULT_METHOD = "turbo"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method with its settings, checked. `load_recipe` reads one; `patch` and every command take one.
+    """A method with its settings, checked. `load_recipe` reads one. `patch` and every command take one.
 
     Attributes:
         settings: the method's class with the values of its settings.
-        origin: where they come from, for messages and reports: a file, or the defaults of a method.
+        origin: source of the settings, for messages and reports: a file, or the defaults of a method.
         choices: the layers that have other settings.
         by_family: whether `for_model` adds the defaults of the model's family.
-        family: the family's defaults that are in use, once `for_model` added them; else None.
-        chosen: why the model chose it, where `patch` was given a budget and no method; else None.
+        family: the family's defaults in use after `for_model`, else None.
+        chosen: reasons of the choice if `patch` got a budget and no method, else None.
     """
 
     settings: Method
@@ -84,26 +83,26 @@ class Recipe:
         return self.settings.name()
 
     def given(self) -> dict[str, Any]:
-        """The settings that were given explicitly, `layers` included, as keywords of `patch`."""
+        """Return the settings that were given explicitly, including `layers`, as keywords of `patch`."""
         layers = {choice.where: choice.given for choice in self.choices}
         return {**self.settings.model_dump(exclude_unset=True), **({"layers": layers} if layers else {})}
 
     def from_family(self) -> dict[str, Any]:
-        """The settings in use that come from the model's family; empty without."""
+        """Return the settings in use that come from the model's family, or an empty dict."""
         return {} if self.family is None else self.family.section.settings
 
     def settings_of(self, layer: int) -> Method:
-        """The settings of one layer, by its index."""
+        """Return the settings of one layer, by its index."""
         return next((choice.settings for choice in self.choices if layer in choice.layers), self.settings)
 
     def for_model(self, config: PretrainedConfig) -> Recipe:
-        """This recipe with the defaults that the model's family has for its method, if `by_family`.
+        """Return this recipe with the defaults of the model's family for its method, if `by_family`.
 
         Args:
             config: the model's config, whose text config names the `model_type`.
 
         Raises:
-            RecipeError: they contradict a setting that was given; the message says how to leave them out.
+            RecipeError: the defaults contradict a given setting. The message says how to skip the defaults.
         """
         defaults = find_family(config.get_text_config(decoder=True).model_type, self.method) if self.by_family else None
         if defaults is None:
@@ -118,40 +117,40 @@ class Recipe:
         return dataclasses.replace(recipe, by_family=False, family=defaults)
 
     def _unquantized(self) -> Method:
-        """Settings of windows with `sliding="unquantized"`: those of the method `none`."""
+        """Return the settings of windows with `sliding="unquantized"`: settings of the method `none`."""
         horizon: dict[str, Any] = {"crop_horizon": self.settings.crop_horizon}
         return get_method("none")(**horizon)
 
     def method_of(self, layer: int, spec: LayerSpec) -> str:
-        """Name of the method of a packed layer."""
+        """Return the name of a packed layer's method."""
         return (self.settings_of(layer) if of_method(spec) else self._unquantized()).name()
 
     def why_no_pool(self, layer: int, spec: LayerSpec) -> str | None:
-        """Why a packed layer goes without the pool of sinks that the method's defaults ask for, or None."""
+        """Return why a packed layer lacks the pool of sinks that is the method's default, or None."""
         return self.settings_of(layer).why_no_pool(spec) if of_method(spec) else None
 
     def as_yaml(self) -> str:
-        """YAML text from which `load_recipe` reads the same recipe again."""
+        """Return YAML text from which `load_recipe` reads the same recipe again."""
         content = {"method": self.method, **self.given(), **({"family": True} if self.by_family else {})}
         return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
 
     def layer_specs(
         self, config: PretrainedConfig, device_type: str = "cpu", shard: Shard = ALL
     ) -> list[LayerSpec | ModelLayerSpec]:
-        """One `LayerSpec` for each packed layer of a model: formats, window, arithmetic, and kernels or reference.
+        """Return one spec for each layer of a model. An unpacked layer has a `ModelLayerSpec`.
 
-        A layer that is not packed has a `ModelLayerSpec`.
+        A packed layer has a `LayerSpec`: formats, window, arithmetic, and kernels or reference.
 
         Args:
             config: the model's config.
-            device_type: `cuda` or `cpu`, where it will run.
+            device_type: `cuda` or `cpu`, where the model will run.
             shard: the KV heads of this process, for a model split by tensor parallelism.
 
         Raises:
-            RecipeError: a setting that does not fit the model, such as a list of heads of another length, settings for
-                layers of which none is packed, `impl="triton"` where no kernel can run, or a method that does not
-                take latent attention.
-            UnsupportedError: a layer type that is neither packed nor left to the model.
+            RecipeError: a setting does not fit the model: a list of heads of another length, settings for layers that
+                are all unpacked, `impl="triton"` where no kernel can run, or a method without support for latent
+                attention.
+            UnsupportedError: a layer's type is unsupported.
         """
         own, states = model_layers(config), hybrid_states(config)
         layers = len(own)
@@ -178,7 +177,7 @@ class Recipe:
         except ValueError as error:
             raise RecipeError(f"{self.origin}: {error}") from None
         self._check_packed(specs)
-        one: dict[Any, Any] = {}  # layers of one spec share the object: to compare equal ones takes the host longer
+        one: dict[Any, Any] = {}  # layers with equal specs share one object, which is faster to compare on the host
         return [one.setdefault(spec, spec) for spec in specs]
 
     def _check_choices(self, layers: int) -> None:
@@ -200,18 +199,18 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
     """Read a recipe from a YAML file and check it.
 
     Args:
-        source: path of a YAML file, the name of a recipe that comes with the package (`turbo_sink`), a folder with a
-            `qattn.yaml`, or a hub repository that has one (`org/repo`). Settings may follow a colon, as in
-            `turbo_sink:bits=2` (see `qattn_hf.recipes.spelling`).
-        overrides: settings that win over the file's, by the names of the YAML keys; also `layers` and `family` (see
+        source: path of a YAML file, the name of a bundled recipe (`turbo_sink`), a folder with a `qattn.yaml`, or a hub
+            repository that has one (`org/repo`). Settings may follow a colon, as in `turbo_sink:bits=2` (see
+            `qattn_hf.recipes.spelling`).
+        overrides: settings that override the file, by the names of the YAML keys; also `layers` and `family` (see
             `qattn_hf.recipes.recipe`).
 
     Returns:
-        a `Recipe`, for `patch(model, recipe=...)`.
+        A `Recipe`, for `patch(model, recipe=...)`.
 
     Raises:
-        RecipeError: no such file, or the hub cannot be reached; an unknown key; a wrong type or value; settings that
-            contradict one another. The message names the key, the file and what is allowed.
+        RecipeError: the file is missing, the hub cannot be reached, a key is unknown, a type or value is wrong, or
+            settings contradict one another. The message names the key, the file and what is allowed.
     """
     if not isinstance(source, (str, Path)):
         raise RecipeError(f"recipe = {shown(source)}: give the path of a YAML file, a folder, or a name")
@@ -233,18 +232,18 @@ def load_recipe(source: str | Path, **overrides: Any) -> Recipe:
 def find_recipe(
     method: str | None, recipe: str | Path | Recipe | None, settings: dict[str, Any], checkpoint: str | None = None
 ) -> Recipe:
-    """The recipe for the arguments of `patch` or the options of a command, checked.
+    """Return the checked recipe for the arguments of `patch` or the options of a command.
 
     Args:
-        method: a method's or recipe's name or a YAML file, with settings or without (`turbo:bits=2`, see
+        method: a method's or recipe's name or a YAML file, with or without settings (`turbo:bits=2`, see
             `qattn_hf.recipes.spelling`). None: the recipe's method, or `turbo`.
         recipe: a name, file, folder or repository as `load_recipe` takes it, or a `Recipe`.
-        settings: settings that win over both.
-        checkpoint: folder that the model was loaded from; its `qattn.yaml` is used without method and recipe.
+        settings: settings that override both.
+        checkpoint: folder that the model was loaded from. Its `qattn.yaml` is used if method and recipe are None.
 
     Raises:
-        RecipeError: an unknown method or recipe, with the nearest name; an invalid setting; a setting given twice; a
-            method that is not the recipe's.
+        RecipeError: the method or recipe is unknown (the message has the nearest name), a setting is invalid or given
+            twice, or the method differs from the recipe's.
     """
     name = method
     if isinstance(method, str):
@@ -266,14 +265,14 @@ def find_recipe(
 
 
 def find_recipes(texts: Iterable[str]) -> dict[str, Recipe]:
-    """Several recipes by their spelling, for comparisons.
+    """Return several recipes by their spelling, for comparisons.
 
     Args:
-        texts: each a method with settings (`turbo:bits=2`), or several of them with commas between.
+        texts: each a method with settings (`turbo:bits=2`), or several of them separated by commas.
 
     Raises:
         RecipeError: an unknown method, recipe or setting, or an invalid value.
-        UnsupportedError: a recipe that packs nothing (`cache="model"`).
+        UnsupportedError: a recipe packs nothing (`cache="model"`).
     """
     recipes = {text: find_recipe(text, None, {}) for text in split_methods(texts)}
     for recipe in recipes.values():
@@ -282,7 +281,7 @@ def find_recipes(texts: Iterable[str]) -> dict[str, Recipe]:
 
 
 def _by_name(name: Any, settings: dict[str, Any]) -> Recipe:
-    """The defaults of the method of this name, or, if there is none, the recipe of this name."""
+    """Return the defaults of the method of this name, or else the recipe of this name."""
     if not isinstance(name, str) or is_method(name):
         return _build(name, settings, f"defaults of {named(name)}" + _suffix(settings))
     check_name(name)
@@ -290,7 +289,7 @@ def _by_name(name: Any, settings: dict[str, Any]) -> Recipe:
 
 
 def _changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
-    """A recipe with `settings` that win over its own."""
+    """Return a recipe with `settings` overriding the recipe's settings."""
     if not settings:
         return recipe
     kind = type(recipe.settings)
@@ -300,17 +299,17 @@ def _changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
 
 
 def _given_once(inline: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings written behind a method's colon, and those given as keywords; refuse one that is given twice."""
+    """Merge settings written after a method's colon with keywords. A setting given in both places is refused."""
     if twice := [key for key in inline if key in settings]:
         raise RecipeError(f"{named(twice[0])} is given twice, behind the method's name and beside it; keep one of them")
     return {**inline, **settings}
 
 
 def check_packs(recipe: Recipe) -> None:
-    """Refuse a recipe that packs nothing, but leaves keys and values to transformers' own caches.
+    """Refuse a recipe that packs nothing and leaves keys and values to Transformers' stock caches.
 
     Raises:
-        UnsupportedError: with what to do instead.
+        UnsupportedError: the message says what to do instead.
     """
     if not recipe.settings.packs():
         raise UnsupportedError(
@@ -320,7 +319,7 @@ def check_packs(recipe: Recipe) -> None:
 
 
 def _suffix(overrides: dict[str, Any]) -> str:
-    """Overrides as text for an origin; of `layers` only which layers."""
+    """Format overrides as text for an origin. For `layers` only the layers are named."""
     parts = [f"{named(k)}={shown(v)}" for k, v in overrides.items() if k != "layers"]
     if isinstance(layers := overrides.get("layers"), dict):
         parts.append(f"others in layers {', '.join(map(named, layers))}")

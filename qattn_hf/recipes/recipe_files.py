@@ -16,25 +16,25 @@ from qattn_hf.messages import named
 from qattn_hf.methods import is_method, list_methods
 from qattn_hf.recipes.recipe_settings import unknown
 
-RECIPE_FILE = "qattn.yaml"  # the name of a recipe in a checkpoint's folder and in a repository
+RECIPE_FILE = "qattn.yaml"  # file name of a recipe in a checkpoint's folder and in a repository
 YAML = (".yaml", ".yml")
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}")
 log = logging.getLogger(__name__)
 
 
 def list_recipes() -> list[str]:
-    """Names of the recipes of this package: the files of `configs/`."""
+    """Return the names of the recipes of this package: the files of `configs/`."""
     return sorted(path.stem for path in configs_dir().glob("*.yaml"))
 
 
 def recipe_file(source: str | Path) -> Path:
-    """Path of a recipe's YAML file. That of a hub repository is downloaded.
+    """Return the path of a recipe's YAML file. A hub repository's file is downloaded.
 
     Args:
         source: a recipe's name, a YAML file, a folder with `qattn.yaml`, or a hub repository (`org/repo`).
 
     Raises:
-        RecipeError: there is no such recipe; the message lists those of the package.
+        RecipeError: the recipe does not exist. The message lists the recipes of the package.
     """
     path = Path(source)
     if path.suffix in YAML:
@@ -50,10 +50,10 @@ def recipe_file(source: str | Path) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that is neither a method's nor a recipe's, nor one that `recipe_file` looks for elsewhere.
+    """Refuse a name that is neither a method, nor a recipe, nor a place where `recipe_file` looks.
 
     Raises:
-        RecipeError: with the nearest name.
+        RecipeError: the message has the nearest name.
     """
     if is_method(name):
         return
@@ -63,12 +63,12 @@ def check_name(name: str) -> None:
 
 
 def is_of_hub(name: str) -> bool:
-    """Whether a name looks like a hub repository, `org/repo`, and is no local path."""
+    """Return whether a name looks like a hub repository, `org/repo`, and is not a local path."""
     return HUB_NAME.fullmatch(name) is not None and Path(name).suffix not in YAML and not os.path.exists(name)
 
 
 def checkpoint_recipe(checkpoint: str | None) -> Path | None:
-    """The `qattn.yaml` in the folder that a model was loaded from, with a line in the log; None if there is none."""
+    """Return the `qattn.yaml` in the folder that a model was loaded from, and log it. None if there is none."""
     path = Path(checkpoint or "") / RECIPE_FILE
     if not checkpoint or not os.path.isfile(path):
         return None
@@ -86,7 +86,7 @@ def _existing(path: Path) -> Path:
 
 
 def _downloaded(repository: str) -> Path:
-    """Path of a repository's `qattn.yaml`, from the hub or its local cache."""
+    """Return the path of a repository's `qattn.yaml`, from the hub or its local cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -97,6 +97,6 @@ def _downloaded(repository: str) -> Path:
             f"recipe {repository}: the hub cannot be reached, and its {RECIPE_FILE} is not in the local cache; give a "
             "file or a folder, or connect once"
         ) from None
-    except (EntryNotFoundError, OSError, ValueError) as error:  # no such file, no access, an invalid name
+    except (EntryNotFoundError, OSError, ValueError) as error:  # no such file, no access, or an invalid name
         reason = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
         raise RecipeError(f"recipe {repository}: the hub gives no {RECIPE_FILE}: {named(reason, 300)}") from None

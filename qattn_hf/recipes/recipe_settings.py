@@ -1,4 +1,4 @@
-"""The settings of a recipe checked: of all layers by their method's class, and of some layers under `layers`."""
+"""Check the settings of a recipe: for all layers by their method's class, and for some layers under `layers`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from qattn_hf.methods import Method
 
-# one decode step runs through all layers, a crop removes the same tokens from each, all windows have one mask, and
-# what memory there is they share
+# one decode step runs through all layers, a crop removes the same tokens from each, all windows share one mask, and all
+# layers share the memory
 SHARED = ("decode", "impl", "crop_horizon", "sliding", "memory")
-MOST_LAYERS = 4096  # that a recipe may name; models have some hundred
-FEW = 5  # mistakes that a message lists; it counts the others
+MOST_LAYERS = 4096  # limit for a recipe's layers; models have a few hundred
+FEW = 5  # mistakes listed in a message; the rest are counted
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LayerChoice:
 
 
 def unknown(kind: str, names: list[str], allowed: list[str]) -> str:
-    """Message about unknown names of a kind, each with the nearest allowed one, and all that are allowed."""
+    """Make a message about unknown names of a kind, each with the nearest allowed name, and all allowed names."""
     parts = []
     for name in names[:FEW]:
         close = difflib.get_close_matches(name[:100], allowed, 1)
@@ -52,10 +52,10 @@ def unknown(kind: str, names: list[str], allowed: list[str]) -> str:
 
 
 def find_method(name: Any, origin: str) -> type[Method]:
-    """The settings class of a method.
+    """Return the settings class of a method.
 
     Raises:
-        RecipeError: no such method; the message begins with `origin` and lists the methods.
+        RecipeError: the method does not exist. The message begins with `origin` and lists the methods.
     """
     if not isinstance(name, str):
         raise RecipeError(f"{origin}: method = {shown(name)}; allowed: {', '.join(list_methods())}")
@@ -65,10 +65,10 @@ def find_method(name: Any, origin: str) -> type[Method]:
 
 
 def checked_settings(method: type[Method], settings: dict[str, Any], origin: str) -> Method:
-    """A method's settings, checked.
+    """Return a method's settings, checked.
 
     Raises:
-        RecipeError: an unknown key, a wrong type or value; the message begins with `origin` and names each.
+        RecipeError: an unknown key, a wrong type or value. The message begins with `origin` and names each mistake.
     """
     from pydantic import ValidationError
 
@@ -79,13 +79,15 @@ def checked_settings(method: type[Method], settings: dict[str, Any], origin: str
 
 
 def layer_choices(base: Method, layers: Any, origin: str) -> tuple[LayerChoice, ...]:
-    """The entries of `layers`, checked.
+    """Return the entries of `layers`, checked.
 
     Args:
-        base: the recipe's own settings. layers: a mapping from layers (`0-1,7`) to settings, or None.
+        base: the recipe's settings for all layers.
+        layers: a mapping from layers (`0-1,7`) to settings, or None.
 
     Raises:
-        RecipeError: no such mapping, a layer in two entries, an invalid setting, or a setting that all layers share.
+        RecipeError: `layers` is not such a mapping, a layer is in two entries, a setting is invalid, or all layers must
+            share it.
     """
     if layers is None:
         return ()
@@ -109,7 +111,7 @@ def layer_choices(base: Method, layers: Any, origin: str) -> tuple[LayerChoice, 
 
 
 def _indices(where: str, here: str) -> Iterator[int]:
-    """Layer indices of a key: `0-2,5` -> 0, 1, 2, 5. A generator, since a key may name far more than there are."""
+    """Yield the layer indices of a key: `0-2,5` -> 0, 1, 2, 5. A generator, as a key may name very many layers."""
     for part in where.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
@@ -121,7 +123,7 @@ def _indices(where: str, here: str) -> Iterator[int]:
 
 
 def _layer_settings(base: Method, given: dict[str, Any], here: str) -> Method:
-    """Settings of an entry of `layers`: its own, and those that it inherits from the recipe."""
+    """Return the settings of an entry of `layers`: given ones, and those inherited from the recipe."""
     if other := [key for key in given if not isinstance(key, str)]:
         raise RecipeError(f"{here}: keys are names, not {shown(other[0])}")
     if shared := [key for key in given if key in SHARED]:
@@ -137,7 +139,7 @@ def _layer_settings(base: Method, given: dict[str, Any], here: str) -> Method:
 
 
 def _explain(error: ValidationError, method: type[Method], origin: str) -> str:
-    """One message for all mistakes: key, value and what is allowed of each, after `origin`."""
+    """Make one message about all mistakes after `origin`: key, value and what is allowed."""
     lines, unknown_keys = [], []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"][:1])

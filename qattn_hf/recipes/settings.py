@@ -1,4 +1,4 @@
-"""Allowed values of a method's settings, and which of them have kernels, for tables and the command line."""
+"""List allowed values of a method's settings, and which values have kernels, for tables and the command line."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from qattn_hf.methods import get_method
 from qattn_hf.methods.base import PARTS
 from qattn_kernels.layer import support
 
-# Other settings without which a setting has no effect.
+# Other settings that a setting needs to have an effect.
 NEEDED_WITH: dict[str, dict[str, Any]] = {
     "block_kv": {"buffer_size": 128},
     "priority": {"bits": "mixed"},
     "granularity": {"cache": "model"},
 }
-OTHERS = ("impl", "decode", "cache", "family")  # how it runs, not what is computed
+OTHERS = ("impl", "decode", "cache", "family")  # these choose how it runs, not what is computed
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
 NAMES = {int: "integer", float: "number", str: "text"}
 
 
 def known(method: str, **settings: Any) -> bool:
-    """Whether Triton kernels support a method with these settings, for a supported head dim and GPU."""
+    """Return whether Triton kernels support a method with these settings, for a supported head dim and GPU."""
     spec = get_method(method)(**settings).last_layer_spec(2)
     return support.unsupported(spec, 2, support.HEAD_DIMS[0], support.HEAD_DIMS[0]) is None
 
 
 def values_of(annotation: Any) -> tuple[Any, ...]:
-    """All values of a type that lists them (`bool`, `Literal`); empty for numbers and lists."""
+    """Return all values of a type that lists them (`bool`, `Literal`), or nothing for numbers and lists."""
     if annotation is bool:
         return True, False
     if get_origin(annotation) is Literal:
@@ -40,9 +40,9 @@ def values_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def reference_only(method: str) -> dict[str, list[Any]]:
-    """For each setting of a method, the values that only the reference computes.
+    """Return for each setting of a method the values that only the reference computes.
 
-    Settings of one side (`k_bits`) are left out: what holds for `bits` holds for them.
+    Settings of one side (`k_bits`) are left out, because the result for `bits` applies to them.
     """
     kind, without_kernels = get_method(method), dict[str, list[Any]]()
     one_side = {f"{part}_{key}" for part in PARTS for key in kind.model_fields}
@@ -60,14 +60,14 @@ def reference_only(method: str) -> dict[str, list[Any]]:
 
 
 def as_written(value: Any) -> str:
-    """A value as a recipe's YAML and `--set` write it: `null`, `true`, `4`, `mixed`."""
+    """Return a value as a recipe's YAML and `--set` write it: `null`, `true`, `4`, `mixed`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
 
 
 def allowed(field: FieldInfo) -> str:
-    """Allowed values of a setting in words: `4, 2, mixed`, `integer, 0 to 8`, `number, below 0`, `text`."""
+    """Return the allowed values of a setting in words: `4, 2, mixed`, `integer, 0 to 8`, `number, below 0`, `text`."""
     annotation = field.annotation
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     words = []
@@ -84,7 +84,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """Bounds of a number in words: `0 to 8`, `above 0`."""
+    """Return the bounds of a number in words: `0 to 8`, `above 0`."""
     limits = {key: getattr(item, key) for item in field.metadata for key in BOUNDS if hasattr(item, key)}
     if {"ge", "le"} <= limits.keys():
         return f"{limits['ge']} to {limits['le']}"

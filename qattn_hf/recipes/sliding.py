@@ -1,9 +1,12 @@
-"""Which layers with a sliding window, or attention in chunks, are packed: the setting `sliding` of a recipe.
+"""Decide which layers with a sliding window or attention in chunks are packed: the setting `sliding` of a recipe.
 
-`packed` packs them all or refuses the model, `model` leaves them all to transformers' own cache, `auto` packs them
-where that takes at most `PAYS` of the bytes, and `unquantized` has them in the packed cache in the model's precision:
-nothing is lost, and decode steps are captured. `lossless`, the default, is `unquantized` where steps are captured for
-it, else `model`. A model has one mask for all its windows, so one answer serves all.
+- `packed` packs all of them, or refuses the model.
+- `model` leaves all of them to Transformers' stock cache.
+- `auto` packs them if this takes at most `PAYS` of the bytes.
+- `unquantized` keeps them in the packed cache in the model's dtype. It is lossless, and decode steps are captured.
+- `lossless`, the default, is `unquantized` if this allows captured steps, else `model`.
+
+A model has one mask for all its windows, so all windows get the same answer.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from qattn_kernels.layer.spec import LayerSpec
 from qattn_kernels.layout import Geometry
 from qattn_kernels.step.states import ring_blocks
 
-PAYS = 0.75  # of the window's bytes in the model's precision; else what is saved is not worth the loss
+PAYS = 0.75  # share of the unpacked window's bytes; above it the saving is not worth the loss
 
 Layers = list[ModelLayerSpec | WindowLayerSpec | None]
 
@@ -38,15 +41,17 @@ def decide(
     packed: Callable[[int], LayerSpec],
     unquantized: Callable[[int], LayerSpec],
 ) -> Layers:
-    """What each layer keeps of the model's own; None where it is packed without a window.
+    """Return what each layer keeps unpacked, a spec for each packed window, and None for other packed layers.
 
     Args:
-        own: the same, with all windows left to the model (`model_layers`).
-        settings: of the recipe, with its `sliding`. device_type: `cuda` or `cpu`, where the model will run.
-        packed, unquantized: the spec of a layer, by its index, as if it had no window.
+        own: what each layer keeps if all windows are left to the model (`model_layers`).
+        config: the model's config.
+        settings: settings of the recipe, with its `sliding`.
+        device_type: `cuda` or `cpu`, where the model will run.
+        packed, unquantized: functions that return the spec of a layer, by its index, as if it had no window.
 
     Raises:
-        UnsupportedError: the setting is `packed` and a layer cannot be; the message says why.
+        UnsupportedError: the setting is `packed` and a layer cannot be packed. The message says why.
     """
     windows = {i: kept for i, kept in enumerate(own) if kept is not None and kept.window is not None}
     if not windows:
@@ -79,7 +84,7 @@ def _why_model(
     packed: Callable[[int], LayerSpec],
     unquantized: Callable[[int], LayerSpec],
 ) -> str | None:
-    """Why windows that shall lose nothing are left to the model, since no step would be captured for them; or None."""
+    """Return why lossless windows are left to the model, because no step would be captured with them, or None."""
     if device_type != "cuda":
         return f"steps are eager on a {device_type}"
     if settings.decode == "eager":
@@ -94,7 +99,7 @@ def _why_model(
 
 
 def _why_not(specs: dict[int, WindowLayerSpec], config: PretrainedConfig, by_bytes: bool) -> str | None:
-    """Why the windows should not be packed by these specs, or None. `by_bytes`: also because it saves too little."""
+    """Return why the windows should not be packed by these specs, or None. `by_bytes` requires a saving as well."""
     if any(spec.sink_pool.num for spec in specs.values()):
         return "the method keeps attention sinks, which a window leaves behind"
     if not by_bytes:
@@ -106,7 +111,7 @@ def _why_not(specs: dict[int, WindowLayerSpec], config: PretrainedConfig, by_byt
 
 
 def _bytes(index: int, spec: WindowLayerSpec, config: PretrainedConfig) -> tuple[int, int]:
-    """Bytes of one row of a full window: packed, and in the model's precision."""
+    """Return the bytes of one row of a full window: packed, and in the model's dtype."""
     heads, dtype = head_sizes(config, index), getattr(config.get_text_config(decoder=True), "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     blocks = ring_blocks(spec.window, spec.sliding_window)

@@ -1,9 +1,9 @@
-"""One spelling of a method with settings, the same in Python, in every command and in lm-eval's arguments.
+"""Parse the spelling of a method with settings, shared by Python, every command and lm-eval's arguments.
 
     turbo                       a method with its defaults
     turbo:bits=2                with one setting
     kivi:k_bits=4,v_bits=2      with several
-    turbo_sink:sink_num=2       a recipe of this package, with a setting of it changed
+    turbo_sink:sink_num=2       a recipe of this package, with one setting changed
     mine.yaml                   a recipe in a file
 
 A value is JSON (`[1,2]`, `true`, `null`), else YAML (`1e-4`, `.inf`, text without quotes). Commas inside brackets or
@@ -21,18 +21,18 @@ from qattn_hf.errors import RecipeError
 from qattn_hf.messages import shown
 from qattn_hf.recipes.yaml_reader import parse_yaml
 
-FULL = "full"  # in place of a method: full precision, nothing is packed
+FULL = "full"  # given instead of a method: full precision, nothing is packed
 SPELLED = re.compile(r"((?:[A-Za-z]:(?=[\\/]))?[^:]*)(?::(.*))?", re.DOTALL)  # C:\mine.yaml is a name too
 PART = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)  # a string of JSON, or one character
 
 
 def split_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and settings of a text: `turbo:k_bits=4,softmax=sas` -> `("turbo", {"k_bits": 4, "softmax": "sas"})`.
+    """Split name and settings: `turbo:bits=2,softmax=sas` -> `("turbo", {"bits": 2, "softmax": "sas"})`.
 
     The name is not looked up.
 
     Raises:
-        RecipeError: what follows the colon is not `KEY=VALUE,...`, or a key is given twice.
+        RecipeError: the text after the colon is not `KEY=VALUE,...`, or a key is given twice.
     """
     match = SPELLED.fullmatch(text)
     assert match is not None  # it matches any text
@@ -56,7 +56,7 @@ def split_methods(texts: Iterable[str]) -> list[str]:
 
 
 def parse_settings(items: Iterable[str] | None, where: str = "--set") -> dict[str, Any]:
-    """Settings from texts: `["k_bits=4", "softmax=sas"]` -> `{"k_bits": 4, "softmax": "sas"}`.
+    """Parse settings from texts: `["k_bits=4", "softmax=sas"]` -> `{"k_bits": 4, "softmax": "sas"}`.
 
     Args:
         where: name of the option, for messages.
@@ -80,7 +80,7 @@ def parse_settings(items: Iterable[str] | None, where: str = "--set") -> dict[st
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON mapping; ValueError where a key occurs twice, which the YAML reader then reports."""
+    """Build a JSON mapping. Raises ValueError if a key occurs twice, and the YAML reader then reports it."""
     if len(pairs) > len(mapping := dict(pairs)):
         raise ValueError
     return mapping

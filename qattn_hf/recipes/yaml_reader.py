@@ -1,7 +1,11 @@
 """Strict YAML for recipes: text, numbers, true, false, null, lists, mappings, anchors and merge keys.
 
-The rest of YAML is refused, with name and line: keys given twice, of which the last would win; numbers such as `1:30`
-(90) and `010` (8); tags; aliases of aliases that expand to more values than fit into memory.
+Other YAML is refused, with name and line:
+
+- a key given twice, where YAML would keep the last value
+- numbers such as `1:30` (90) and `010` (8)
+- tags
+- nested aliases that expand to more values than fit into memory
 """
 
 from __future__ import annotations
@@ -15,9 +19,9 @@ import yaml
 from qattn_hf.errors import RecipeError
 from qattn_hf.messages import cut, named
 
-MAX_BYTES = 2**18  # of a file; lists of heads for 126 layers with 64 heads take an eighth of it
-MAX_DEPTH = 32  # of nested lists and mappings
-MAX_NODES = 50_000  # keys and values, aliases expanded
+MAX_BYTES = 2**18  # size limit of a file; lists of heads for 126 layers with 64 heads take an eighth
+MAX_DEPTH = 32  # limit of nested lists and mappings
+MAX_NODES = 50_000  # limit of keys and values, aliases expanded
 NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17}|[0-9]{0,40}\.[0-9]{0,40}(e[-+][0-9]{1,3})?|\.inf|\.nan)", re.IGNORECASE)
 KEYS = ("str", "int", "merge")
 SCALARS = ("str", "int", "float", "bool", "null")
@@ -27,11 +31,11 @@ def read_yaml(path: Path) -> Any:
     """Read and check a YAML file.
 
     Returns:
-        dicts, lists and scalars; None for an empty file.
+        Dicts, lists and scalars. None for an empty file.
 
     Raises:
-        RecipeError: the file cannot be read, is too large, or is not the YAML that this module allows; the message
-            names file and line.
+        RecipeError: the file cannot be read, is too large, or has YAML that this module refuses. The message names file
+            and line.
     """
     where = named(str(path), 300)
     try:
@@ -49,13 +53,13 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Read and check a YAML text; None if it is empty.
+    """Read and check a YAML text. Returns None if it is empty.
 
     Args:
         where: name of the text, for messages.
 
     Raises:
-        RecipeError: not YAML, or not the YAML that `qattn_hf.recipes.yaml_reader` allows.
+        RecipeError: the text is not YAML, or has YAML that `qattn_hf.recipes.yaml_reader` refuses.
     """
     try:
         loader = _Loader(text)
@@ -66,14 +70,14 @@ def parse_yaml(text: str, where: str) -> Any:
         return loader.construct_document(node)
     except _Refused as error:
         raise RecipeError(f"{where}, {error}") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML lets those of `chr` and `int` through
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML lets errors of `chr` and `int` through
         raise RecipeError(f"{where} is not YAML: {_one_line(error)}") from None
     except RecursionError:
         raise RecipeError(f"{where}: too little of Python's stack is left here to read it") from None
 
 
 def _one_line(error: Exception) -> str:
-    """Message of a YAML error in one line, with line and column."""
+    """Format a YAML error in one line, with line and column."""
     if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
         return cut(" ".join(str(error).split()), 500)
     message = ", ".join(part for part in (error.context, error.problem) if part)
@@ -84,7 +88,7 @@ class _Refused(Exception):
     """YAML that `qattn_hf.recipes.yaml_reader` refuses, with its line."""
 
     def __init__(self, at: yaml.Node | yaml.Event, problem: str):
-        assert at.start_mark is not None  # the loader marks all it makes
+        assert at.start_mark is not None  # the loader marks everything it makes
         super().__init__(f"line {at.start_mark.line + 1}: {problem}")
 
 
@@ -110,7 +114,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check(root: yaml.Node) -> None:
-    """Check all keys and values, each alias expanded."""
+    """Check all keys and values, with each alias expanded."""
     pending, nodes = [(root, 1)], 0
     while pending:
         node, depth = pending.pop()
