@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "eval"))  # as pytest has it: helpers register the papers'
 
 import torch
 from helpers import random_ids

@@ -20,6 +20,7 @@ from qattn_hf.choosing.candidates import candidates
 from qattn_hf.choosing.reasons import features
 from qattn_hf.model.decoder import decoder_of
 from qattn_hf.recipes.chosen import Chosen
+from qattn_kernels.layer.spec import SHORT_CALL
 
 probe = import_module("qattn_hf.choosing.probe")
 
@@ -91,9 +92,10 @@ def test_weights_are_probed_once_and_other_weights_anew():
     calls = calls_of(model)
     found = chosen(model, bits=3.5)
     settings = len(found.tried)
-    # eight passes that sample, one for facts, five calls in full precision, five a group of settings, two for constants
+    # eight passes that sample, one for facts, two readings a group of settings, two for constants
     assert found.forwards <= len(calls) <= found.forwards + 2  # patch's own, for constants of the recipe
-    assert found.forwards <= 8 + 1 + 5 + 5 * -(-settings // 16) + 3
+    calls_of_a_row = 1 + probe.SCORED // SHORT_CALL
+    assert found.forwards <= 8 + 1 + 2 * calls_of_a_row * -(-settings // probe.TOGETHER) + 3
     calls.clear()
     # `patch` itself runs the model at most twice, for constants of the recipe
     assert chosen(model, bits=3.5) == found and len(calls) <= 2, "what is known is not measured again"
@@ -178,7 +180,7 @@ def test_a_probe_that_fails_leaves_the_model_as_it_was(monkeypatch, earlier: str
     def fail(*_: Any) -> Any:
         raise QAttnError("planted")
 
-    monkeypatch.setattr(probe, "losses", fail)
+    monkeypatch.setattr(probe, "token_losses", fail)
     with pytest.raises(QAttnError, match="planted"):
         patch(model, bits=3.5)
     assert torch.equal(model(ids).logits, exact) and model.config._attn_implementation == attention

@@ -34,8 +34,9 @@ MEMORY = 150_000  # bytes: so few that the first block of each row has fewer bit
 IDS, ROWS = random_ids(2, 150), torch.tensor([1, 1])
 # the edits of layers and caches, and what of the reference edits state tensors
 HOST = (
-    "cache", "layer", "arena_holder", "changes", "rollback", "interrupted", "snapshot", "model_layer", "hybrid_layer",
-    "window_layer", "budget_layer", "latent_layer", "saved",
+    "cache/cache", "cache/interrupted", "layer/layer", "layer/arena_holder", "layer/changes", "layer/rollback",
+    "layer/snapshot", "layer/model_layer", "layer/hybrid_layer", "layer/window_layer", "layer/budget_layer",
+    "layer/latent_layer", "saved/__init__",
 )  # fmt: skip
 KERNELS = ("ops/crop/reference", "ops/crop/ring", "ops/reorder/reference", "ops/sink_pool/table", "formats/base",
            "ops/repack/reference", "layer/arena", "layout")  # fmt: skip
@@ -44,6 +45,7 @@ FILES = {
     *(str(Path(qattn_kernels.__path__[0], f"{name}.py")) for name in KERNELS),
     str(transformers.cache_utils.__file__),
 }
+assert all(Path(name).is_file() for name in FILES), "a file moved, and nothing would interrupt it"
 Edit = Callable[[QAttnCache, Any, Path], Any]
 EDITS: dict[str, Edit] = {
     "crop": lambda cache, *_: cache.crop(-30),

@@ -103,7 +103,7 @@ def measure(model: PreTrainedModel, probe: Probe, candidates: Sequence[Candidate
     trials = [_trial(model, one, passes) for one in missing]
     for one, kl in zip(missing, token_losses(model, trials, reading), strict=True):
         probe.kl[_key(one)] = _kl_of(kl)
-    readings = 1 + -(-len(missing) // TOGETHER)  # the first reading is in full precision
+    readings = 2 * -(-len(missing) // TOGETHER)  # in full precision, and with errors
     probe.forwards += readings * (len(reading.at) - 1) + len(passes)
     probe.seconds += time.perf_counter() - began
 
