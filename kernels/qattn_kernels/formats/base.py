@@ -286,7 +286,7 @@ def int8_tokens(x: torch.Tensor, levels: int = INT8_LEVELS) -> Operand:
 
     An all-zero token gets scale 0, which never raises a block's scale. It dequantizes to zeros."""
     top = x.abs().amax(-1)
-    scale = top / torch.full_like(top, levels)  # by a number, CUDA would multiply by its rounded inverse
+    scale = top / torch.full_like(top, levels)  # a tensor: CUDA divides by a number via its rounded inverse
     # a denormal scale would overflow its codes
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     divisor = torch.where(scale == 0, 1.0, scale)

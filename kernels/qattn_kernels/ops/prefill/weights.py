@@ -155,8 +155,8 @@ def group_weights(x, unit, sums, head, n0, BN: tl.constexpr, C: tl.constexpr):
     """FP8 weights of a tile from its integer sums `x`, where keys share scales in groups and no key is masked.
 
     The largest sum of a group gives its largest score, so one multiply-add turns a sum into its exponent. Groups are
-    those of `thread` (`formats.granularity`), four per 64 tokens. `kernel._key_order` assigns tokens to columns such that
-    bits 3 and 1 of a column number are the low and the high bit of its group:
+    those of `thread` (`formats.granularity`), four per 64 tokens. `kernel._key_order` assigns tokens to columns. Bits 3
+    and 1 of a column number are then the low and the high bit of its group:
 
         column    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15   | 16 ...
         token     0  1  4  5  8  9 12 13  2  3  6  7 10 11 14 15   | 16 ...
