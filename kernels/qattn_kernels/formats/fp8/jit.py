@@ -13,7 +13,7 @@ from qattn_kernels.formats.int8.jit import get as get_codes
 from qattn_kernels.jit.math import SMALLEST_NORMAL, divide, round_even
 from qattn_kernels.jit.rows import block_of
 
-LARGEST = tl.constexpr(448.0)  # of E4M3
+LARGEST = tl.constexpr(448.0)  # largest E4M3 number
 LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6: below it, E4M3 numbers are 2^-9 apart
 
 

@@ -23,7 +23,8 @@ from qattn_kernels.jit.split_int8 import SPLIT_TOP, repeated_columns, split_neig
 from qattn_kernels.jit.tile_order import deinterleave, stack, to_token_order, unstack, unstrided
 
 LARGEST = tl.constexpr(65504.0)  # largest fp16 number
-FARTHEST = tl.constexpr(1e30)  # from the zero point: beyond all codes, and by no scale does a quotient overflow
+# Limit of the distance from the zero point: beyond all codes, and small enough that no quotient overflows.
+FARTHEST = tl.constexpr(1e30)
 # constants of compensation, see `reference.py`
 TOGETHER = tl.constexpr(reference.TOGETHER)
 STEP_PARTS, LARGEST_LEFT = tl.constexpr(reference.STEP_PARTS), tl.constexpr(reference.LARGEST_LEFT)
