@@ -1,8 +1,8 @@
 """Granularities of scales in SageAttention2 (section 3.3): which tokens share a scale.
 
 - `token`: every token has its own scale.
-- `thread`: tokens whose products one thread of a tensor core holds share a scale. These are keys of a block with equal
-  `(n % 8) // 2`, and queries of 32 with equal `n % 8`, `n` being the position.
+- `thread`: tokens whose products one thread of a tensor core holds share a scale. For keys of a block, these have equal
+  `(n % 8) // 2` at position `n`. For 32 consecutive queries, they have equal `n % 8`.
 - `block`: all keys of a block of 64, and all queries of a block of about 128.
 - `tensor`: all tokens of a row and head."""
 

@@ -1,7 +1,7 @@
 """Packed codes of 4, 3 and 2 bits in kernels: write, read, and multiply them as part tiles of a product.
 
 `formats.packed` is the specification. Byte `t` of a block's `n` bytes holds tokens `t`, `t + n`, ..., the first in its
-lowest bits. One mask and one shift then yield a part tile of neighbouring tokens. Example: with 64 tokens and 4 bits,
+lowest bits. One mask and one shift then yield a part tile of neighbouring tokens. Example: 64 tokens with 4 bits. A
 0x95 in byte 0 is code 5 of token 0 (low half tile) and code 9 of token 32 (high half tile)."""
 
 from __future__ import annotations

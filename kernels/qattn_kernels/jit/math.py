@@ -21,8 +21,8 @@ NOTHING = tl.constexpr(-1e30)  # initial maximum, and score of masked tokens; fi
 def round_even(x):
     """Round to the nearest integer, ties to even, for |x| < 2^22.
 
-    Exact only if the compiler does not fuse the product behind `x` into the addition. Launch kernels that write codes
-    with `enable_fp_fusion=False`."""
+    Exact only if `x` is not a product that the compiler fuses into the addition. Launch kernels that write codes with
+    `enable_fp_fusion=False`."""
     return (x + ROUNDER) - ROUNDER
 
 
@@ -114,7 +114,7 @@ def short_scale(scale):
 def code_bits(x):
     """Return int32 with fp32 `x`, |x| < 2^21, rounded to the nearest integer in its low bits, ties to even.
 
-    The high bits are those of `ROUNDER`; packing keeps only the code's low bits. A conversion instruction takes eight
+    The high bits come from `ROUNDER`; packing keeps only the code's low bits. A conversion instruction takes eight
     times as long."""
     return (x + ROUNDER).to(tl.int32, bitcast=True)
 

@@ -23,7 +23,7 @@ from qattn_kernels.launch.launches import CONSTANTS, Launch, Recorder, recorded
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 512  # alignment of temporary tensors in bytes, equal to PyTorch's: kernels compiled for one fit the other
+ALIGNMENT = 512  # alignment of temporary tensors in bytes, as in PyTorch, so that kernels compiled for one fit both
 PLANS = 1024  # maximum plans, then all are dropped; each new prompt length adds one
 ARENAS = 4096  # arena addresses for which a plan keeps arguments
 # Arguments of Triton's launcher in front of the kernel's own: grid (3), stream, function, packed metadata, hook
@@ -110,7 +110,7 @@ class Plan:
         addresses = [*addresses, *[x.data_ptr() for x in (*results, room)]]
         if torch.cuda.current_device() == device.index:
             self._launch(addresses, _current_stream()(device.index))
-        else:  # Triton launches on the current device, not on that of the tensors
+        else:  # Triton launches on the current device, not on the tensors' device
             with torch.cuda.device(device):
                 self._launch(addresses, _current_stream()(device.index))
         return results

@@ -58,7 +58,7 @@ def count_skips(weight: torch.Tensor, skip: torch.Tensor, see: torch.Tensor, q_p
 
 
 def add_skip_counts(state: State, skip_counts: SkipCounts) -> None:
-    """Add the skip counts of a call to those of a layer."""
+    """Add the skip counts of one call to the layer's counters."""
     kept = skip_counts_of(state)
     for total, new in zip(kept[:4], skip_counts[:4], strict=True):
         total.add_(new)

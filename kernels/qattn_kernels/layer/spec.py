@@ -24,7 +24,7 @@ class Compute:
         pv: the product with values, if the product with keys is `int8`: `int8` or `model`. A prefill also takes `e4m3`
             or `e5m2`: weights and values in FP8, values with one scale per channel over all visible tokens.
         softmax: `exact` or `sas` (algorithm SAS of TurboAttention, cut at `sas_threshold`).
-        sas_threshold: SAS treats scores this far below the maximum as weight 0.
+        sas_threshold: SAS gives weight 0 to scores below the maximum plus this, in natural log units.
         p_scale: scale of a prefill's INT8 weights: one per query and tile (`row`), or one per `block_q` queries
             (`tile`, as in TurboAttention).
         block_q: queries per block in a prefill.
@@ -72,11 +72,11 @@ class Sparsity:
     Row sums keep all weights.
 
     The reference compares every weight with the final row sum. A kernel judges whole blocks while it reads them, and
-    never the ring or sinks. It skips a block if two conditions hold for all queries of the program:
+    never the ring or sinks. It skips a block if two conditions hold for all queries of the program. The row sum there
+    covers the program's part so far and the context's first block (or the sinks).
 
-    - The block's largest weight is below `tau` of a row sum, over the program's part so far and the context's first
-      block (or the sinks).
-    - The part's dropped mass stays within the budget of its own row sum plus a share of that first block's.
+    - The block's largest weight is below `tau` of that row sum.
+    - The part's dropped mass stays within the budget of the part's row sum plus a share of the first block's sum.
 
     Sums only grow, so no weight above `tau` is skipped and the mass stays within the budget. A kernel skips less than
     the threshold allows."""

@@ -84,5 +84,5 @@ def needs_constants(spec: LayerSpec) -> bool:
 def side_of(state: State, side: str) -> State:
     """Return the tensors of the format of one `side`, `k` or `v`, without prefix: `k.codes` becomes `codes`.
 
-    The tensors are those of the state, so writing to them writes to the state."""
+    The tensors are shared with the state, so writing to them writes to the state."""
     return {name.removeprefix(f"{side}."): t for name, t in state.items() if name.startswith(f"{side}.")}

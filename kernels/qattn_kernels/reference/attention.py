@@ -27,7 +27,7 @@ class Attended(NamedTuple):
 
     Attributes:
         out: fp32 `[B, Hq, T, Dv]`; NaN for a non-finite query, zeros for one that sees no token.
-        lse: fp32 log-sum-exp `[B, Hq, T]`; -inf for a query that sees no token. A non-finite query has that of a zero
+        lse: fp32 log-sum-exp `[B, Hq, T]`; -inf for a query that sees no token. A non-finite query counts as a zero
             query.
         skip_counts: counters of sparse V, or None if it is off.
     """
@@ -80,7 +80,8 @@ def _scores(q: Queries, tiles: Tiles, scores: Scores, levels: int) -> torch.Tens
         k = _integers(tiles.k, levels)
         s = product(q.coded.x.float(), k.x.float())  # 8-bit products sum exactly in fp32 up to D = 1024
         s = s * q.coded.scales.unflatten(1, (heads, -1))[..., None, None] * k.scales[:, :, None, None]
-        # fp64, so that rounding does not depend on the call's shape; rounded weights would follow
+        # fp64: rounded from there, scores do not depend on the call's shape. Otherwise rounded weights would depend on
+        # it too.
         if q.mean is not None and tiles.k_exact is not None:
             s = s + product(q.mean.double(), tiles.k_exact.double()).float()
         if k.mean is not None:

@@ -58,7 +58,7 @@ def long_queries(
         scale: softmax scale.
         compute: the layer's arithmetic.
         real: bool `[B, T]`, false after the last query of a row.
-        mean: fp32 `[B, Hq, 1, D]`, mean to subtract instead of that of these queries.
+        mean: fp32 `[B, Hq, 1, D]`, mean to subtract instead of the mean of these queries.
     """
     exact, broken = _finite(q, scale)
     exact = torch.where(real[:, None, :, None], exact, 0.0)  # padding must not raise a scale

@@ -30,7 +30,7 @@ class QueryPart(NamedTuple):
 def query_parts(q: torch.Tensor, span: torch.Tensor, length: torch.Tensor) -> list[QueryPart]:
     """Return the parts of a call, tokens first. Padding before a row's first token is in no part.
 
-    Padding after a row's tokens sees all of them. Its row position is that of a token in its column, so that a window
+    Padding after a row's tokens sees all of them. It has the row position of a token in its column, so that a window
     hides the same tokens from both. A call of one column skips padding, because no later token reads that column.
 
     Args:

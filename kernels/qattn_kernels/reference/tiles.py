@@ -49,10 +49,10 @@ class Tiles(NamedTuple):
         return self._replace(k=Operand(torch.cat([v, self.k.dequantize()], -1), None), v=Operand(v, None))
 
     def joined(self, other: Tiles) -> Tiles:
-        """Return these tiles followed by those of `other`.
+        """Return these tiles followed by `other`.
 
-        If only one of them has scales, the other's numbers get scale 1. If only one has a mean, the other gets mean 0.
-        """
+        Numbers without scales are joined to scaled ones with scale 1, and tiles without a mean to centered ones with
+        mean 0."""
 
         def cat(a: Any, b: Any, dim: int) -> Any:
             return None if a is None else torch.cat([a, b], dim)

@@ -164,9 +164,9 @@ def in_kernels(
     table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `compute` on the state tensors. `table` as in `step.paged.attend_pages`."""
-    from qattn_kernels.step.kernels import fused_step  # which loads Triton when it is first used
+    from qattn_kernels.step.kernels import fused_step  # imported here: loads Triton
 
-    with torch.cuda.device_of(query):  # Triton launches on the current device, not on that of the tensors
+    with torch.cuda.device_of(query):  # Triton launches on the current device, not on the tensors' device
         return fused_step(query, key, value, span, state, spec, scores, past, table)
 
 
@@ -176,7 +176,7 @@ def _attend_and_keep(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch
     Also returns the first `keep` bytes of the arena as they were before, for `_attend_again`.
 
     Args:
-        sliding_window: tokens of a window that left blocks behind, or 0. Those blocks are dropped from the layer first
+        sliding_window: tokens of a window, or 0. Blocks that left the window are dropped from the layer first
             (`ops.crop.front`), because a compiled step cannot ask whether the layer is full.
         keep: number of bytes to return, uint8 `[keep]`.
     """

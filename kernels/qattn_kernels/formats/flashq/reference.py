@@ -67,7 +67,7 @@ def stage_two(
     return code.to(torch.uint8), scale.to(torch.int8), zero_point.to(torch.int8)
 
 
-LISTED = 61  # maximum head number in a recipe's list: kernels take the list as bits of an integer
+LISTED = 61  # heads that a recipe's list can name, from 0: kernels take the list as bits of an integer
 RECODED = 2**22  # bytes of codes that `recode` processes at a time, to limit its extra memory
 PRIORITIES = ("priority", "min_max", "variation")  # kernels identify a priority by its index
 

@@ -130,8 +130,8 @@ class KiviFormat(Compensated, OpenFormat):
         """Return whether packed codes of values place every eighth token side by side: 0, 8, 16, 24, 1, 9, ... of 32
         tokens.
 
-        Used for groups smaller than a head. A tensor core thread holds these tokens in a tile of scores, and packs the
-        weights of four tokens in a word for the next product."""
+        Used for groups smaller than a head. A tensor core thread holds these tokens in a tile of scores. It packs the
+        weights of four tokens into a word for the next product."""
         return self.per_token and self.tile(dim, block) > 1
 
     def decode_warps(self, dim: int, block: int, columns: int) -> int:

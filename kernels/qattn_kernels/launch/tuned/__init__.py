@@ -42,7 +42,7 @@ class Decode(NamedTuple):
 
     Attributes:
         least: minimum blocks per program: with fewer, its startup and its part of the merge cost more than it saves.
-        long: tokens per program from which twice as many programs take part; half of it where all have room.
+        long: tokens per program from which twice the programs take part; half that number if all programs have room.
         most: maximum programs per row and head that are worth their merge, if each has fewer tokens than `long`.
         most_long: the same if each has more.
         whole: fraction of a wave's places that programs should fill.
@@ -61,9 +61,9 @@ class Tuned(NamedTuple):
     Attributes:
         gpu: name from `torch.cuda.get_device_name`.
         decode: configuration of all decode calls.
-        prefill: configurations by the dtype of the product with values ("int8", "fp8", "half", "float"), and by the
-            larger head dimension, rounded up to a power of two from 64 on. The best comes first, then smaller ones
-            (`launch.tiles`).
+        prefill: configurations by kind and head dimension. The kind is the dtype of the product with values ("int8",
+            "fp8", "half", "float"). The dimension is the larger one of K and V, rounded up to a power of two from 64
+            on. The best configuration comes first, then smaller ones (`launch.tiles`).
     """
 
     gpu: str
@@ -87,7 +87,7 @@ def read(gpu: str) -> Tuned | None:
 
 @lru_cache
 def tuned_for(gpu: str) -> Tuned:
-    """Return the table of a GPU. A GPU without one gets that of `DEFAULT`, which is logged once."""
+    """Return the table of a GPU, or of `DEFAULT` if the GPU has none. The fallback is logged once."""
     found = read(gpu)
     if found is None:
         log.warning("launch configurations were not measured on %s: those of %s are used", gpu, DEFAULT)

@@ -91,9 +91,9 @@ def append(call: Call) -> None:
 def _short_codes(size: Sizes) -> dict[str, int]:
     """Return launch options of `short_kernel`.
 
-    Most calls close no block and need few registers. Closing a block of 128 tokens needs so many that a multiprocessor
-    would run one program, without overlap between the two parts. Ranking heads holds one more block in registers, so it
-    gets twice as many threads."""
+    Most calls close no block and need few registers. Closing a block of 128 tokens needs enough registers to fill a
+    multiprocessor with one program, which prevents overlap between the two parts. Ranking heads holds one more block in
+    registers, so it gets twice the threads."""
     ranks = max(size.K.RANK, size.V.RANK) >= 0
     options = codes(size, 64 * 64 if ranks else 64 * 128)
     return {**options, "maxnreg": 64} if size.BLOCK == 128 and options["num_warps"] == 8 else options

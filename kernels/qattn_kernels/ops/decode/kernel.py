@@ -75,8 +75,8 @@ def blocks_per_split(blocks, splits, few, many, long, least, C: tl.constexpr):
 def split_range(split, splits, row, NB, few, many, long, least, C: tl.constexpr):
     """Return the block range of a split: `(blocks, per_split, begin, end, used)`.
 
-    `blocks` counts the packed blocks that some query reads, `per_split` those of one split. `used` tells whether the
-    split can hold a token. The first `C.OPEN` splits read open tokens instead of blocks."""
+    `blocks` is the number of packed blocks that some query reads, `per_split` the number per split. `used` tells
+    whether the split can hold a token. The first `C.OPEN` splits read open tokens instead of blocks."""
     blocks = blocks_seen(row, NB, C)
     per_split = blocks_per_split(blocks, splits, few, many, long, least, C)
     begin = (split - C.OPEN) * per_split

@@ -1,4 +1,4 @@
-"""Types that decode programs share, and attention over packed blocks; `open_tokens.py` has the other tokens.
+"""Types that decode programs share, and attention over packed blocks; `open_tokens.py` handles the ring and the sinks.
 
 Each part is an online softmax over tiles of scores, as in FlashAttention. `weigh` computes a tile's weights against the
 tile's own maximum. Older sums are scaled down when the running maximum rises. Queries are columns, scores are in log2

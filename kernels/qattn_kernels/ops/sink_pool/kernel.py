@@ -93,7 +93,7 @@ def _take(entries, size, t, pos, slot, count, C: tl.constexpr):
 
 @triton.jit
 def _least(entries, C: tl.constexpr):
-    """Return the size below which a key joins the pool: that of the pool's largest key, or infinity while it has
+    """Return the size below which a key joins the pool: the size of the pool's largest key, or infinity while it has
     room."""
     inside = (entries.born > 0) & (entries.evicted == 0)
     worst = tl.max(tl.where(inside, entries.norm, float("-inf")), 0)

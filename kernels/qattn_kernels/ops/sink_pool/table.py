@@ -62,7 +62,7 @@ def flip(state: State, flips: torch.Tensor) -> None:
 
 
 def roll_back(state: State, spec: LayerSpec, cut: torch.Tensor) -> None:
-    """Roll the table back after a crop set `length` and `closed`. Drops sinks that no longer exist.
+    """Roll the table back after a crop set `length` and `closed`. Removes sinks that the crop took away.
 
     `cut` bool `[B]`: rows that lost packed tokens beyond the horizon. Their surviving sinks stay in place permanently.
     """
