@@ -34,11 +34,10 @@ def words(levels: Sequence[int]) -> tuple[int, ...]:
 
 
 def lookup(levels: Sequence[int]) -> str:
-    """Return the assembly that maps a word of eight codes to the levels of its lower and its upper half; 4, 8 or 16
-    levels.
+    """Return the assembly that maps a word of eight codes to the levels of its lower and its upper half.
 
-    A permutation takes its indices from half a word, four bits each, and indexes eight bytes. With 16 levels, the
-    fourth bit of a code is spread over a byte and chooses between two tables."""
+    Takes 4, 8 or 16 levels. A permutation takes its indices from half a word, four bits each, and indexes eight bytes.
+    With 16 levels, the fourth bit of a code is spread over a byte and chooses between two tables."""
     several = len(levels) > 8
     table = [f"0x{word & 0xFFFFFFFF:08x}" for word in words(levels)]
     pairs = [(table[0], table[1]), (table[2], table[3])] if several else [(table[0], table[1])]
@@ -63,10 +62,10 @@ def levels_of(code, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constex
 
 @triton.jit
 def half_levels_of(x, LEVELS: tl.constexpr, LOOKUP: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
-    """Return int8 levels of the codes in the lower and the upper halves of words, whose bytes are adjacent in the last
-    dim.
+    """Return int8 levels of the codes in the lower and the upper halves of words.
 
-    Uses the assembly `lookup`; with `PLAIN`, the function `LEVELS` of int32 codes and their bits."""
+    The bytes of a word are adjacent in the last dimension. Uses the assembly `lookup`; with `PLAIN`, the function
+    `LEVELS` of int32 codes and their bits."""
     if PLAIN:
         pairs = tl.reshape(x.to(tl.int32), (x.shape[0], x.shape[1] // 4, 2, 2))
         low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))

@@ -66,10 +66,10 @@ class BlockAt(NamedTuple):
 
 
 class RingTile(NamedTuple):
-    """`TOKENS` consecutive slots, from `start` on, of a ring with `SLOTS` slots. `first` is the ring's offset among all
-    heads.
+    """`TOKENS` consecutive slots, from `start` on, of a ring with `SLOTS` slots.
 
-    Build it inside the call that takes it, as a `BlockAt`: a variable inside a kernel cannot hold constants."""
+    `first` is the ring's offset among the rings of all heads. Build the tuple inside the call that takes it, as a
+    `BlockAt`: a variable inside a kernel cannot hold constants."""
 
     first: Any
     start: Any

@@ -26,10 +26,10 @@ def _plane(codes, at, byte, d, ROWS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _shuffle(x, VALUES: tl.constexpr):
-    """Reorder bytes `[n, DP]` as `CodebookFormat.shuffle` does: of four neighbours in memory, the lower halves come
-    first.
+    """Reorder bytes `[n, DP]` as `CodebookFormat.shuffle` does.
 
-    Neighbours are along `DP`, for values along `n`. 0x21, 0x43, 0x65, 0x87 become 0x31, 0x75, 0x42, 0x86."""
+    Of four neighbours in memory, the lower halves come first. Neighbours are along `DP`, for values along `n`. 0x21,
+    0x43, 0x65, 0x87 become 0x31, 0x75, 0x42, 0x86."""
     if VALUES:
         fours = tl.permute(tl.reshape(x, (x.shape[0] // 4, 2, 2, x.shape[1])), (0, 3, 1, 2))
     else:
@@ -60,11 +60,11 @@ def _write_plane(codes, code, at, d, BITS: tl.constexpr, FIRST: tl.constexpr, RO
 @triton.jit
 def write_codes(codes, code, at, BITS: tl.constexpr, SHUFFLED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr,
                 first=0):  # fmt: skip
-    """Pack int32 codes `[BLOCK, n]`, or their `code_bits`, into block `at`: `[bytes, D]` for keys, `[D, bytes]` for
-    values.
+    """Pack int32 codes `[BLOCK, n]`, or their `code_bits`, into block `at`.
 
-    Writes all channels, or `n` channels from `first` on. 3-bit codes are stored as their lower two bits, then their
-    highest bits. `SHUFFLED`: halves of bytes in the order of `CodebookFormat.shuffle`."""
+    Packed codes are `[bytes, D]` for keys and `[D, bytes]` for values. Writes all channels, or `n` channels from
+    `first` on. 3-bit codes are stored as their lower two bits, then their highest bits. `SHUFFLED`: halves of bytes in
+    the order of `CodebookFormat.shuffle`."""
     ROWS: tl.constexpr = C.BLOCK * BITS // 8
     d = first + tl.arange(0, code.shape[1])
     if BITS == 3:

@@ -1,4 +1,4 @@
-"""16-bit scales inside kernels. `formats/scales.py` specifies the bits."""
+"""Scales of 16 bits inside kernels. `formats/scales.py` specifies the bits."""
 
 from __future__ import annotations
 

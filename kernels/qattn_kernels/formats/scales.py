@@ -1,8 +1,8 @@
 """Unsigned 16-bit scales: 6 bits of exponent and 10 of mantissa, with fp16's precision over a range of 2^64.
 
 fp16 spends a bit on the sign and ends at 65,504. Keys and values of bf16 or fp32 models can exceed that, or lie below
-its smallest number. Let `m` be the lower 10 bits and `e` the upper 6 bits, at least 1. The scale is then `2^(e - 31) *
-(1 + m/1024)`. Examples: 0x8000 is 2, 0x8200 is 3, 0x0400 is 2^-30. Zero is 0.
+its smallest number. Let `m` be the lower 10 bits and `e` the upper 6 bits, at least 1. The scale is then
+`2^(e - 31) * (1 + m/1024)`. Examples: 0x8000 is 2, 0x8200 is 3, 0x0400 is 2^-30. Zero is 0.
 
 Shifted left by 13, the 16 bits are an fp32 number whose exponent is 96 too small. A shift and a product therefore
 restore a scale without a branch."""

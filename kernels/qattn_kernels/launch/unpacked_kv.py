@@ -62,10 +62,10 @@ class UnpackedTensors(NamedTuple):
 
 
 def tensors(unpacked: UnpackedKV) -> tuple:
-    """Return the `UnpackedTensors` of an `UnpackedKV` as a plain tuple, which Triton processes faster than a named
-    tuple.
+    """Return the `UnpackedTensors` of an `UnpackedKV` as a plain tuple.
 
-    The bias replaces missing scales; kernels do not touch those."""
+    Triton processes a plain tuple faster than a named one. The bias replaces missing scales; kernels do not touch
+    those."""
     k_scale = unpacked.bias if unpacked.k_scale is None else unpacked.k_scale
     v_scale = unpacked.bias if unpacked.v_scale is None else unpacked.v_scale
     return unpacked.k, k_scale, unpacked.v, v_scale, unpacked.bias, unpacked.pos

@@ -87,11 +87,10 @@ class Sparsity:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Choices of one layer: formats of K and V, window, compute, sparsity, sink pool, and `impl` (`reference` or
-    `triton`).
+    """Choices of one layer: formats of K and V, window, compute, sparsity, sink pool, and `impl`.
 
-    `latent`: multi-head latent attention with one KV head, whose V is the latent and whose K is the RoPE part.
-    Attention keys are both concatenated, latent first, and products are in floating point."""
+    `impl`: `reference` or `triton`. `latent`: multi-head latent attention with one KV head, whose V is the latent and
+    whose K is the RoPE part. Attention keys are both concatenated, latent first, and products are in floating point."""
 
     k: Format
     v: Format

@@ -71,10 +71,10 @@ def quantize_keys(x: torch.Tensor, compute: Compute) -> Operand:
 
 
 def channel_values(x: torch.Tensor, visible: torch.Tensor, compute: Compute) -> Operand:
-    """Round values `[B, H, n, block, D]` to FP8 with one scale per channel over all visible tokens, and dequantize
-    them.
+    """Round values `[B, H, n, block, D]` to FP8 with one scale per channel, and dequantize them.
 
-    With `compute.smooth_v`, their mean is subtracted first and returned as `Operand.mean`."""
+    A scale covers all visible tokens. With `compute.smooth_v`, their mean is subtracted first and returned as
+    `Operand.mean`."""
     mean = masked_mean(x, visible) if compute.smooth_v else torch.zeros_like(x[:, :, :1, :1])
     centered = torch.where(visible, x - mean, 0.0)
     largest = torch.finfo(FP8[compute.pv]).max

@@ -86,10 +86,9 @@ def query_mean(q: torch.Tensor, smooth: str, real: torch.Tensor) -> torch.Tensor
 
 
 def quantize_queries(q: torch.Tensor, compute: Compute) -> Operand:
-    """Quantize queries `[B, Hq, T, D]` to symmetric INT8 codes up to `compute.qk_levels`, with scales by
-    `compute.q_scale`.
+    """Quantize queries `[B, Hq, T, D]` to symmetric INT8 codes up to `compute.qk_levels`.
 
-    A shared scale is repeated for each query of its group."""
+    Queries share scales as `compute.q_scale` says. A shared scale is repeated for each query of its group."""
     own = int8_tokens(q, compute.qk_levels)
     if compute.q_scale == "token":
         return own

@@ -83,10 +83,9 @@ def padding_end(span: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def columns_back(x: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
-    """Move the leading real columns of `x` `[B, H, T, D]` back to their columns in `span` `[B, 2]`, the inverse of
-    `real_first`.
+    """Move the leading real columns of `x` `[B, H, T, D]` back to their columns in `span` `[B, 2]`.
 
-    Padding columns get zeros."""
+    The inverse of `real_first`. Padding columns get zeros."""
     tokens = torch.arange(x.shape[2], device=x.device) - span[:, :1]
     real = (tokens >= 0) & (tokens < span[:, 1:])
     return torch.where(real[:, None, :, None], pick(x, tokens.clamp(0, x.shape[2] - 1)), 0)

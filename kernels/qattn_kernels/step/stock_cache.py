@@ -27,8 +27,9 @@ def attend_over(
     spec: LayerSpec,
     scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute causal attention of `T` new tokens over `S` columns of a cache, with the prefill arithmetic of
-    `spec.compute`.
+    """Compute causal attention of `T` new tokens over `S` columns of a cache.
+
+    The arithmetic is the prefill of `spec.compute`.
 
     Args:
         query: `[B, Hq, T, D]`.

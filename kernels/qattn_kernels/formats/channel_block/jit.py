@@ -113,12 +113,11 @@ def _levels(x, HALVES: tl.constexpr, BITS: tl.constexpr, SIDE: tl.constexpr, C: 
 @triton.jit
 def group_scores(S, at, x, x8, g: tl.constexpr, COUNT: tl.constexpr, HALVES: tl.constexpr, BITS: tl.constexpr,
                  SIDE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Return products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8`, for `COUNT` channel groups from group `g`
-    on.
+    """Return products `[BLOCK, Q]` of levels and scales with INT8 pairs `x8`.
 
-    `x`: with 4 and 8 bits, the bytes of these groups, loaded at once for all groups because their rows are adjacent.
-    With 2 and 3 bits each group is loaded separately: `_levels` needs neighbours in one thread, but parts of a row
-    would be in two warps."""
+    Covers `COUNT` channel groups from group `g` on. `x`: with 4 and 8 bits, the bytes of these groups, loaded at once
+    for all groups because their rows are adjacent. With 2 and 3 bits each group is loaded separately: `_levels` needs
+    neighbours in one thread, but parts of a row would be in two warps."""
     GROUP: tl.constexpr = SIDE.CHANNELS
     if g * GROUP >= SIDE.D:
         return tl.full([C.BLOCK, x8.shape[1] // 2], 0, tl.float32)

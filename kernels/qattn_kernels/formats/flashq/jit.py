@@ -113,10 +113,9 @@ def run(S, home, capacity, I: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def block_form(code, scale, keep):
-    """Apply the first stage: INT8 codes with one scale per token become `X1` with one scale per block, integers in
-    fp32.
+    """Apply the first stage: INT8 codes with one scale per token become `X1` with one scale per block.
 
-    Tokens outside `keep` do not raise the scale."""
+    Returns integers in fp32. Tokens outside `keep` do not raise the scale."""
     s = tl.max(tl.where(keep, scale, 0.0), 0)
     ratio = tl.div_rn(scale, tl.zeros_like(scale) + tl.where(s == 0.0, 1.0, s))
     x1 = round_even(tl.clamp(code * ratio[:, None], -1.0 * LEVELS, 1.0 * LEVELS))
@@ -207,10 +206,9 @@ def _second_stage(S, code, keep, at, narrow, levels, LOW: tl.constexpr, CLIP: tl
 
 @triton.jit
 def put_codes(S, code, keep, slot, SIDE: tl.constexpr, C: tl.constexpr):
-    """Apply the second stage: quantize `X1` of a full block to 4 or 2 bits per channel, in integers, and store the
-    codes.
+    """Apply the second stage to `X1` of a full block, and store the codes.
 
-    8-bit blocks keep `X1` without a second stage."""
+    Quantizes to 4 or 2 bits per channel, in integers. 8-bit blocks keep `X1` without a second stage."""
     LOW: tl.constexpr = SIDE.LOW
     AGED: tl.constexpr = SIDE.AGED
     CLIP: tl.constexpr = SIDE.CLIP

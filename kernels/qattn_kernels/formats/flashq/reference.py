@@ -32,11 +32,10 @@ from qattn_kernels.layout import Geometry, State, TensorSpec, Window
 
 
 def stage_one(tokens: Operand, keep: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the first stage: INT8 codes `[..., block, D]` with one scale per token become `X1` with one scale per
-    block.
+    """Apply the first stage: INT8 codes with one scale per token become `X1` with one scale per block.
 
-    `s = max s_t` and `X1 = round(code * s_t / s)`, without dequantizing in between. Tokens outside `keep` `[...,
-    block]` do not raise the scale; larger numbers are clamped."""
+    Tokens are `[..., block, D]`. `s = max s_t` and `X1 = round(code * s_t / s)`, without dequantizing in between.
+    Tokens outside `keep` `[..., block]` do not raise the scale; larger numbers are clamped."""
     scale = (tokens.scales if keep is None else torch.where(keep, tokens.scales, 0.0)).amax(-1)
     divisor = torch.where(scale == 0, 1.0, scale)
     x1 = torch.round(tokens.x.float() * (tokens.scales / divisor[..., None])[..., None])
@@ -48,11 +47,11 @@ def stage_two(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Apply the second stage: asymmetric `bits`-bit codes of `X1` `[..., block, D]`, in integer arithmetic.
 
-    Returns `code`, and INT8 `channel_scale` and `zero_point` per channel. `X1` is dequantized as `code * channel_scale
-    + zero_point`. Example, 4 bits: a channel from -20 to 40 has `channel_scale = 4` and `zero_point = -20`. Its 17
-    becomes code 9, which is read as 16. Tokens outside `keep` `[..., block]` do not widen the range; without any token
-    the range is zero. With 8 bits the code is `X1` itself, INT8. `clip` moves the outermost 2-bit codes inward by `clip
-    / 2` of a step (a multiple of 1/16)."""
+    Returns `code`, and INT8 `channel_scale` and `zero_point` per channel. `X1` is dequantized as
+    `code * channel_scale + zero_point`. Example, 4 bits: a channel from -20 to 40 has `channel_scale = 4` and
+    `zero_point = -20`. Its 17 becomes code 9, which is read as 16. Tokens outside `keep` `[..., block]` do not widen
+    the range; without any token the range is zero. With 8 bits the code is `X1` itself, INT8. `clip` moves the
+    outermost 2-bit codes inward by `clip / 2` of a step (a multiple of 1/16)."""
     if bits == 8:
         unit = x1.new_ones((*x1.shape[:-2], x1.shape[-1]))
         return x1, unit, torch.zeros_like(unit)

@@ -127,11 +127,10 @@ class KiviFormat(Compensated, OpenFormat):
         return TILE // block if self.bits != 3 and dim in (64, 128) and block < dim else 1
 
     def strided(self, dim: int, block: int) -> bool:
-        """Return whether packed codes of values place every eighth token side by side: 0, 8, 16, 24, 1, 9, ... of 32
-        tokens.
+        """Return whether packed codes of values place every eighth token side by side.
 
-        Used for groups smaller than a head. A tensor core thread holds these tokens in a tile of scores. It packs the
-        weights of four tokens into a word for the next product."""
+        For 32 tokens the order is 0, 8, 16, 24, 1, 9, ... Used for groups smaller than a head. A tensor core thread
+        holds these tokens in a tile of scores. It packs the weights of four tokens into a word for the next product."""
         return self.per_token and self.tile(dim, block) > 1
 
     def decode_warps(self, dim: int, block: int, columns: int) -> int:

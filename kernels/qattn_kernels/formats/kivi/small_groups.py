@@ -113,8 +113,8 @@ def _packed_order(x, C: tl.constexpr):
 
 @triton.jit
 def _of_tokens(x, at, GROUP: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Return scales or zero points `x` of one channel group for a tile's tokens, in `_packed_order`: fp32 `[tokens,
-    1]`."""
+    """Return scales or zero points `x` of one channel group for a tile's tokens, in `_packed_order`: fp32
+    `[tokens, 1]`."""
     t = (at * SIDE.D)[:, None] + (GROUP * C.BLOCK + tl.arange(0, C.BLOCK))[None, :]
     x = tl.permute(tl.reshape(tl.load(x + t), (C.TILE, C.BLOCK // 32, 4, 8)), (1, 3, 0, 2))
     return tl.reshape(x, (C.TILE * C.BLOCK,)).to(tl.float32)[:, None]
@@ -137,11 +137,10 @@ def _group_values(S, at, p, unit, top, GROUP: tl.constexpr, BITS: tl.constexpr, 
 
 @triton.jit
 def tile_values(S, at, p, BITS: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
-    """Return sums `[DP, Q]` of the values of blocks `at` `[TILE]`, weighted by `p` `[TILE * BLOCK, Q]` in `join_blocks`
-    order.
+    """Return sums `[DP, Q]` of the values of blocks `at` `[TILE]`, weighted by `p`.
 
-    Weights of all channel groups share one unit, in which the largest has `SPLIT_TOP`. A group with small weights has
-    the same absolute error as the largest."""
+    `p` `[TILE * BLOCK, Q]` is in `join_blocks` order. Weights of all channel groups share one unit, in which the
+    largest has `SPLIT_TOP`. A group with small weights has the same absolute error as the largest."""
     FOUR: tl.constexpr = SIDE.D // C.BLOCK == 4
     p = _packed_order(p, C)
     largest = tl.maximum(_of_tokens(S.scale, at, 0, SIDE, C), _of_tokens(S.scale, at, 1, SIDE, C))

@@ -45,8 +45,9 @@ def midpoints() -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Nf4Format(CodebookFormat):
-    """NF4: a 16-bit `scale = max|x|` per block of channels of a token, and the nearest level of `x / scale` per
-    channel.
+    """NF4: a 16-bit `scale = max|x|` per block of channels of a token, and one code per channel.
+
+    A channel's code is the nearest level of `x / scale`.
 
     Attributes:
         group_size: channels that share a scale: 32, 64 or 128, at most the next power of two of the head dimension.

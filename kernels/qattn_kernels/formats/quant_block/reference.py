@@ -16,11 +16,11 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class QuantBlockFormat(ChannelBlockFormat):
-    """llama.cpp's blocks in 8 or 4 bits.
+    """Blocks of llama.cpp in 8 or 4 bits.
 
     8 bits: `scale = max|x| / 127`, `code = round(x / scale)`. 4 bits: `scale = m / -8`, where `m` is the signed value
-    of largest magnitude (on a tie the negative one); `code = min(15, floor(x / scale + 8.5))`, `value = (code - 8) *
-    scale`.
+    of largest magnitude (on a tie the negative one); `code = min(15, floor(x / scale + 8.5))`,
+    `value = (code - 8) * scale`.
 
     Codes are computed from the stored, rounded scale. 4-bit scales are signed and stored in fp16."""
 

@@ -29,10 +29,10 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SmoothedFormat(Format):
-    """Keys in the format `inner`, minus the mean key of their row's first block. The mean is fixed when that block
-    closes.
+    """Keys in the format `inner`, minus the mean key of their row's first block.
 
-    The ring is the inner format's and holds tokens without smoothing, because a row without a block has no mean."""
+    The mean is fixed when that block closes. The ring is the inner format's and holds tokens without smoothing, because
+    a row without a block has no mean."""
 
     inner: Format = field(default_factory=IntGroupFormat)
 

@@ -145,10 +145,10 @@ def _place(S, source, masks, block, codec, SIDE: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _short_side(S, K_MEAN, x, arrivals, stale, chosen, source, masks, block, codec, SIDE: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
-    """Write keys or values of one block in a short call: new tokens to the ring or the arenas, then pack the block if
-    full.
+    """Write keys or values of one block in a short call: new tokens first, then the whole block if it closes.
 
-    `stale`: a crop left old tokens after the row's end. `chosen`: bool `[BLOCK]`, tokens that the sink pool takes."""
+    New tokens go to the ring, or to the arenas if the format has no ring. `stale`: a crop left old tokens after the
+    row's end. `chosen`: bool `[BLOCK]`, tokens that the sink pool takes."""
     h, bh, home, pos, new = block.h, block.bh, block.home, arrivals.pos, arrivals.new
     code, scale = codec.quantize_tokens(x)
     t = tl.arange(0, C.BLOCK)

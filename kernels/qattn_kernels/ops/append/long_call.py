@@ -212,11 +212,10 @@ def _long_block(K, V, call, part, k_codec, v_codec, PARTS: tl.constexpr, C: tl.c
 @triton.jit(do_not_specialize=["span_stride", "open_blocks", "NB"])
 def long_kernel(SOURCE, SPANS, span_stride, STATE, BLOCKS, K, V, K_MEAN, CHOSEN, open_blocks, UNPACKED, ROWS, NB, slots,
                 K_CODEC, V_CODEC, PARTS: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Append the tokens of a long call and pack full blocks. One program per (part of a block of the open span, head,
-    row).
+    """Append the tokens of a long call and pack full blocks.
 
-    Every program fills all its slots of `UNPACKED`, also after the row's end. The ring is written later by
-    `finish_kernel`, when every program has read it.
+    One program per (part of a block of the open span, head, row). Every program fills all its slots of `UNPACKED`, also
+    after the row's end. `finish_kernel` writes the ring later, when every program has read it.
 
     Args:
         UNPACKED: fields of an `UnpackedTensors`, ignored when `slots` is 0.

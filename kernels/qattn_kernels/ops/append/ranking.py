@@ -103,10 +103,9 @@ def ranked_place(S, source, masks, row, b, h, QUANTIZE: tl.constexpr, BLOCK_FORM
 def priorities_kernel(SOURCE, SPANS, span_stride, STATE, DROPPED, K, V, PRIORITIES, NB,
                       K_QUANTIZE: tl.constexpr, K_BLOCK_FORM: tl.constexpr, V_QUANTIZE: tl.constexpr,
                       V_BLOCK_FORM: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Write head priorities to `PRIORITIES` fp64 `[B, 2, H]` (keys, then values). One program per (head, row) of a long
-    call.
+    """Write head priorities to `PRIORITIES` fp64 `[B, 2, H]`, keys then values. One program per (head, row).
 
-    Writes only ranked sides, and only rows whose first block closes."""
+    Runs in long calls. Writes only ranked sides, and only rows whose first block closes."""
     K_SIDE: tl.constexpr = C.K
     V_SIDE: tl.constexpr = C.V
     h, b = tl.program_id(0), tl.program_id(1)

@@ -116,10 +116,9 @@ def _k_mean_scores(K_MEAN, program, C: tl.constexpr):
 
 @triton.jit
 def _sink_mass(pool, program, codec, C: tl.constexpr):
-    """Return the weight that sparse V knows before it reads a block: `known_mass` of the sink pool, fp32 `[Q]`, in
-    log2.
+    """Return the weight that sparse V knows before it reads a block: `known_mass` of the sink pool, `[Q]`.
 
-    Without a sink pool it returns `NOTHING`, and `packed_part` uses the first block instead."""
+    The result is fp32, in log2. Without a sink pool it is `NOTHING`, and `packed_part` uses the first block instead."""
     if C.SPARSE_V and C.ENTRIES > 0:
         return known_mass(sink_scores(pool, program, 0, codec, C), program.scoring.sas_threshold, C)
     else:

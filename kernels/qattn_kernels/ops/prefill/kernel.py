@@ -1,7 +1,6 @@
-"""Prefill attention over unpacked keys and values in Triton: INT8, FP8 or bf16/fp16/fp32 products, fp32 softmax, one
-pass.
+"""Prefill attention over unpacked keys and values in Triton, in one pass with an fp32 softmax.
 
-Optimizations in addition to the quantized products:
+Products are INT8, FP8 or bf16/fp16/fp32. Optimizations in addition to the quantized products:
 
 - The logarithm of a value's scale is added to the value's score. `exp2` then yields weight times scale, ready for
   rounding, and a multiply-add removes the scale from the row sum.
@@ -265,12 +264,11 @@ def _window_start(pos, slot, q_pos, C: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def attend(q, q_b, q_h, q_t, k, k_scale, v, bias, v_factor, clean, pos, rows, sinks, extra, out, lse, T, N, scale,
            cap, threshold, C: tl.constexpr):  # fmt: skip
-    """Attend with `BM` queries of one head per program. Heads of one KV head are adjacent, and long programs start
-    first.
+    """Attend with `BM` queries of one head per program.
 
-    `extra`: `k_mean`, `q_mean`, `shift`, `v_channel` and `v_mean` of the `UnpackedKV`, with placeholders for missing
-    ones. `cap`: the soft cap in log2 units, while a decode takes it in the model's units (`ops.decode.parts.Scoring`).
-    """
+    Heads of one KV head are adjacent, and long programs start first. `extra`: `k_mean`, `q_mean`, `shift`, `v_channel`
+    and `v_mean` of the `UnpackedKV`, with placeholders for missing ones. `cap`: the soft cap in log2 units, while a
+    decode takes it in the model's units (`ops.decode.parts.Scoring`)."""
     blocks = tl.cdiv(T, C.BM) + 1
     pid = tl.program_id(0)
     group = pid // C.G

@@ -128,11 +128,10 @@ def _sizes(q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Score
 def prefill(
     q: torch.Tensor, unpacked: UnpackedKV, spec: LayerSpec, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the attention of a long call over unpacked keys and values. `ops/prefill/reference.py` is the
-    specification.
+    """Compute the attention of a long call over unpacked keys and values.
 
-    INT8 codes are multiplied as integers, unquantized keys and values in the query's dtype. These details differ from
-    the reference:
+    `ops/prefill/reference.py` is the specification. INT8 codes are multiplied as integers, unquantized keys and values
+    in the query's dtype. These details differ from the reference:
 
     - `sas_threshold` cuts relative to the maximum of the kernel's tiles so far.
     - `p_scale: tile` has no kernel.

@@ -187,11 +187,11 @@ def codes_kernel(KEYS, VALUES, BIAS, ROWS, heads, N, LEVELS: tl.constexpr, GROUP
 @triton.jit
 def query_means_kernel(Q, strides, ROWS, OUT, heads, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr,
                        TOGETHER: tl.constexpr):  # fmt: skip
-    """Compute fp32 means `[B, Hq, n, D]` of each `SIZE` real queries `[B, Hq, T, D]`. One program per (row and head,
-    n).
+    """Compute fp32 means `[B, Hq, n, D]` of each `SIZE` real queries `[B, Hq, T, D]`.
 
-    With `TOGETHER`, writes instead each group's contribution to the mean of all queries. Non-finite queries count as
-    zeros. Models store queries token by token, so neighbouring heads run at once to spread over the memory channels."""
+    One program per (row and head, n). With `TOGETHER`, writes instead each group's contribution to the mean of all
+    queries. Non-finite queries count as zeros. Models store queries token by token, so neighbouring heads run at once
+    to spread over the memory channels."""
     head, part = tl.program_id(0), tl.program_id(1)
     row = load_row(ROWS, head // heads)
     d = tl.arange(0, DP)

@@ -14,10 +14,9 @@ from qattn_kernels.ops.sink_pool.kernel import pool_kernel, restore_kernel, size
 
 
 def compete(call: Call) -> None:
-    """Let the pool compete with each block that a long call closes. Runs before the append; does nothing without a
-    pool.
+    """Let the pool compete with each block that a long call closes.
 
-    Short calls compete inside the append."""
+    Runs before the append; does nothing without a pool. Short calls compete inside the append."""
     if call.sinks.table is None:
         return
     size, dropped, open_blocks = call.sizes, call.state["dropped"], call.picked[1]

@@ -36,8 +36,8 @@ def given(
 ) -> torch.Tensor:
     """Return the weights that each token's query gave the open tokens: fp32 `[B, Hkv, n, block, width]`.
 
-    Zeros after the row's end. Call it before the append. `q` `[B, Hq, T, D]` has real tokens first; `q_pos` is `[B,
-    T]`."""
+    Zeros after the row's end. Call it before the append. `q` `[B, Hq, T, D]` has real tokens first; `q_pos` is
+    `[B, T]`."""
     parts = [
         _weights(q[:, :, i : i + QUERIES], q_pos[:, i : i + QUERIES], state, window, open_span, scores)
         for i in range(0, q.shape[2], QUERIES)

@@ -133,8 +133,8 @@ def sink_tiles(state: State, spec: LayerSpec, closed: torch.Tensor, since: torch
     """Return the sinks as tiles, with tokens in table order.
 
     A long call asks before the pool competes (`since=None`) and sees the table as it is. A short call asks afterwards,
-    and each query sees what single steps would show it. Block `closed + j` counts as closed from row position `since[b,
-    j]` on."""
+    and each query sees what single steps would show it. Block `closed + j` counts as closed from row position
+    `since[b, j]` on."""
     table, block = side_of(state, "sink"), spec.window.block
     start, end = torch.zeros_like(table["pos"]), torch.where(table["written"] > 0, -1, FOREVER).int()
     if since is not None:
@@ -164,10 +164,9 @@ def packed_copies(tiles: Tiles, state: State, closed: torch.Tensor, since: torch
 
 
 def when(times: torch.Tensor, closed: torch.Tensor, since: torch.Tensor) -> torch.Tensor:
-    """Return the row position from which a query sees an event of block number `times` `[B, H, n]` (the first block is
-    1).
+    """Return the row position from which a query sees an event at the close of block number `times` `[B, H, n]`.
 
-    The event happened when that block closed. Returns 0 if that was before the call."""
+    The first block is 1. Returns 0 if the event was before the call."""
     j = times - 1 - closed[:, None, None]
     late = since[:, None].expand(-1, j.shape[1], -1).gather(2, j.clamp(0, since.shape[1] - 1).long())
     return torch.where(j >= 0, late, 0)
